@@ -230,7 +230,7 @@ class MongoStore(DriverUser, Store):
             be of an earlier one.
         """
         now = self.driver.now()
-        ending = {"status": int(Status.ENDING)}
+        ending = {"status": Status.ENDING}
         writes = [
             UpdateOne(
                 held(delivery), {"$set": {**ending, "deed": _pack(one.intent), "deed_at": now}}
@@ -261,7 +261,7 @@ class MongoStore(DriverUser, Store):
     @step("settling")
     def _put_away(self, store: Database, endings: Sequence[_Ending]) -> None:
         messages, now = store.machinery_messages, self.driver.now()
-        ending = {"status": int(Status.ENDING)}
+        ending = {"status": Status.ENDING}
         done = [one.id for one in endings if one.intent.fate is Fate.DONE]
         writes = [
             UpdateOne(
@@ -318,7 +318,7 @@ class MongoStore(DriverUser, Store):
     @step("looking for what is unfinished")
     def _old_endings(self, store: Database) -> list[_Ending]:
         old = {"$gt": 0, "$lt": self.driver.intents_before()}
-        query: Document = {"status": int(Status.ENDING), "deed_at": old}
+        query: Document = {"status": Status.ENDING, "deed_at": old}
         found = store.machinery_messages.find(query, {"lease": 1, "deed": 1}).limit(OLD_INTENTS)
         return [_Ending(one["_id"], one["lease"], _intent(bytes(one["deed"]))) for one in found]
 

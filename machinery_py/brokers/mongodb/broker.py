@@ -222,7 +222,7 @@ class MongoBroker(DriverUser, Broker):
     @step("moving due messages")
     def _move_due(self, store: Store) -> tuple[int | None, int]:
         now, messages = self.driver.now(), store.machinery_messages
-        late: Document = {"status": int(Status.DELAYED)}
+        late: Document = {"status": Status.DELAYED}
 
         def next_due() -> int | None:
             first = messages.find_one(late, {"due_at": 1}, sort=[("due_at", 1)])
@@ -232,7 +232,7 @@ class MongoBroker(DriverUser, Broker):
         if due is None or due > now:
             return due, 0
         moved = messages.update_many(
-            {**late, "due_at": {"$lte": now}}, {"$set": {"status": int(Status.WAITING)}}
+            {**late, "due_at": {"$lte": now}}, {"$set": {"status": Status.WAITING}}
         )
         return next_due(), moved.modified_count
 
@@ -263,7 +263,7 @@ class MongoBroker(DriverUser, Broker):
     def _sessions(self, store: Store, asks_holders: bool) -> tuple[list[str], dict[str, Document]]:
         """Return the sessions that hold messages, if asked for, and all sessions' documents."""
         # In this order: who holds something was registered before it claimed it.
-        holds = {"status": {"$in": [int(Status.HELD), int(Status.TAKEN)]}}
+        holds = {"status": {"$in": [Status.HELD, Status.TAKEN]}}
         holders = store.machinery_messages.distinct("session", holds) if asks_holders else []
         return list(holders), {one["_id"]: one for one in store.machinery_sessions.find()}
 
@@ -289,7 +289,7 @@ class MongoBroker(DriverUser, Broker):
         return self._find({"status": QUEUED, "queue": queue}, ORDER, limit)
 
     def delayed(self, limit: int) -> list[Message]:
-        return self._find({"status": int(Status.DELAYED)}, [("due_at", 1), ("order", 1)], limit)
+        return self._find({"status": Status.DELAYED}, [("due_at", 1), ("order", 1)], limit)
 
     @step("listing messages")
     def _find(
@@ -307,7 +307,7 @@ class MongoBroker(DriverUser, Broker):
         def count(*statuses: Status) -> dict[str, tuple[int, int]]:
             """Return for each queue how many messages are there, and since when (µs) the oldest."""
             group = {"_id": "$queue", "count": {"$sum": 1}, "oldest": {"$min": "$sent_at"}}
-            match = {"status": {"$in": [int(status) for status in statuses]}}
+            match = {"status": {"$in": list(statuses)}}
             found = store.machinery_messages.aggregate([{"$match": match}, {"$group": group}])
             return {one["_id"]: (one["count"], one["oldest"]) for one in found}
 
@@ -332,7 +332,7 @@ class MongoBroker(DriverUser, Broker):
 
     @step("listing workers")
     def workers(self, store: Store) -> list[WorkerInfo]:
-        held: Document = {"$match": {"status": int(Status.HELD)}}
+        held: Document = {"$match": {"status": Status.HELD}}
         counted = store.machinery_messages.aggregate(
             [held, {"$group": {"_id": "$session", "count": {"$sum": 1}}}]
         )
@@ -345,7 +345,7 @@ class MongoBroker(DriverUser, Broker):
 
     @step("purging a queue")
     def purge(self, store: Store, queue: str) -> int:
-        gone = [int(Status.WAITING), int(Status.TAKEN), int(Status.DELAYED)]
+        gone = [Status.WAITING, Status.TAKEN, Status.DELAYED]
         query = {"queue": queue, "status": {"$in": gone}}
         return store.machinery_messages.delete_many(query).deleted_count
 
@@ -369,7 +369,7 @@ class MongoBroker(DriverUser, Broker):
 
     @step("listing dead letters")
     def dead_letters(self, store: Store, *, limit: int, queue: str = "") -> list[DeadLetter]:
-        query: Document = {"status": int(Status.DEAD), **({"queue": queue} if queue else {})}
+        query: Document = {"status": Status.DEAD, **({"queue": queue} if queue else {})}
         found = store.machinery_messages.find(query).sort([("died_at", -1), ("order", -1)])
         return [letter_of(one) for one in found.limit(limit)]
 
@@ -378,7 +378,7 @@ class MongoBroker(DriverUser, Broker):
         there = msgspec.structs.replace(message, queue=queue, eta=None)
         [document] = documents_of([there], token="", first=self.driver.next_order(1), now=now)
         document |= {
-            "status": int(Status.DEAD),
+            "status": Status.DEAD,
             "reason": reason,
             "error": printable(error),
             "died_at": now,
@@ -395,7 +395,7 @@ class MongoBroker(DriverUser, Broker):
     @step("taking dead letters", again=False)
     def take_dead(self, store: Store, ids: Sequence[str]) -> list[DeadLetter]:
         taken = (
-            store.machinery_messages.find_one_and_delete({"_id": id, "status": int(Status.DEAD)})
+            store.machinery_messages.find_one_and_delete({"_id": id, "status": Status.DEAD})
             for id in dict.fromkeys(ids)
         )
         return [letter_of(one) for one in taken if one is not None]

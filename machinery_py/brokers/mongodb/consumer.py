@@ -146,7 +146,7 @@ class MongoConsumer(DriverUser, Consumer):
             self._shut = paused_of(store, self._queues)
         open_queues = [queue for queue in queues if queue not in self._shut]
         if len(open_queues) > 1 and not found:
-            waits = {"status": int(Status.WAITING), "queue": {"$in": open_queues}}
+            waits = {"status": Status.WAITING, "queue": {"$in": open_queues}}
             if store.machinery_messages.find_one(waits, {"_id": 1}) is None:
                 return []
         for queue in open_queues:
@@ -157,21 +157,21 @@ class MongoConsumer(DriverUser, Consumer):
     def _regain(self, store: Store, lost: Sequence[str], lease: str) -> list[Document]:
         """Return the messages of claims that had no reply, under a new lease: they are ours."""
         theirs: Document = {"lease": {"$in": list(lost)}}
-        held: Document = {"status": int(Status.HELD)}
+        held: Document = {"status": Status.HELD}
         untake(store, theirs)
         store.machinery_messages.update_many({**theirs, **held}, {"$set": {"lease": lease}})
         return list(store.machinery_messages.find({"lease": lease, **held}).sort(ORDER))
 
     def _claim_from(self, store: Store, queue: str, limit: int, lease: str) -> list[Document]:
         messages = store.machinery_messages
-        taken: Document = {"queue": queue, "lease": lease, "status": int(Status.TAKEN)}
+        taken: Document = {"queue": queue, "lease": lease, "status": Status.TAKEN}
         if not self._take(store, queue, limit, lease):
             return []
         if paused_of(store, [queue]):
             self._shut.add(queue)
             untake(store, {"queue": queue, "lease": lease})
             return []
-        hold: Document = {"$set": {"status": int(Status.HELD)}, "$inc": {"fence": 1}}
+        hold: Document = {"$set": {"status": Status.HELD}, "$inc": {"fence": 1}}
         if limit == 1:
             one = messages.find_one_and_update(taken, hold, return_document=ReturnDocument.AFTER)
             return [] if one is None else [one]
@@ -179,20 +179,14 @@ class MongoConsumer(DriverUser, Consumer):
             return []
         # With a batch as large as that, nothing is left to be asked for in a second command.
         return list(
-            messages.find({**taken, "status": int(Status.HELD)}).sort(ORDER).batch_size(limit + 1)
+            messages.find({**taken, "status": Status.HELD}).sort(ORDER).batch_size(limit + 1)
         )
 
     def _take(self, store: Store, queue: str, limit: int, lease: str) -> bool:
         """Do the first step of a claim; return whether it has taken anything."""
-        waits: Document = {"status": int(Status.WAITING), "queue": queue}
-        mine: Document = {
-            "$set": {
-                "status": int(Status.TAKEN),
-                "lease": lease,
-                "session": self.session,
-                "begun": 0,
-            }
-        }
+        waits: Document = {"status": Status.WAITING, "queue": queue}
+        taken = {"status": Status.TAKEN, "lease": lease, "session": self.session, "begun": 0}
+        mine: Document = {"$set": taken}
         messages = store.machinery_messages
         if limit == 1:
             return messages.find_one_and_update(waits, mine, {"_id": 1}, sort=ORDER) is not None
@@ -201,7 +195,7 @@ class MongoConsumer(DriverUser, Consumer):
             ids = [one["_id"] for one in found]
             if not ids:
                 return False
-            these = {"_id": {"$in": ids}, "status": int(Status.WAITING)}
+            these = {"_id": {"$in": ids}, "status": Status.WAITING}
             if messages.update_many(these, mine).matched_count:
                 return True
         return False
@@ -256,7 +250,7 @@ class MongoConsumer(DriverUser, Consumer):
 
     @step("looking at deliveries")
     def _held(self, store: Store, ids: Sequence[str]) -> set[tuple[str, str]]:
-        query = {"_id": {"$in": ids}, "session": self.session, "status": int(Status.HELD)}
+        query = {"_id": {"$in": ids}, "session": self.session, "status": Status.HELD}
         found = store.machinery_messages.find(query, {"lease": 1})
         return {(one["_id"], one["lease"]) for one in found}
 
@@ -342,14 +336,14 @@ class End(Protocol):
 
 def update_at_end(end: End, now: int, **more: object) -> Document:
     """Return the update of a message that is not done. `more`: fields that are set as well."""
-    fields: Document = {**FREE, "status": int(Status.WAITING)}
+    fields: Document = {**FREE, "status": Status.WAITING}
     if end.fate is Fate.LATER:
         due_at = 0 if end.eta is None else micros(end.eta)
         status = Status.DELAYED if due_at > now else Status.WAITING
-        fields |= {"status": int(status), "due_at": due_at}
+        fields |= {"status": status, "due_at": due_at}
     elif end.fate is Fate.DEAD:
         facts = {"uuid": end.uuid, "name": end.name, "reason": end.reason, "error": end.error}
-        fields |= {"status": int(Status.DEAD), "died_at": now}
+        fields |= {"status": Status.DEAD, "died_at": now}
         fields |= {key: printable(value) for key, value in facts.items() if value}
     is_parked = end.fate is Fate.LATER and end.reason != WAITING
     return {"$set": {**fields, **more}, **({"$inc": {"parks": 1}} if is_parked else {})}

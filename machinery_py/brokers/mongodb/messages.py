@@ -34,7 +34,7 @@ class Status(IntEnum):
 
 
 #: Still in its queue, as listings see it.
-QUEUED: Document = {"$in": [int(Status.WAITING), int(Status.TAKEN)]}
+QUEUED: Document = {"$in": [Status.WAITING, Status.TAKEN]}
 
 
 class Receipt(NamedTuple):
@@ -74,7 +74,7 @@ def documents_of(
                 "body": message.body,
                 "priority": message.priority,
                 "order": first + number,
-                "status": int(Status.DELAYED if due_at > now else Status.WAITING),
+                "status": Status.DELAYED if due_at > now else Status.WAITING,
                 "due_at": due_at,
                 "parks": message.parks,
                 "strikes": 0,
@@ -134,7 +134,7 @@ def letter_of(document: Document) -> DeadLetter:
 def held(delivery: Delivery) -> Document:
     """Return the query that finds a message's document while this delivery of it lasts."""
     receipt = receipt_of(delivery)
-    return {"_id": receipt.id, "lease": receipt.lease, "status": int(Status.HELD)}
+    return {"_id": receipt.id, "lease": receipt.lease, "status": Status.HELD}
 
 
 def receipt_of(delivery: Delivery) -> Receipt:
@@ -156,8 +156,8 @@ def release(store: Store, session: str, began: Collection[int] | None) -> None:
     """
     untake(store, {"session": session})
     messages = store.machinery_messages
-    back: Document = {"$set": {**FREE, "status": int(Status.WAITING)}}
-    mine: Document = {"session": session, "status": int(Status.HELD)}
+    back: Document = {"$set": {**FREE, "status": Status.WAITING}}
+    mine: Document = {"session": session, "status": Status.HELD}
     if began is None:
         messages.update_many({**mine, "begun": 1}, {**back, "$inc": {"strikes": 1}})
     elif began:
@@ -170,7 +170,7 @@ def release(store: Store, session: str, began: Collection[int] | None) -> None:
 def untake(store: Store, which: Document) -> None:
     """Undo the first step of claims, so that their second step finds nothing. May be repeated."""
     store.machinery_messages.update_many(
-        {**which, "status": int(Status.TAKEN)}, {"$set": {**FREE, "status": int(Status.WAITING)}}
+        {**which, "status": Status.TAKEN}, {"$set": {**FREE, "status": Status.WAITING}}
     )
 
 
