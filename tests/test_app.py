@@ -119,7 +119,7 @@ def test_a_retry_does_not_lengthen_the_expiry(flow: Flow) -> None:
         result.get(timeout=0)
 
 
-def test_a_retry_of_what_a_go_worker_sent_counts_nothing_anew(flow: Flow) -> None:
+def test_retry_of_a_go_task_continues_its_count(flow: Flow) -> None:
     flaky = flow.server.task("flaky", retries=1, backoff=[0])(_away)
     by_go = (
         flaky.options(delay=60, expires=60)
@@ -210,7 +210,7 @@ def test_declared_headers_go_on_and_ours_never_do(flow: Flow) -> None:
     }
 
 
-def test_what_is_sent_outside_a_task_inherits_nothing(flow: Flow) -> None:
+def test_send_outside_a_task_inherits_nothing(flow: Flow) -> None:
     flow.work.options(headers=TRACE).send()
     flow.drain()
     flow.late.send()
@@ -329,7 +329,7 @@ ACCEPTED: dict[str, Callable[[Any, Any, Any], Step[Any]]] = {
 
 
 @pytest.mark.parametrize("place", REFUSED)
-def test_what_the_worker_would_refuse_is_not_sent(flow: Flow, place: str) -> None:
+def test_call_that_the_worker_would_refuse_is_not_sent(flow: Flow, place: str) -> None:
     pair, alert = (
         flow.server.register_task("pair", _pair),
         flow.server.register_task("alert", _alert),
@@ -341,7 +341,7 @@ def test_what_the_worker_would_refuse_is_not_sent(flow: Flow, place: str) -> Non
 
 
 @pytest.mark.parametrize("place", ACCEPTED)
-def test_what_may_get_more_arguments_is_sent(flow: Flow, place: str) -> None:
+def test_call_that_may_get_more_arguments_is_sent(flow: Flow, place: str) -> None:
     pair, alert = (
         flow.server.register_task("pair", _pair),
         flow.server.register_task("alert", _alert),

@@ -175,7 +175,7 @@ def test_most_functions_are_a_few_lines() -> None:
     assert statistics.median(size for _, size in functions()) <= 8
 
 
-def test_every_module_says_what_it_holds() -> None:
+def test_every_module_has_a_docstring() -> None:
     silent = [
         name
         for name, path in (*modules(), *modules(SUPPORT))

@@ -115,7 +115,7 @@ def methods() -> Iterator[tuple[type, str]]:
 @pytest.mark.parametrize(
     ("kind", "name"), list(methods()), ids=lambda value: getattr(value, "__name__", value)
 )
-def test_what_talks_to_a_store_has_a_twin_with_the_same_parameters(kind: type, name: str) -> None:
+def test_store_calls_have_async_twins_with_equal_parameters(kind: type, name: str) -> None:
     found = getattr(kind, f"{name}_async", None)
 
     assert found is not None, f"{kind.__name__}.{name}_async = twin({name})"
@@ -156,7 +156,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     server.close()
 
 
-def test_the_twins_do_what_their_methods_do(server: Server) -> None:
+def test_async_twins_equal_their_methods(server: Server) -> None:
     asyncio.run(work(server))
 
 
@@ -236,7 +236,7 @@ async def work(server: Server) -> None:
     await server.close_async()
 
 
-def test_the_loop_goes_on_while_twins_wait_for_a_store_that_does_not_answer(
+def test_event_loop_runs_while_async_twins_wait_for_a_store(
     empty_redis: RedisServer,
 ) -> None:
     server = Server(empty_redis.url)
@@ -297,7 +297,7 @@ class Other(Slow):
 
 
 @pytest.mark.parametrize("is_cancelled", [True, False], ids=["cancelled", "timeout"])
-def test_a_twin_that_is_given_up_returns_at_once_and_its_call_goes_on(is_cancelled: bool) -> None:
+def test_cancelled_async_twin_returns_while_its_call_goes_on(is_cancelled: bool) -> None:
     slow = Slow()
 
     async def work() -> None:

@@ -37,7 +37,7 @@ def sent(name: str = "add") -> TaskSent:
 # The bus
 
 
-def test_a_handler_gets_its_class_and_what_derives_from_it() -> None:
+def test_handler_gets_events_of_its_class_and_of_subclasses() -> None:
     bus, exact, base, everything = EventBus(), [], [], []  # type: ignore[var-annotated]
     bus.subscribe(TaskSent, exact.append)
     bus.subscribe(TaskEvent, base.append)
@@ -56,7 +56,7 @@ def test_a_handler_gets_its_class_and_what_derives_from_it() -> None:
     assert everything == events
 
 
-def test_a_subscription_can_be_ended_also_while_it_is_called() -> None:
+def test_subscription_can_be_ended_during_its_call() -> None:
     bus, calls = EventBus(), []
 
     def once(event: TaskSent) -> None:
@@ -71,7 +71,7 @@ def test_a_subscription_can_be_ended_also_while_it_is_called() -> None:
     assert len(calls) == 3
 
 
-def test_a_handler_that_fails_is_logged_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_handler_is_logged_and_stops_no_other(caplog: pytest.LogCaptureFixture) -> None:
     bus, calls = EventBus(), []  # type: ignore[var-annotated]
 
     def broken(event: TaskSent) -> None:
@@ -85,7 +85,7 @@ def test_a_handler_that_fails_is_logged_and_harms_nobody(caplog: pytest.LogCaptu
     assert "mine" in caplog.text
 
 
-def test_nobody_is_asked_whether_anybody_listens() -> None:
+def test_event_bus_knows_which_events_are_subscribed() -> None:
     bus = EventBus()
     assert TaskSent not in bus.wanted
     end = bus.subscribe(TaskEvent, print)

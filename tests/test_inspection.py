@@ -99,7 +99,7 @@ def test_tasks_are_found_by_state_name_time_and_queue(bench: Bench) -> None:
     assert inspect.tasks(queue="mail", name="add") == []
 
 
-def test_the_start_of_a_uuid_is_enough_if_it_is_the_only_one(bench: Bench) -> None:
+def test_unambiguous_start_of_a_uuid_is_enough(bench: Bench) -> None:
     bench.add.options(uuid="task_aaa").send(1, 1)
     bench.add.options(uuid="task_aab").send(1, 1)
     bench.add.options(uuid="task_aab-2").send(1, 1)
@@ -112,7 +112,7 @@ def test_the_start_of_a_uuid_is_enough_if_it_is_the_only_one(bench: Bench) -> No
         inspect.find("task_zzz")
 
 
-def test_a_task_is_shown_with_its_signature_while_it_waits_and_when_it_failed(bench: Bench) -> None:
+def test_waiting_or_failed_task_is_shown_with_its_signature(bench: Bench) -> None:
     waiting = bench.add.send(1, 2)
     delayed = bench.add.options(delay=60).send(3, 4)
     failed = bench.fail.send("x")
@@ -208,7 +208,7 @@ def test_a_dead_letter_can_be_replayed(bench: Bench) -> None:
     assert server.result(result.uuid).get(timeout=0) == 42
 
 
-def test_what_nobody_can_run_stays_dead(bench: Bench) -> None:
+def test_dead_letter_that_cannot_run_stays_dead(bench: Bench) -> None:
     put_bytes(bench, b"{")
     bench.drain()
     (letter,) = bench.server.inspect.dead()
@@ -216,7 +216,7 @@ def test_what_nobody_can_run_stays_dead(bench: Bench) -> None:
     assert bench.server.inspect.dead() == [letter]
 
 
-def test_all_of_it_works_beside_a_worker() -> None:
+def test_inspection_works_beside_a_running_worker() -> None:
     bench = Bench()
     with bench.server.new_worker(concurrency=2):
         bench.add.send(1, 1).get(timeout=HANG)

@@ -32,7 +32,7 @@ def test_a_name_that_is_empty_long_or_unsafe_is_refused_for_all(name: str) -> No
     "name",
     ["delayed_tasks", "TriggerChordMutex", "machinery_lock_app@every 3s", "mpy:", "mpy:m:{x}"],
 )
-def test_what_is_a_key_for_everybody_is_no_queue_and_no_uuid(name: str) -> None:
+def test_shared_key_is_no_queue_and_no_uuid(name: str) -> None:
     names.check_task(name)
     names.check_lock(name)
     for check in (names.check_queue, names.check_uuid):
@@ -52,7 +52,7 @@ def test_what_is_a_key_for_everybody_is_no_queue_and_no_uuid(name: str) -> None:
         "task_1a2b3c4d-0000-4000-8000-1a2b3c4d5e6f",
     ],
 )
-def test_queues_of_the_server_and_of_ours_are_no_queue_but_may_be_a_uuid(name: str) -> None:
+def test_reserved_queue_names_are_refused_but_legal_as_uuids(name: str) -> None:
     names.check_uuid(name)
     with pytest.raises(NameRefused, match="reserved"):
         names.check_queue(name)

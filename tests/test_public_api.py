@@ -45,7 +45,7 @@ def test_the_import_loads_no_client_library_and_starts_no_thread() -> None:
     assert done.stdout.strip() == "[] 1"
 
 
-def test_a_server_can_be_made_without_opening_anything(tmp_path: object) -> None:
+def test_making_a_server_opens_nothing(tmp_path: object) -> None:
     program = (
         "import os, sys\n"
         f"os.chdir({str(tmp_path)!r})\n"

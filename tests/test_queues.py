@@ -51,7 +51,7 @@ def test_how_queues_are_written(text: str, queues: object) -> None:
         ("a,a:2", "named twice"),
     ],
 )
-def test_what_is_refused(text: str, said: str) -> None:
+def test_wrong_order_of_queues_is_refused(text: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_queues(text)
     assert said in str(caught.value)
@@ -71,7 +71,7 @@ def test_what_is_refused(text: str, said: str) -> None:
         ),
     ],
 )
-def test_what_a_worker_refuses(queues: object, said: str) -> None:
+def test_worker_refuses_wrong_queues(queues: object, said: str) -> None:
     server = Server("memory://")
     with pytest.raises(ConfigError) as caught:
         server.new_worker(queues=queues)  # type: ignore[arg-type]  # that is the point

@@ -15,7 +15,7 @@ __all__ = ["bench"]
 DAY = 86400.0
 
 
-def test_a_revoked_task_is_not_run_when_it_is_due_days_later(bench: Bench) -> None:
+def test_revoked_task_due_days_later_does_not_run(bench: Bench) -> None:
     signature = (
         bench.note.options(delay=5 * DAY).signature("late").catch(bench.note.partial("caught"))
     )
@@ -54,7 +54,7 @@ def test_a_revoked_task_is_not_run_after_weeks_in_a_paused_queue(bench: Bench) -
     assert bench.calls == [("revoked", "late")]
 
 
-def test_a_revocation_is_forgotten_days_after_its_message_has_come(bench: Bench) -> None:
+def test_revocation_is_forgotten_days_after_its_message_came(bench: Bench) -> None:
     result = bench.note.send("never")
     result.revoke()
     bench.harness.advance(days=30)
@@ -91,14 +91,14 @@ def test_a_revocation_that_was_cut_off_is_finished_by_the_worker(
             result.get(timeout=0)
 
 
-def test_what_is_over_stays_as_it_ended(bench: Bench) -> None:
+def test_revoking_a_finished_task_changes_nothing(bench: Bench) -> None:
     result = bench.add.send(1, 2)
     bench.drain()
     result.revoke()
     assert result.get(timeout=0) == 3
 
 
-def test_a_task_whose_sender_left_no_word_of_what_follows_waits_for_its_message(
+def test_revoked_task_of_unknown_callbacks_waits_for_its_message(
     bench: Bench,
 ) -> None:
     """Go writes PENDING as well, and a chord must not wait for a member that nobody has told it of."""

@@ -18,7 +18,7 @@ def server() -> Iterator[Server]:
     server.close()
 
 
-def test_what_stands_around_a_coroutine_task_is_left_when_it_raises(server: Server) -> None:
+def test_context_of_a_raising_coroutine_task_is_left(server: Server) -> None:
     left: list[str] = []
 
     @server.around_task
@@ -118,7 +118,7 @@ def test_a_moment_without_a_zone_is_refused_everywhere(server: Server) -> None:
         ({"retry_on": [OSError, 5]}, "retry_on: found 5"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused_where_they_are_written(
+def test_invalid_settings_are_refused_where_they_are_written(
     server: Server, options: dict[str, object], text: str
 ) -> None:
     with pytest.raises(ValueError, match=text):

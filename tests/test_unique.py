@@ -155,7 +155,7 @@ def test_a_claim_stands_in_its_window() -> None:
     assert not claim.stands(state(State.STARTED), NOW)
 
 
-def test_a_call_that_expired_while_it_waited_keeps_nobody_away() -> None:
+def test_expired_call_frees_its_unique_key() -> None:
     claim, long_after = (
         KeyClaim(uuid="t", expires=NOW.timestamp()),
         NOW + dt.timedelta(seconds=MARGIN),
@@ -282,9 +282,7 @@ def test_while_the_backend_is_away_nothing_is_sent(flaky: Flaky) -> None:
     assert not flaky.task.send(1).duplicate
 
 
-def test_a_broker_that_stays_away_leaves_the_message_to_be_sent_later(
-    flaky: Flaky, clock: ManualClock
-) -> None:
+def test_message_is_sent_later_when_the_broker_stays_away(flaky: Flaky, clock: ManualClock) -> None:
     for _ in range(100):
         flaky.broker.faults.next_call("put")
     first = flaky.task.send(1)  # accepted: key, state and message are in the backend
@@ -296,7 +294,7 @@ def test_a_broker_that_stays_away_leaves_the_message_to_be_sent_later(
         assert first.get(timeout=30.0) == 1
 
 
-def test_a_lost_reply_behind_which_the_task_has_ended_is_no_second_call(flaky: Flaky) -> None:
+def test_lost_reply_of_an_ended_task_sends_no_second_call(flaky: Flaky) -> None:
     backend, amend = flaky.backend, flaky.backend.inner.amend
 
     def slow(amendment: Any) -> bool:

@@ -61,7 +61,7 @@ def test_a_sleeper_does_not_spin_at_a_paused_queue_that_is_full(
 
 
 @QUEUES
-def test_a_sleeper_wakes_when_its_queue_is_resumed_and_not_by_the_clock(
+def test_blocked_client_is_woken_when_its_queue_is_resumed(
     open_driver: Drivers, queues: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redis_consumer, "BLOCK", HANG * 2)
@@ -93,7 +93,7 @@ def test_a_sleeper_wakes_when_its_queue_is_resumed_and_not_by_the_clock(
     consumer.close()
 
 
-def test_a_message_that_was_on_its_way_to_a_sleeper_goes_back_to_the_head(
+def test_message_of_a_dead_blocked_client_returns_to_the_head(
     open_driver: Drivers,
 ) -> None:
     driver = open_driver()
@@ -119,7 +119,7 @@ def test_a_message_that_was_on_its_way_to_a_sleeper_goes_back_to_the_head(
     broker.close()
 
 
-def test_a_claim_whose_reply_was_lost_is_handed_out_though_its_queue_is_paused_now(
+def test_claim_with_a_lost_reply_is_delivered_though_paused(
     open_driver: Drivers,
 ) -> None:
     broker = RedisBroker(open_driver())
@@ -173,7 +173,7 @@ def test_a_pause_survives_the_death_of_the_server() -> None:
         driver.close()
 
 
-def test_a_file_of_the_first_version_gets_what_pausing_needs(tmp_path: pathlib.Path) -> None:
+def test_file_of_the_first_version_is_migrated_for_pausing(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "machinery.db"
     driver = SQLiteDriver(path)
     put(SQLiteBroker(driver), b"1")

@@ -41,9 +41,7 @@ def chaos(url: str, seed: int, folder: pathlib.Path, *, tasks: int = 3000) -> Ve
 @pytest.mark.chaos
 @pytest.mark.timeout(2 * HANG)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_sqlite_loses_and_doubles_nothing_while_workers_are_killed(
-    seed: int, tmp_path: pathlib.Path
-) -> None:
+def test_sqlite_loses_and_doubles_nothing_under_kills(seed: int, tmp_path: pathlib.Path) -> None:
     verdict = chaos("sqlite", seed, tmp_path / "run")
 
     assert verdict.word == "PASSED", verdict.page(f"seed {seed}")
@@ -53,9 +51,7 @@ def test_sqlite_loses_and_doubles_nothing_while_workers_are_killed(
 @pytest.mark.chaos
 @pytest.mark.timeout(2 * HANG)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_redis_loses_and_doubles_nothing_while_workers_and_server_are_killed(
-    seed: int, tmp_path: pathlib.Path
-) -> None:
+def test_redis_loses_and_doubles_nothing_under_kills(seed: int, tmp_path: pathlib.Path) -> None:
     require(RedisServer)
 
     verdict = chaos("redis", seed, tmp_path / "run")

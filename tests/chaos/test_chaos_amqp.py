@@ -12,7 +12,7 @@ from tests.support.servers import RabbitMQServer, RedisServer, require
 
 @pytest.mark.chaos
 @pytest.mark.timeout(2 * HANG)
-def test_rabbitmq_loses_and_doubles_nothing_while_workers_and_server_are_killed(
+def test_rabbitmq_loses_and_doubles_nothing_under_kills(
     tmp_path: pathlib.Path,
 ) -> None:
     require(RabbitMQServer)

@@ -263,7 +263,7 @@ WRONG: dict[Callable[[History], None], str] = {
 }
 
 
-def test_a_history_as_it_should_be_passes() -> None:
+def test_correct_history_passes() -> None:
     verdict = check(good())
 
     assert verdict.violations == []
@@ -273,7 +273,7 @@ def test_a_history_as_it_should_be_passes() -> None:
 @pytest.mark.parametrize(
     ("harm", "rule"), WRONG.items(), ids=lambda value: getattr(value, "__name__", "")
 )
-def test_what_is_wrong_is_found(harm: Callable[[History], None], rule: str) -> None:
+def test_checker_finds_each_broken_rule(harm: Callable[[History], None], rule: str) -> None:
     history = good()
     harm(history)
 
@@ -352,9 +352,7 @@ def test_a_second_execution_where_messages_may_be_doubled(
         (Happened(kind="server", worker="", start=1.05, end=1.1), False),
     ],
 )
-def test_what_follows_may_be_doubled_where_the_task_in_front_of_it_was_settled(
-    fault: Happened, explained: bool
-) -> None:
+def test_checker_explains_a_double_follow_up_after_a_kill(fault: Happened, explained: bool) -> None:
     history = good()
     history.doubles = True
     again(history, "second", 9.0, same=False)
@@ -363,7 +361,7 @@ def test_what_follows_may_be_doubled_where_the_task_in_front_of_it_was_settled(
     assert check(history).rules() == (set() if explained else {"unexplained repeat"})
 
 
-def test_what_came_back_may_be_doubled_where_it_is_moved_and_both_have_come_back_then() -> None:
+def test_checker_explains_a_double_after_two_returns() -> None:
     history = good()
     history.doubles = True
     first = next(one for one in history.runs if one.uuid == "task")
@@ -379,7 +377,7 @@ def test_what_came_back_may_be_doubled_where_it_is_moved_and_both_have_come_back
     assert fresh.rules() == {"unexplained repeat"}
 
 
-def test_a_repeat_after_a_kill_of_its_worker_is_explained_and_its_recovery_is_measured() -> None:
+def test_repeat_after_a_kill_is_explained_with_its_recovery_time() -> None:
     history = good()
     first = history.runs[0]
     first.end, first.settled, history.settled[0] = (
@@ -417,7 +415,7 @@ def test_a_chord_with_a_failed_member_must_fail_without_a_run() -> None:
     assert "chord" in failed.rules()
 
 
-def test_a_task_that_its_sender_knows_nothing_of_may_be_there_or_not() -> None:
+def test_task_with_an_unknown_send_outcome_may_exist_or_not() -> None:
     history = good()
     history.sent["task"] = Sent(word="unknown")
     there = check(history)

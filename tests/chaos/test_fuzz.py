@@ -187,7 +187,7 @@ class Fuzzed:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(QUIET * (12 if FULL else 2))
-def test_fuzzed_messages_harm_nobody_beside_them(
+def test_fuzzed_messages_do_not_disturb_other_tasks(
     stores: tuple[str, Put], tmp_path: pathlib.Path
 ) -> None:
     fuzzed = Fuzzed(*stores, tmp_path)

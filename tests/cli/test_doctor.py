@@ -68,7 +68,7 @@ def test_the_doctor_never_shows_a_traceback(app: App) -> None:
         assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_the_doctor_says_what_a_backend_forgets(
+def test_doctor_warns_of_a_backend_that_forgets(
     app: App, amqp_url: str, empty_memcached: MemcachedServer
 ) -> None:
     text = app.run("doctor", "tasks", MACHINERY_RESULT_BACKEND=amqp_url).stdout

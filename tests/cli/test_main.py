@@ -93,7 +93,7 @@ def test_without_words_there_is_help(capsys: pytest.CaptureFixture[str]) -> None
         (["tasks", "add", "1"], "", 1, None, ("tasks", ["add", "1"])),
     ],
 )
-def test_the_first_word_is_the_app_unless_the_environment_names_it(
+def test_first_word_is_the_app_unless_the_environment_has_one(
     words: list[str],
     app_of_environment: str,
     least: int,
@@ -127,7 +127,7 @@ def test_options_may_stand_between_the_words() -> None:
     assert parsed.wait
 
 
-def test_the_parser_is_loaded_without_what_only_commands_need() -> None:
+def test_argument_parser_loads_no_modules_of_commands() -> None:
     code = "import sys, machinery_py; old = set(sys.modules); import machinery_py.cli.main; print(*set(sys.modules) - old)"
 
     loaded = set(
@@ -182,7 +182,7 @@ def test_the_environment_may_name_the_app(app: App) -> None:
     app.run("queues", MACHINERY_APP="tasks")
 
 
-def test_app_dir_is_where_it_is_imported_from(app: App) -> None:
+def test_app_is_imported_from_app_dir(app: App) -> None:
     app.write("inner/shop.py", "from machinery_py import Server\nserver = Server()\n")
 
     app.run("queues", "shop", "--app-dir", "inner")
@@ -264,7 +264,7 @@ def test_a_server_under_two_names_is_one(app: App) -> None:
         ("x.py", "", ["send", "tasks", "add", "1"], "add: missing argument 'b'"),
     ],
 )
-def test_what_is_wrong_with_the_app_is_one_line(
+def test_error_of_the_app_is_one_line(
     app: App, name: str, source: str, words: list[str], text: str
 ) -> None:
     app.write(name, source)
@@ -315,7 +315,7 @@ def test_a_script_that_ends_itself_is_told_so(app: App) -> None:
     assert 'if __name__ == "__main__":' in app.run("worker", "script", code=2).stderr
 
 
-def test_tasks_have_the_same_names_whoever_imports_their_module(app: App) -> None:
+def test_task_name_does_not_depend_on_the_importer(app: App) -> None:
     app.write(
         "script.py",
         "from machinery_py import Server\nserver = Server()\n@server.task\ndef mail() -> None: ...\n"
@@ -342,7 +342,7 @@ def test_a_store_that_cannot_be_used_is_exit_code_3(app: App) -> None:
         assert "Traceback" not in done.stderr
 
 
-def test_a_broker_that_is_down_is_told_with_what_to_do(app: App) -> None:
+def test_error_of_a_broker_that_is_down_says_what_to_do(app: App) -> None:
     app.write(
         "down.py",
         """

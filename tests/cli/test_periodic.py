@@ -31,7 +31,7 @@ def test_an_app_without_schedules_lists_none(app: App) -> None:
     assert app.json("periodic", "tasks") == []
 
 
-def test_a_listing_shows_what_is_due_when(clockwork: App) -> None:
+def test_listing_shows_when_each_schedule_is_due(clockwork: App) -> None:
     head, pulse, weekdays = clockwork.run("periodic", "tasks").stdout.splitlines()
     assert head.split() == ["NAME", "SPEC", "ZONE", "SENDS", "STATE", "LAST", "RUN", "NEXT", "RUNS"]
     assert re.match(r"pulse +\* \* \* \* \* \* +UTC +note +no worker yet +- +20\d\d-", pulse)
@@ -49,7 +49,7 @@ def test_a_listing_shows_what_is_due_when(clockwork: App) -> None:
     )
 
 
-def test_a_worker_sends_and_a_paused_one_stays_paused_after_a_restart(clockwork: App) -> None:
+def test_worker_sends_schedules_and_keeps_pauses_over_a_restart(clockwork: App) -> None:
     notes = clockwork.folder / "notes.txt"
     worker = clockwork.worker("-c", "1")
     wait_until(lambda: notes.exists() and notes.read_text().count("tick") >= 2, HANG, "two ticks")
@@ -131,7 +131,9 @@ def test_change_and_remove(clockwork: App) -> None:
         (("pause", "tasks"), "too few arguments"),
     ],
 )
-def test_what_is_wrong_changes_nothing(clockwork: App, words: tuple[str, ...], text: str) -> None:
+def test_wrong_command_changes_no_schedule(
+    clockwork: App, words: tuple[str, ...], text: str
+) -> None:
     clockwork.run("periodic", "pause", "tasks", "pulse")
     done = clockwork.run("periodic", *words, code=2)
     assert text in done.stderr

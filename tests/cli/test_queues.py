@@ -38,7 +38,7 @@ def answering(app: App, words: list[str], answer: str) -> tuple[int, str]:
     return process.returncode, out
 
 
-def test_a_paused_queue_is_shown_and_stays_paused_until_it_is_resumed(app: App) -> None:
+def test_paused_queue_is_shown_until_it_is_resumed(app: App) -> None:
     mail, main = app.send("add", "1", "2", "--queue", "mail"), app.send("add", "3", "4")
 
     done = app.run("pause", "tasks", "mail")
@@ -56,7 +56,7 @@ def test_a_paused_queue_is_shown_and_stays_paused_until_it_is_resumed(app: App) 
     assert app.state(mail) == "SUCCESS"
 
 
-def test_a_queue_that_is_not_there_yet_is_paused_with_a_word_about_it(app: App) -> None:
+def test_unknown_queue_is_paused_with_a_note(app: App) -> None:
     app.send("add", "1", "2", "--queue", "mail")
     done = app.run("pause", "tasks", "mial", "new")
     assert done.stderr == (
@@ -87,7 +87,7 @@ def test_the_doctor_says_that_a_queue_is_paused(app: App) -> None:
     assert notes[1].endswith("; it is paused (machinery resume APP mail)")
 
 
-def test_what_a_killed_worker_ran_waits_in_its_paused_queue(app: App) -> None:
+def test_task_of_a_killed_worker_waits_in_its_paused_queue(app: App) -> None:
     uuid = app.send("hold", "here", "--queue", "mail")
     worker = app.worker("-Q", "mail")
     wait_until(lambda: len(app.notes) == 1, HANG, "a running task")

@@ -110,7 +110,7 @@ def test_burst_ends_when_all_have_ended(app: App) -> None:
         (["tasks"], {"MACHINERY_URL": "sqlite:///letter.db"}, 3),
     ],
 )
-def test_what_cannot_start_ends_it_with_its_code(
+def test_supervisor_ends_with_the_code_of_a_failed_start(
     app: App, words: list[str], env: dict[str, str], code: int
 ) -> None:
     app.write("letter.db", "Dear Sir or Madam, " * 100)
@@ -147,7 +147,7 @@ def test_a_burst_goes_on_when_a_task_ends_a_process_with_code_0(app: App) -> Non
     assert [app.state(uuid) for uuid in uuids] == ["SUCCESS"] * 2
 
 
-def test_a_process_that_fails_before_it_is_ready_is_started_again_after_pauses(app: App) -> None:
+def test_process_that_fails_at_start_is_restarted_with_pauses(app: App) -> None:
     app.write(
         "tasks.py", "import os, pathlib\npathlib.Path('fails').exists() and os._exit(7)\n" + TASKS
     )
@@ -298,7 +298,7 @@ def compute() -> int:
 )
 
 
-def test_a_process_whose_descriptors_a_task_has_closed_is_replaced(app: App) -> None:
+def test_process_whose_descriptors_a_task_closed_is_replaced(app: App) -> None:
     app.write("tasks.py", CLOSING)
     app.write(
         "patience/sitecustomize.py",

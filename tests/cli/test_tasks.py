@@ -72,7 +72,7 @@ def test_a_task_that_waits_is_shown_with_its_arguments(app: App) -> None:
     assert [arg["value"] for arg in app.json("show", "tasks", uuid)["message"]["args"]] == [1, 2]
 
 
-def test_what_is_not_there_is_told(app: App) -> None:
+def test_missing_task_or_queue_is_reported(app: App) -> None:
     assert "no state of task_none" in app.run("show", "tasks", "task_none", code=2).stderr
     assert "no state of task_none" in app.run("result", "tasks", "task_none", code=2).stderr
     assert "no queue 'gone' (there is: none)" in app.run("purge", "tasks", "gone", code=2).stderr

@@ -21,7 +21,7 @@ app = app_in_a_folder
 READY = "Ready. Ctrl+C stops when the running tasks are done.\n"
 
 
-def test_the_banner_says_who_works_on_what(app: App) -> None:
+def test_banner_names_worker_queues_and_tasks(app: App) -> None:
     worker = app.worker("-c", "3")
 
     assert re.fullmatch(
@@ -97,7 +97,7 @@ def test_what_is_not_finished_in_time_goes_back(app: App) -> None:
     assert app.json("queues", "tasks")[0]["waiting"] == 1
 
 
-def test_a_signal_during_the_import_ends_it_at_once(app: App) -> None:
+def test_signal_during_the_import_ends_the_worker_at_once(app: App) -> None:
     app.write("slow.py", "import time, pathlib\npathlib.Path('begun').touch()\ntime.sleep(600)\n")
     worker = app.start("worker", "slow")
     wait_until((app.folder / "begun").exists, HANG)
@@ -106,7 +106,7 @@ def test_a_signal_during_the_import_ends_it_at_once(app: App) -> None:
     assert "Traceback" not in worker.err
 
 
-def test_a_signal_while_a_class_is_made_by_exec_ends_it_in_order(app: App) -> None:
+def test_signal_while_exec_makes_a_class_stops_the_worker(app: App) -> None:
     # CPython remembers a KeyboardInterrupt that left exec() of text, and would end with SIGINT.
     app.write(
         "slow.py",
@@ -240,7 +240,7 @@ def test_text_logs_are_a_line_a_record_and_know_the_task(app: App) -> None:
     assert "\x1b" not in done.stderr
 
 
-def test_the_level_is_what_was_asked_for(app: App) -> None:
+def test_log_level_is_the_requested_one(app: App) -> None:
     app.send("chat", "hello")
 
     done = app.run("worker", "tasks", "--burst", "--log-level", "error")
@@ -311,7 +311,7 @@ def test_the_probe_imports_nothing_and_opens_nothing(app: App) -> None:
     assert not (app.folder / "machinery.db").exists()
 
 
-def test_what_a_killed_worker_left_behind_is_no_life(app: App) -> None:
+def test_heartbeat_file_of_a_killed_worker_is_not_healthy(app: App) -> None:
     worker = app.worker()
     worker.signal(signal.SIGKILL)
     worker.wait()
@@ -358,7 +358,7 @@ def test_a_heartbeat_behind_a_link_or_a_pipe_is_none(app: App) -> None:
     assert worker.stop() == 0
 
 
-def test_a_broker_that_is_away_leaves_a_worker_alive_and_not_ready(app: App) -> None:
+def test_worker_is_alive_and_not_ready_when_its_broker_is_away(app: App) -> None:
     worker = app.worker(MACHINERY_LEASE="1")
     wait_until(lambda: app.run("health", "tasks", "--ready", code=None).returncode == 0, HANG)
 

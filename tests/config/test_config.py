@@ -106,7 +106,7 @@ def test_replace_gives_another_config_that_is_checked_as_well() -> None:
         config.replace(lease=0)
 
 
-def test_a_config_can_be_copied_hashed_and_sent_to_another_process() -> None:
+def test_config_can_be_copied_hashed_and_pickled() -> None:
     config = Config(broker="memory://a", amqp=AMQPConfig(queue_declare_args={"a": 1}))
 
     for other in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
@@ -159,7 +159,7 @@ def test_no_text_of_a_config_shows_a_password() -> None:
     assert "secret" not in repr(config)
 
 
-def test_the_repr_has_what_is_not_the_default() -> None:
+def test_repr_shows_only_options_that_differ_from_defaults() -> None:
     config = Config(default_queue="mail", redis=RedisConfig(wait=True), lease=10.0)
 
     assert repr(config) == "Config(default_queue='mail', redis.wait=True)"
@@ -242,14 +242,14 @@ def test_a_wrong_value_is_refused_with_what_is_expected(
     assert refusal(values) == text
 
 
-def test_a_section_refuses_what_is_wrong_in_it() -> None:
+def test_section_refuses_wrong_options() -> None:
     with pytest.raises(ConfigError, match="redis.max_idle: found -1"):
         RedisConfig(max_idle=-1)
     with pytest.raises(ConfigError, match="amqp.exchange: found ''"):
         AMQPConfig(exchange="")
 
 
-def test_unknown_keys_are_told_all_together_with_the_nearest_and_the_file() -> None:
+def test_unknown_keys_are_reported_with_the_nearest_and_the_file() -> None:
     values: dict[Any, object] = {
         "brokr": "redis://:secret@h", "redis": {"max_idl": 3}, "zzz": 1, "redis.wait": True, 7: 1,
     }  # fmt: skip
@@ -275,7 +275,7 @@ def test_sections_of_stores_that_do_not_exist_here_are_refused(section: str, ser
     assert service in text
 
 
-def test_unknown_keys_and_wrong_values_of_one_file_are_told_together() -> None:
+def test_unknown_keys_and_wrong_values_are_reported_together() -> None:
     text = refusal({"brokr": 1, "lease": "x"}, "config.yml")
 
     assert "config.yml: brokr: unknown key" in text

@@ -46,7 +46,7 @@ def test_the_environment_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch)
     assert resolve().default_queue == "mail"
 
 
-def test_each_option_is_from_the_first_place_that_has_it(file: Path) -> None:
+def test_option_comes_from_the_first_source_that_has_it(file: Path) -> None:
     environ = {
         "MACHINERY_CONFIG": str(file),
         "MACHINERY_DEFAULT_QUEUE": "env",
@@ -94,7 +94,7 @@ def test_an_empty_variable_for_the_file_is_none() -> None:
 # URLs
 
 
-def test_one_url_in_the_call_is_for_all_three_and_beats_the_environment() -> None:
+def test_url_in_the_call_is_for_all_and_beats_the_environment() -> None:
     environ = {"MACHINERY_URL": "memory://env", "MACHINERY_RESULT_BACKEND": "memory://env-results"}
 
     config = resolve("memory://call", environ=environ)
@@ -139,7 +139,7 @@ def test_the_variable_for_one_thing_beats_the_variable_for_all(file: Path) -> No
     assert stores(resolve(environ=environ)) == ("memory://b", "memory://env", "memory://env")
 
 
-def test_a_url_is_used_for_what_its_store_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_url_is_used_for_the_roles_of_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("machinery_py.config.urls.StoreUrl.parse", lambda url, role: None)
 
     config = resolve("amqp://h", environ={"MACHINERY_LOCK": "memory://locks"})
@@ -161,7 +161,7 @@ def test_a_url_that_cannot_be_used_is_refused_at_once(url: str) -> None:
 # A Config in the call
 
 
-def test_what_a_config_chose_beats_the_environment_and_the_file(file: Path) -> None:
+def test_explicit_config_beats_environment_and_file(file: Path) -> None:
     environ = {
         "MACHINERY_CONFIG": str(file),
         "MACHINERY_BROKER": "memory://env",
@@ -179,7 +179,7 @@ def test_what_a_config_chose_beats_the_environment_and_the_file(file: Path) -> N
     assert resolved.redis == RedisConfig(max_idle=1)
 
 
-def test_what_a_config_left_open_is_from_the_environment_and_the_file(file: Path) -> None:
+def test_unset_config_comes_from_environment_and_file(file: Path) -> None:
     environ = {"MACHINERY_CONFIG": str(file), "MACHINERY_LEASE": "5"}
 
     resolved = resolve(config=Config(broker="memory://a"), environ=environ)
@@ -188,7 +188,7 @@ def test_what_a_config_left_open_is_from_the_environment_and_the_file(file: Path
     assert resolved.sources["lease"] == "MACHINERY_LEASE"
 
 
-def test_a_config_alone_comes_out_as_it_went_in(file: Path) -> None:
+def test_config_without_other_sources_is_unchanged(file: Path) -> None:
     config = Config.from_toml(file)
 
     resolved = resolve(config=config, environ={})

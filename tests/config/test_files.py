@@ -135,7 +135,7 @@ def test_yaml_without_pyyaml_names_the_extra(
     assert str(caught.value) == "Config.from_yaml needs PyYAML: pip install 'machinery_py[yaml]'"
 
 
-def test_a_missing_yaml_file_is_said_to_be_missing_without_pyyaml_too(
+def test_missing_yaml_file_is_reported_without_pyyaml(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "yaml", None)

@@ -94,7 +94,7 @@ def test_a_url_is_shown_without_its_secrets(url: str, shown: str) -> None:
     assert redact(url) == shown
 
 
-def test_secrets_are_masked_and_nothing_else_in_a_url_that_a_tool_encoded() -> None:
+def test_only_secrets_are_masked_in_an_encoded_url() -> None:
     assert (
         redact("amqp://ada:s%40cret%2F@mq.example.com:5672/shop")
         == "amqp://ada:***@mq.example.com:5672/shop"
@@ -203,7 +203,7 @@ def test_no_error_text_of_a_url_shows_its_password(shape: str, password: str, ro
     "url",
     ["redis://user:KI%4CO@h", "redis://KILO@h", "redis://h?master_name=m&sentinel_password=KILO"],
 )
-def test_what_a_server_repeats_of_a_url_is_masked(url: str) -> None:
+def test_url_in_a_servers_error_is_masked(url: str) -> None:
     said = "ERR unknown command 'AUTH', with args beginning with: 'user' 'KILO'"
 
     assert without_secrets(said, url) == said.replace("KILO", "***")
@@ -242,7 +242,7 @@ def test_the_scheme_of_a_url_is_in_lower_case_or_empty(url: str, scheme: str) ->
     assert scheme_of(url) == scheme
 
 
-def test_several_urls_are_split_at_the_separator_only_if_every_part_is_a_url() -> None:
+def test_urls_are_split_only_if_every_part_is_a_url() -> None:
     assert split_urls("amqp://a; amqp://b;", ";") == ("amqp://a", "amqp://b")
     assert split_urls("amqp://a;amqp://b", "") == ("amqp://a;amqp://b",)
     assert split_urls("amqp://u:pass;word@a", ";") == ("amqp://u:pass;word@a",)
@@ -274,7 +274,7 @@ def test_the_embedded_stores_can_be_everything(url: str, role: Role) -> None:
     check_url(url, role)
 
 
-def test_null_is_a_result_backend_and_nothing_else() -> None:
+def test_null_is_only_a_result_backend() -> None:
     check_url("null", "result backend")
     check_url("null://", "result backend")
 
@@ -297,7 +297,7 @@ def test_an_unknown_scheme_names_the_known_and_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("url", "role"), [("amqp://h", "lock"), ("memcache://h", "broker"), ("memcache://h", "lock")]
 )
-def test_a_scheme_is_refused_in_a_role_that_it_never_has(url: str, role: Role) -> None:
+def test_scheme_is_refused_in_a_role_it_cannot_have(url: str, role: Role) -> None:
     assert "only (as" in refusal(url, role)
 
 
@@ -392,7 +392,7 @@ def test_an_embedded_url_is_read(url: str, expected: StoreUrl) -> None:
         "sqlite://?synchronous=full",
     ],
 )
-def test_sqlite_without_a_file_is_refused_with_the_offer_of_memory(url: str) -> None:
+def test_sqlite_without_a_file_is_refused_and_memory_offered(url: str) -> None:
     assert "found no file (for a store inside this process: memory://)" in refusal(url, "broker")
 
 
@@ -434,7 +434,7 @@ def test_only_an_embedded_url_is_read() -> None:
         StoreUrl.parse("redis://h")
 
 
-def test_a_store_url_does_not_change_and_can_be_sent_to_another_process() -> None:
+def test_store_url_is_frozen_and_can_be_pickled() -> None:
     url = StoreUrl.parse("sqlite:///a.db")
 
     with pytest.raises(FrozenInstanceError):
@@ -442,7 +442,7 @@ def test_a_store_url_does_not_change_and_can_be_sent_to_another_process() -> Non
     assert pickle.loads(pickle.dumps(url)) == url
 
 
-def test_the_reference_page_says_which_scheme_can_be_what() -> None:
+def test_reference_page_lists_the_roles_of_each_scheme() -> None:
     page = Path(__file__).parents[2] / "docs" / "reference" / "config.md"
     found: dict[str, set[str]] = {}
     for line in page.read_text("utf-8").partition("\n## URLs")[2].splitlines():
@@ -520,9 +520,7 @@ def test_a_redis_socket_has_its_database_behind_a_colon() -> None:
         ("redis+socket://secret@host", "found no path of a socket"),
     ],
 )
-def test_a_redis_url_that_makes_no_sense_is_refused_without_its_password(
-    url: str, text: str
-) -> None:
+def test_invalid_redis_url_is_refused_without_its_password(url: str, text: str) -> None:
     assert text in refusal(url, "broker")
     assert "secret" not in refusal(url, "broker")
 

@@ -50,7 +50,7 @@ def test_nothing_is_broken_when_their_owners_close_them(pipe: tuple[int, int]) -
     assert descriptors.broken() == []
 
 
-def test_one_that_somebody_has_closed_is_broken(pipe: tuple[int, int]) -> None:
+def test_descriptor_closed_by_others_is_broken(pipe: tuple[int, int]) -> None:
     read = pipe[0]
     aside, other = os.dup(read), os.open(os.devnull, os.O_RDONLY)
 
@@ -117,7 +117,7 @@ def test_a_handler_that_the_user_has_set_goes_with_a_child(handled: list[int]) -
     forked(lambda: signal.getsignal(signal.SIGTERM) is signal.SIG_IGN)
 
 
-def test_a_child_that_is_ended_as_soon_as_it_is_there_ends(handled: list[int]) -> None:
+def test_child_that_is_ended_at_its_start_ends(handled: list[int]) -> None:
     for _ in range(20):
         child = os.fork()
         if child == 0:

@@ -101,7 +101,7 @@ SEVERAL = {
 
 
 @pytest.mark.parametrize("servers", SEVERAL)
-def test_of_several_servers_that_are_not_there_each_is_told_in_plain_words(servers: str) -> None:
+def test_each_of_several_missing_servers_is_reported(servers: str) -> None:
     for text in told(**SEVERAL[servers]):
         assert text.count(REFUSED) == 2, text
         assert "127.0.0.1:1: connection refused" in text
@@ -110,7 +110,7 @@ def test_of_several_servers_that_are_not_there_each_is_told_in_plain_words(serve
         assert "secret" not in text
 
 
-def test_nodes_of_a_cluster_that_are_not_there_are_told_in_plain_words() -> None:
+def test_missing_cluster_nodes_are_reported_in_plain_words() -> None:
     for text in told(broker="redis://:secret@127.0.0.1:1,127.0.0.1:2/0"):
         assert "no node of the cluster 127.0.0.1:1,127.0.0.1:2 " in text
         assert text.endswith(REFUSED)
@@ -120,7 +120,7 @@ def test_nodes_of_a_cluster_that_are_not_there_are_told_in_plain_words() -> None
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("is_silent", [False, True], ids=["closing", "silent"])
-def test_a_port_where_another_thing_listens_is_told_in_plain_words(
+def test_port_of_another_service_is_reported_in_plain_words(
     scheme: str, is_silent: bool, listen: Callable[[bool], int]
 ) -> None:
     for text in failures(scheme, f"127.0.0.1:{listen(is_silent)}"):
@@ -128,7 +128,7 @@ def test_a_port_where_another_thing_listens_is_told_in_plain_words(
         assert not DRIVERS.search(text), text
 
 
-def test_a_wrong_password_says_what_to_check() -> None:
+def test_error_of_a_wrong_password_says_what_to_check() -> None:
     with RedisServer() as redis:
         server = Server(redis.url.replace("redis://", "redis://user:secret@"))
         with pytest.raises(

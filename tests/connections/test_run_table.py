@@ -46,13 +46,11 @@ def url(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> str:
             return str(request.getfixturevalue("amqp_url"))
 
 
-def test_a_death_that_nobody_saw_counts_from_the_second_run_on(
-    url: str, tmp_path: pathlib.Path
-) -> None:
+def test_unseen_death_counts_from_the_second_run_on(url: str, tmp_path: pathlib.Path) -> None:
     check(url, tmp_path)
 
 
-def test_a_death_that_nobody_saw_counts_from_the_second_run_on_mongodb(
+def test_unseen_death_counts_from_the_second_run_on_in_mongodb(
     mongodb_url: str, tmp_path: pathlib.Path
 ) -> None:
     check(mongodb_url, tmp_path)

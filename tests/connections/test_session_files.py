@@ -23,7 +23,7 @@ def _host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-def test_what_runs_is_known_of_the_living_and_of_the_dead() -> None:
+def test_runs_of_live_and_dead_processes_are_known() -> None:
     file = host_file("redis")
     for id in (1, 2, 2**64 - 1):
         file.begins(id)
@@ -47,7 +47,7 @@ def test_twins_that_run_beside_each_other_run_until_both_have_ended() -> None:
     assert ran(file.folder, file.key) == set()
 
 
-def test_more_runs_than_slots_are_not_noted_and_slots_are_used_again() -> None:
+def test_runs_beyond_the_slots_are_not_noted() -> None:
     file = host_file("redis")
     for id in range(1, session_files.SLOTS + 10):
         file.begins(id)
@@ -90,7 +90,7 @@ def test_a_folder_that_others_could_have_made_is_not_trusted(fault: str, tmp_pat
     file.end()
 
 
-def test_old_files_of_the_dead_are_swept_and_those_of_the_living_stay(tmp_path: Path) -> None:
+def test_old_files_of_dead_sessions_are_removed_and_others_stay(tmp_path: Path) -> None:
     dead, alive = SessionFile(host_folder("redis")), SessionFile(host_folder("redis"))
     dead.abandon()
     for file in (dead, alive):

@@ -79,7 +79,7 @@ def test_the_programs_of_a_page_run(page: str, tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md", "docs/how-to/testing.md"])
-def test_who_follows_a_page_sees_what_it_shows(page: str, tmp_path: pathlib.Path) -> None:
+def test_commands_of_a_page_print_its_output(page: str, tmp_path: pathlib.Path) -> None:
     with Shell(tmp_path) as shell:
         shell.follow(page)
 
@@ -101,7 +101,7 @@ def test_a_block_that_is_not_run_says_why() -> None:
     assert not silent
 
 
-def test_what_is_shown_is_told_from_what_is_not() -> None:
+def test_pattern_of_a_page_matches_only_its_output() -> None:
     pattern = pattern_of("task_0f6c37a1…  SUCCESS  42  (91 ms)\n")
 
     assert pattern.search("task_d1fceac4…  SUCCESS  42  (7 ms)\n")
@@ -184,7 +184,7 @@ def test_every_page_can_be_reached() -> None:
     assert {page for page in OURS if page.startswith("docs/")} <= seen
 
 
-def test_links_of_the_readme_on_a_package_index_are_absolute_and_lead_to_files() -> None:
+def test_links_of_the_readme_on_an_index_are_absolute_and_valid() -> None:
     named = links.repository()
     base = named or "https://host.example/owner/machinery_py"
 
@@ -199,7 +199,7 @@ def test_links_of_the_readme_on_a_package_index_are_absolute_and_lead_to_files()
         assert path.is_dir() if "/tree/" in one else path.is_file(), one
 
 
-def test_the_repositorys_address_is_written_and_replaced_everywhere(
+def test_address_of_the_repository_is_replaced_everywhere(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("setup.cfg", "README.md"):
@@ -332,7 +332,7 @@ def test_every_error_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in OURS if "\n<!-- drawn:" in read(page)])
-def test_what_is_drawn_is_as_the_code_is_now(page: str) -> None:
+def test_generated_parts_of_pages_are_current(page: str) -> None:
     assert redrawn(read(page)) == read(page), "run: python -m tests.docs.drawn"
 
 
@@ -375,7 +375,7 @@ def rows_of_types() -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize(("expression", "type_name", "wire"), rows_of_types())
-def test_a_value_travels_as_it_is_shown(expression: str, type_name: str, wire: str) -> None:
+def test_value_is_encoded_as_in_the_table(expression: str, type_name: str, wire: str) -> None:
     names: dict[str, Any] = {
         "Colour": Colour,
         "Point": Point,
@@ -447,7 +447,7 @@ def shutdown_timeout(words: list[str]) -> float:
     return seconds(words[words.index("--shutdown-timeout") + 1])
 
 
-def test_who_stops_a_worker_waits_longer_than_the_worker() -> None:
+def test_stop_waits_longer_than_the_workers_shutdown() -> None:
     unit = (DEPLOY / "machinery-worker.service").read_text()
     [start] = re.findall(r"^ExecStart=(.*)$", unit, re.MULTILINE)
     [stop] = re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)

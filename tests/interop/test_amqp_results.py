@@ -50,7 +50,7 @@ def add(queue: str, *numbers: int) -> Signature[int]:
 
 
 @pytest.mark.parametrize("queue", QUEUES)
-def test_a_result_is_read_here_and_stays_and_read_by_go_and_is_gone(both: Both, queue: str) -> None:
+def test_result_stays_when_read_here_and_goes_when_read_by_go(both: Both, queue: str) -> None:
     server, go = both
     result = server.send_task(add(queue, 1, 2))
 
@@ -62,7 +62,7 @@ def test_a_result_is_read_here_and_stays_and_read_by_go_and_is_gone(both: Both, 
 
 
 @pytest.mark.parametrize("queue", QUEUES)
-def test_go_gets_the_result_of_what_it_has_sent(both: Both, queue: str) -> None:
+def test_go_gets_the_results_of_its_tasks(both: Both, queue: str) -> None:
     _, go = both
     assert go.result(str(go.ask("send", message=message(add(queue, 20, 3))))) == [23]
 

@@ -84,7 +84,7 @@ def test_a_chord_that_is_split_over_both_fires_exactly_once(both: Both, sender: 
 
 
 @pytest.mark.parametrize("sender", ["go", "python"])
-def test_a_chord_with_a_member_that_fails_in_go_is_ended_by_python(both: Both, sender: str) -> None:
+def test_chord_whose_member_failed_in_go_is_ended_by_python(both: Both, sender: str) -> None:
     server, go, _ = both
     parts = [call("fail", ("string", "no"), routing_key="of_go"), *members(random.Random(1), 3)]
     parts.append(call("add", ("int64", 1), ("int64", 1), routing_key="of_python"))

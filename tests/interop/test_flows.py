@@ -60,7 +60,9 @@ def test_a_failure_is_read_by_both(both: Both, queue: str) -> None:
 
 @pytest.mark.parametrize("queue", QUEUES)
 @pytest.mark.parametrize("sender", ["go", "python"])
-def test_a_task_is_tried_as_often_as_it_says(both: Both, queue: str, sender: str) -> None:
+def test_task_is_tried_as_often_as_its_retry_count_says(
+    both: Both, queue: str, sender: str
+) -> None:
     server, _go = both
     key = f"{sender}-{queue}"
     enough = call("flaky", ("string", key), ("int64", 2), routing_key=queue, retry_count=2)
@@ -146,9 +148,7 @@ def test_a_chain_of_go_goes_through_both(both: Both, fleet: Fleet, first: str) -
 
 
 @pytest.mark.parametrize("kind", ["int32", "float32", "[]int64", "[]byte", "uint8"])
-def test_a_result_arrives_at_the_next_step_under_the_type_that_it_asks_for(
-    both: Both, kind: str
-) -> None:
+def test_result_reaches_the_next_step_under_its_annotated_type(both: Both, kind: str) -> None:
     server, go = both
     value = {"int32": 5, "float32": 2.0, "[]int64": [], "[]byte": b"ab", "uint8": 200}[kind]
     steps = [call(f"echo_{kind}", (kind, value), routing_key="of_python")]
@@ -209,7 +209,7 @@ def _state(server: Server, uuid: str) -> State | None:
 # One queue for both
 
 
-def test_tasks_that_only_the_other_knows_reach_it(
+def test_tasks_known_only_to_the_other_side_reach_it(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "machinery_py.worker.intake")
@@ -251,7 +251,7 @@ def test_both_take_from_one_queue(fleet: Fleet) -> None:
     assert len(places) == 200
 
 
-def test_what_a_go_worker_held_when_it_was_killed_comes_back_on_rabbitmq_only(fleet: Fleet) -> None:
+def test_task_of_a_killed_go_worker_comes_back_on_rabbitmq_only(fleet: Fleet) -> None:
     server = fleet.python()
     go = fleet.go_worker("of_both")
     held = server.send_task(call("hold", routing_key="of_both"))  # for ever, in Go

@@ -60,7 +60,7 @@ def equal(found: Any, wanted: Any) -> bool:
     return bool(found == wanted)
 
 
-def test_what_python_sends_is_run_by_go_and_read_by_both(fleet: Fleet) -> None:
+def test_task_from_python_runs_in_go_and_both_read_its_result(fleet: Fleet) -> None:
     fleet.needs_all_types()
     server = fleet.python()
     go = fleet.go_worker()
@@ -74,7 +74,7 @@ def test_what_python_sends_is_run_by_go_and_read_by_both(fleet: Fleet) -> None:
         assert equal(seen["value"], as_go_shows(name, value)), name
 
 
-def test_what_go_sends_is_run_by_python_and_read_by_both(fleet: Fleet) -> None:
+def test_task_from_go_runs_in_python_and_both_read_its_result(fleet: Fleet) -> None:
     fleet.needs_all_types()
     server = fleet.python_worker()
     go = fleet.go()

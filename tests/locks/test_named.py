@@ -61,7 +61,7 @@ def test_one_at_a_time(server: Server) -> None:
     wait_until(lambda: not keepers())
 
 
-def test_it_is_renewed_while_it_is_held_and_free_behind_it(server: Server) -> None:
+def test_lock_is_renewed_while_held_and_free_afterwards(server: Server) -> None:
     with server.lock("feed") as lock:
         pass_time(3 * LEASE)
         assert lock.held
@@ -97,7 +97,7 @@ def test_by_hand(server: Server) -> None:
         assert lock.fence
 
 
-def test_by_hand_it_waits_as_long_as_the_lock_says(server: Server) -> None:
+def test_acquire_waits_as_long_as_the_lock_says(server: Server) -> None:
     with server.lock("feed"):
         assert not server.lock("feed", blocking=False).acquire()
         assert not server.lock("feed", timeout=0.05).acquire()
@@ -133,7 +133,7 @@ server.close()
 
 
 @pytest.mark.parametrize("store", ["sqlite", "redis"])
-def test_a_forked_child_renews_its_own_locks_and_leaves_those_of_its_parent(
+def test_forked_child_renews_only_its_own_locks(
     store: str, request: pytest.FixtureRequest, tmp_path: pathlib.Path
 ) -> None:
     url = (
@@ -186,7 +186,7 @@ with server.lock("feed"):
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_who_is_killed_or_hangs_blocks_nobody_for_long(
+def test_lock_expires_when_its_holder_is_killed_or_hangs(
     tmp_path: pathlib.Path, how: signal.Signals
 ) -> None:
     url = f"sqlite:///{tmp_path}/m.db"

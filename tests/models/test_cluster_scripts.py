@@ -215,7 +215,7 @@ def test_a_script_that_finds_another_type_changes_nothing(beside: ClusterBeside,
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_script_that_finds_another_type_under_a_key_of_ours_changes_nothing(
+def test_script_that_finds_another_type_at_a_key_of_ours_stops(
     beside: ClusterBeside, name: str
 ) -> None:
     fill(beside)
@@ -224,7 +224,7 @@ def test_a_script_that_finds_another_type_under_a_key_of_ours_changes_nothing(
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_full_redis_refuses_a_script_whole_and_lets_pass_what_makes_room(
+def test_full_redis_refuses_whole_scripts_except_those_that_free(
     beside: ClusterBeside, name: str
 ) -> None:
     fill(beside)

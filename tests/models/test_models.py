@@ -23,47 +23,47 @@ pytestmark = pytest.mark.timeout(
 )  # finding the shortest failure takes minutes
 
 
-def test_the_scripts_of_the_broker_do_what_their_models_say(empty_redis: RedisServer) -> None:
+def test_broker_scripts_equal_their_models(empty_redis: RedisServer) -> None:
     run_machine(BrokerMachine, empty_redis, examples=60, steps=40)
 
 
-def test_the_scripts_of_the_backend_do_what_their_models_say(empty_redis: RedisServer) -> None:
+def test_backend_scripts_equal_their_models(empty_redis: RedisServer) -> None:
     run_machine(BackendMachine, empty_redis, examples=60, steps=30)
 
 
-def test_the_scripts_of_settlement_do_what_their_models_say(empty_redis: RedisServer) -> None:
+def test_settlement_scripts_equal_their_models(empty_redis: RedisServer) -> None:
     run_machine(SettlementMachine, empty_redis, examples=60, steps=30)
 
 
-def test_the_scripts_of_locks_do_what_their_models_say(empty_redis: RedisServer) -> None:
+def test_lock_scripts_equal_their_models(empty_redis: RedisServer) -> None:
     run_machine(LockMachine, empty_redis, examples=20, steps=20)
 
 
-def test_the_scripts_of_schedules_and_claims_do_what_their_models_say(
+def test_schedule_and_claim_scripts_equal_their_models(
     empty_redis: RedisServer,
 ) -> None:
     run_machine(AmendMachine, empty_redis, examples=30, steps=20)
 
 
-def test_the_scripts_of_a_clusters_backend_do_what_their_models_say(
+def test_cluster_backend_scripts_equal_their_models(
     redis_node: RedisServer,
 ) -> None:
     run_machine(ClusterBackendMachine, redis_node, examples=40, steps=20)
 
 
-def test_the_scripts_of_a_clusters_claims_do_what_their_models_say(redis_node: RedisServer) -> None:
+def test_cluster_claim_scripts_equal_their_models(redis_node: RedisServer) -> None:
     run_machine(ClusterClaimMachine, redis_node, examples=25, steps=20)
 
 
-def test_the_scripts_of_a_clusters_listings_do_what_their_models_say(
+def test_cluster_listing_scripts_equal_their_models(
     redis_node: RedisServer,
 ) -> None:
     run_machine(ClusterListsMachine, redis_node, examples=15, steps=20)
 
 
-def test_the_scripts_of_a_clusters_queues_do_what_their_models_say(redis_node: RedisServer) -> None:
+def test_cluster_queue_scripts_equal_their_models(redis_node: RedisServer) -> None:
     run_machine(ClusterQueueMachine, redis_node, examples=25, steps=25)
 
 
-def test_the_scripts_of_a_clusters_locks_do_what_their_models_say(redis_node: RedisServer) -> None:
+def test_cluster_lock_scripts_equal_their_models(redis_node: RedisServer) -> None:
     run_machine(ClusterLockMachine, redis_node, examples=10, steps=20)

@@ -69,7 +69,7 @@ def modelled() -> frozenset[str]:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_script_says_what_goes_in_and_what_comes_out(name: str) -> None:
+def test_script_header_names_inputs_and_outputs(name: str) -> None:
     module, script = ALL[name]
     header, _ = split(PACKAGE / vars(module)[script].path)
 
@@ -325,9 +325,7 @@ def test_a_script_that_finds_another_type_changes_nothing(beside: Beside, name: 
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_script_that_finds_another_type_under_a_key_of_ours_changes_nothing(
-    beside: Beside, name: str
-) -> None:
+def test_script_that_finds_another_type_at_a_key_of_ours_stops(beside: Beside, name: str) -> None:
     """Nobody writes there but us; should somebody do it, no message is lost for that.
 
     But for a claim that finds something else under the key of its session, whose random name nobody knows.
@@ -340,7 +338,7 @@ def test_a_script_that_finds_another_type_under_a_key_of_ours_changes_nothing(
     assert [key for key in found if name != "broker CLAIM" or not key.endswith(":f:s1")] == []
 
 
-def test_settling_a_ready_group_that_finds_another_type_under_a_key_of_ours_changes_nothing(
+def test_settling_a_group_with_a_foreign_key_changes_nothing(
     beside: Beside,
 ) -> None:
     fill(beside)
@@ -356,7 +354,7 @@ def test_settling_a_ready_group_that_finds_another_type_under_a_key_of_ours_chan
     assert half_done(beside, lambda: call(beside, settlement.FIRE, values)) == []
 
 
-def test_tending_a_group_that_is_over_and_finds_another_type_under_a_key_of_ours_changes_nothing(
+def test_tending_a_group_with_a_foreign_key_changes_nothing(
     beside: Beside,
 ) -> None:
     fill(beside)
@@ -407,9 +405,7 @@ NEEDS_ROOM = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_full_redis_refuses_a_script_whole_and_lets_pass_what_makes_room(
-    beside: Beside, name: str
-) -> None:
+def test_full_redis_refuses_whole_scripts_except_those_that_free(beside: Beside, name: str) -> None:
     module, script = SCRIPTS[name]
     fill(beside)
     before, _ = beside.dump()

@@ -156,7 +156,7 @@ def nested(levels: int) -> Any:
 @pytest.mark.parametrize(
     "value", [nested(201), nested(100_000), {(1, 2): 3}], ids=["201", "100000", "tuple-key"]
 )
-def test_what_could_not_be_read_again_is_refused_with_the_argument_or_result(value: Any) -> None:
+def test_value_that_cannot_be_read_back_is_refused_with_its_name(value: Any) -> None:
     def f(first: Any, second: Any) -> Any: ...
 
     call = Call("f", f)
@@ -170,7 +170,7 @@ def test_what_could_not_be_read_again_is_refused_with_the_argument_or_result(val
         )
 
 
-def test_what_cannot_be_sent_is_told_with_the_argument() -> None:
+def test_unsendable_value_is_refused_with_its_argument() -> None:
     with pytest.raises(ArgumentError, match=r"task argument 'b': cannot send <object>"):
         sent(plain, 1, object())
     with pytest.raises(ArgumentError, match=r"task argument 'a': cannot send"):
@@ -240,14 +240,14 @@ WRONG: dict[str, list[Any]] = {
 @pytest.mark.parametrize(
     ("name", "value"), [(name, value) for name, values in FITTING.items() for value in values]
 )
-def test_what_the_annotation_allows_is_sent_and_received(name: str, value: Any) -> None:
+def test_annotated_value_is_sent_and_received(name: str, value: Any) -> None:
     received(hints, **{name: value})
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [(name, value) for name, values in WRONG.items() for value in values]
 )
-def test_what_the_annotation_rules_out_is_refused_on_both_sides(name: str, value: Any) -> None:
+def test_value_against_its_annotation_is_refused_on_both_sides(name: str, value: Any) -> None:
     with pytest.raises(ArgumentError, match=f"task argument '{name}'"):
         sent(hints, **{name: value})
 
@@ -294,7 +294,7 @@ def test_the_rest_is_held_against_its_annotation_as_well() -> None:
         sent(plain, 1, 2, 3, "x")
 
 
-def test_a_partial_call_is_not_held_against_it() -> None:
+def test_partial_call_is_not_checked_against_parameters() -> None:
     # An error callback gets the error text in front: what is given is for other parameters than it seems.
     assert [arg.value for arg in Call("task", keywords).arguments((5,), {}, partial=True)] == [5]
 
@@ -323,7 +323,7 @@ def test_a_partial_call_is_not_held_against_it() -> None:
         (unknown_names, ("a", 1), {}),
     ],
 )
-def test_the_function_is_called_as_it_was_sent(
+def test_function_gets_the_arguments_that_were_sent(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     values, named = received(function, *args, **kwargs)
@@ -374,7 +374,7 @@ def test_any_integers_and_text_make_the_journey(numbers: list[int], text: str) -
     assert received(anything, text, key=text) == ([text], {"key": text})
 
 
-def test_what_a_call_is() -> None:
+def test_call_knows_context_and_coroutine() -> None:
     assert Call("t", with_context).takes_context
     assert not Call("t", context_not_first).takes_context
     assert Call("t", coroutine).is_async
@@ -419,7 +419,7 @@ def server() -> Server:
     return Server("memory://", clock=ManualClock())
 
 
-def test_a_task_is_named_after_its_function_unless_it_is_named(server: Server) -> None:
+def test_task_has_its_functions_name_by_default(server: Server) -> None:
     assert server.task(plain).name == "plain"
     assert server.task("billing.charge")(keywords).name == "billing.charge"
     assert server.register_task("other", anything).name == "other"
@@ -430,7 +430,7 @@ def test_a_task_is_named_after_its_function_unless_it_is_named(server: Server) -
 
 
 @pytest.mark.parametrize("nameless", [lambda: None, functools.partial(plain, 1)])
-def test_what_has_no_name_must_be_given_one(server: Server, nameless: Any) -> None:
+def test_nameless_callable_needs_a_task_name(server: Server, nameless: Any) -> None:
     with pytest.raises(TypeError, match=r"no name of its own: server\.register_task"):
         server.task(nameless)
     server.register_task("named", nameless)
@@ -526,7 +526,7 @@ def other(): return plain
         server.task("made")(module["make"](object()))
 
 
-def test_tasks_that_are_registered_twice_by_one_function_are_the_same(server: Server) -> None:
+def test_task_registered_twice_by_one_function_is_the_same(server: Server) -> None:
     def register() -> None:
         @server.task
         def child() -> None: ...
@@ -555,7 +555,7 @@ def test_tasks_that_are_registered_twice_by_one_function_are_the_same(server: Se
         ("expires", r"'expires' belongs to task\.options"),
     ],
 )
-def test_an_unknown_option_of_a_task_is_told_with_the_one_that_was_meant(
+def test_unknown_option_of_a_task_is_refused_with_the_nearest(
     server: Server, option: str, hint: str
 ) -> None:
     with pytest.raises(TypeError, match=rf"task: no option '{option}' \(known: backoff, .*{hint}"):
@@ -573,7 +573,7 @@ def test_an_unknown_option_of_a_task_is_told_with_the_one_that_was_meant(
         ("dealy", "mean 'delay'"),
     ],
 )
-def test_an_unknown_option_of_a_call_is_told_with_the_one_that_was_meant(
+def test_unknown_option_of_a_call_is_refused_with_the_nearest(
     server: Server, option: str, hint: str
 ) -> None:
     with pytest.raises(TypeError, match=rf"plain: no option '{option}' \(known: delay, .*{hint}"):
@@ -644,7 +644,7 @@ def test_delay_and_expiry_count_from_the_sending(server: Server) -> None:
         assert counted(found, later + dt.timedelta(days=1)) is found
 
 
-def test_moments_stay_whenever_it_is_sent(server: Server) -> None:
+def test_moments_do_not_depend_on_the_time_of_sending(server: Server) -> None:
     task, moment = server.task(plain), server.now()
     fixed = task.options(eta=moment, expires=moment).signature(1)
     assert fixed.headers == {HEADER_EXPIRES: repr(moment.timestamp())}

@@ -44,7 +44,7 @@ def values(signature: Signature[Any]) -> list[object]:
         ((ONE,), True, ["own"]),
     ],
 )
-def test_results_go_to_the_end_of_a_callback_unless_the_parent_is_immutable(
+def test_results_are_appended_unless_the_callback_is_immutable(
     results: tuple[Arg, ...], immutable: bool, expected: list[object]
 ) -> None:
     then = ended(Succeeded(results), on_success=(CALLBACK, CALLBACK), immutable=immutable)
@@ -54,7 +54,7 @@ def test_results_go_to_the_end_of_a_callback_unless_the_parent_is_immutable(
 
 
 @pytest.mark.parametrize("immutable", [True, False])
-def test_a_callback_that_is_immutable_itself_takes_the_results_all_the_same(
+def test_immutable_callback_of_a_mutable_task_takes_the_results(
     immutable: bool,
 ) -> None:
     then = ended(Succeeded((ONE,)), on_success=(CALLBACK.replace(immutable=immutable),))
@@ -62,7 +62,7 @@ def test_a_callback_that_is_immutable_itself_takes_the_results_all_the_same(
 
 
 @pytest.mark.parametrize("immutable", [True, False])
-def test_the_error_text_goes_in_front_whoever_is_immutable(immutable: bool) -> None:
+def test_error_text_is_the_first_argument_even_if_immutable(immutable: bool) -> None:
     callback = CALLBACK.replace(immutable=immutable)
     outcome = Failed(error="boom", error_type="ValueError", traceback="tb")
     then = ended(outcome, on_error=(callback,), immutable=immutable)
@@ -151,7 +151,7 @@ def test_a_back_off_decides_the_delay() -> None:
         (Postponed(error="x", delay=1), []),
     ],
 )
-def test_a_member_of_a_chord_arrives_when_it_is_over(
+def test_chord_member_arrives_when_it_is_finished(
     outcome: Outcome, arrives: list[tuple[str, bool]]
 ) -> None:
     then = ended(outcome, chord_callback=CHORD, group_uuid="group_1", group_task_count=2)
@@ -179,7 +179,7 @@ def test_members_behind_a_task_that_failed_will_never_arrive(from_wire: bool) ->
     ]
 
 
-def test_a_long_chain_without_groups_is_not_unpacked_to_find_none() -> None:
+def test_long_chain_without_groups_is_not_decoded() -> None:
     chain = Signature[Any](name="last", uuid="x")
     for _ in range(500):
         chain = Signature[Any](name="step", uuid="x", on_success=(chain,))
@@ -200,7 +200,7 @@ OUTCOMES = st.one_of(
 
 
 @given(OUTCOMES, st.integers(0, 5), st.booleans(), st.booleans(), st.integers(0, 99))
-def test_what_always_holds(
+def test_outcomes_keep_their_invariants(
     outcome: Outcome, retries: int, immutable: bool, member: bool, run: int
 ) -> None:
     before = Signature[Any](

@@ -66,7 +66,7 @@ def test_a_failure_is_raised_each_time(bench: Bench) -> None:
     assert result.get_state().error == "boom"
 
 
-def test_a_timeout_says_what_was_waited_for(bench: Bench) -> None:
+def test_timeout_error_names_the_awaited_condition(bench: Bench) -> None:
     result = bench.add.options(queue="mail").send(1, 2)
     text = rf"^no result of {result.uuid} after 0\.0 s; last state PENDING, no worker on (queue )?'mail'$"
     with pytest.raises(TimeoutError, match=text) as caught:
@@ -100,7 +100,7 @@ def test_a_timeout_says_that_the_queue_is_paused(
     assert result.get(timeout=0) == 3
 
 
-def test_who_waits_longer_is_warned_once_that_nobody_works(
+def test_long_wait_without_workers_is_warned_of_once(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     result = bench.add.send(1, 2)
@@ -171,7 +171,7 @@ def test_a_group_result_counts(bench: Bench) -> None:
     assert [type(one) for one in result] == [AsyncResult] * 3
 
 
-def test_a_group_with_a_failed_member_fails_before_the_others_are_over(bench: Bench) -> None:
+def test_group_fails_at_its_first_failed_member(bench: Bench) -> None:
     later = bench.add.signature(1, 1).replace(eta=bench.server.now().replace(year=2090))
     result = bench.server.send_group(group(later, bench.fail.signature("x")))
     bench.drain()
@@ -215,7 +215,7 @@ def test_a_chain_is_waited_for_step_by_step(bench: Bench) -> None:
     assert [step.get(timeout=0) for step in result.steps] == [2, 3, None]
 
 
-def test_a_chain_raises_what_broke_it(bench: Bench) -> None:
+def test_chain_raises_the_error_of_its_failed_step(bench: Bench) -> None:
     result = bench.server.send_chain(
         chain(bench.fail.signature("first"), bench.note.partial(), bench.note.partial())
     )
@@ -259,7 +259,7 @@ def test_a_chords_callback_can_be_waited_for_before_its_turn(bench: Bench) -> No
             assert result.callback.get(timeout=0) == 6
 
 
-def test_a_chain_whose_first_steps_have_expired_still_has_its_result(bench: Bench) -> None:
+def test_chain_has_its_result_when_its_first_steps_expired(bench: Bench) -> None:
     last = bench.add.partial(1).replace(eta=bench.server.now().replace(microsecond=0))
     result = bench.server.send_chain(chain(bench.add.signature(1, 1), last))
     bench.drain()
@@ -289,7 +289,7 @@ def test_a_chord_has_a_group_and_a_callback(bench: Bench) -> None:
     )
 
 
-def test_a_group_in_a_chain_is_no_news_before_it_is_reached(bench: Bench) -> None:
+def test_group_in_a_chain_is_pending_before_it_is_reached(bench: Bench) -> None:
     later = bench.add.signature(1, 1).replace(eta=bench.server.now().replace(year=2090))
     result = bench.server.send_chain(
         later | group(bench.add.partial(1), bench.add.partial(2)) | bench.add.partial()
@@ -300,7 +300,7 @@ def test_a_group_in_a_chain_is_no_news_before_it_is_reached(bench: Bench) -> Non
         result.get(timeout=0)
 
 
-def test_a_member_that_is_a_chain_is_not_missing_while_it_is_not_reached(bench: Bench) -> None:
+def test_unreached_last_step_of_a_chain_member_is_not_missing(bench: Bench) -> None:
     later = bench.add.signature(1, 1).replace(eta=bench.server.now().replace(year=2090))
     result = bench.server.send_group(group(later | bench.add.partial(1), bench.add.signature(2, 2)))
     bench.drain()
@@ -343,7 +343,7 @@ class _WatchedListener(MemoryListener):
         backend.bench.drain()
 
 
-def test_who_waits_for_a_chain_watches_the_step_that_he_looks_at(bench: Bench) -> None:
+def test_waiter_for_a_chain_watches_its_current_step(bench: Bench) -> None:
     hub = MemoryHub(bench.harness.clock)
     backend = _Watched(hub)
     bench.server.app.stores.store = OneStore(MemoryBroker(hub), backend, hub.transaction)

@@ -96,7 +96,7 @@ def test_a_waiter_may_give_up(bench: Bench) -> None:
     run(use())
 
 
-def test_whatever_can_be_sent_has_an_async_twin(working: Bench) -> None:
+def test_everything_that_can_be_sent_has_an_async_twin(working: Bench) -> None:
     add, server = working.add, working.server
     two = group(add.signature(1, 1), add.signature(2, 2))
 
@@ -210,7 +210,7 @@ def test_the_loop_goes_on_while_the_store_does_not_answer(
     assert run(use()) == [1, 1, 1]
 
 
-def test_what_nobody_waits_for_any_more_is_not_watched(bench: Bench) -> None:
+def test_abandoned_result_is_not_watched(bench: Bench) -> None:
     async def use() -> None:
         result = await bench.add.send_async(1, 2)
         for _ in range(3):
@@ -234,7 +234,7 @@ class ClosingLoop:
         raise RuntimeError("Event loop is closed")
 
 
-def test_a_loop_that_closes_keeps_nobody_else_from_being_woken(working: Bench) -> None:
+def test_closing_event_loop_does_not_stop_other_wakeups(working: Bench) -> None:
     async def use() -> list[int]:
         waiters = working.server.waiters
         gone = waiters.waiter()

@@ -90,7 +90,7 @@ def test_each_tick_is_sent_at_its_time(app: App) -> None:
     assert len(app.ran) == 8
 
 
-def test_it_sleeps_until_something_is_due_but_looks_for_changes(app: App) -> None:
+def test_scheduler_sleeps_until_the_next_tick_or_a_change(app: App) -> None:
     assert app.scheduler.step() == 5.0
     app.declare("* * * * *")
     assert app.scheduler.step() == 1.0
@@ -101,7 +101,7 @@ def test_it_sleeps_until_something_is_due_but_looks_for_changes(app: App) -> Non
     assert app.ticks() == ["03:05:00"]
 
 
-def test_a_tick_says_which_it_is_and_each_run_has_a_uuid_of_its_own(app: App) -> None:
+def test_tick_names_its_time_and_each_run_has_its_own_uuid(app: App) -> None:
     app.server.register_periodic_task("* * * * *", "s", Signature(name="note", uuid="mine"))
     app.scheduler.step()
     app.go(120)
@@ -233,7 +233,7 @@ def test_latest_looks_back_as_far_as_its_window(app: App) -> None:
     assert [one.missed for one in app.server.schedules.list()] == [0, 1, 1]
 
 
-def test_a_fast_schedule_loses_nothing_in_a_short_trouble_and_does_not_flood_after_a_long_one(
+def test_fast_schedule_catches_up_short_outages_only(
     app: App,
 ) -> None:
     app.declare("* * * * * *")
@@ -355,7 +355,7 @@ def test_a_run_that_failed_is_over(app: App) -> None:
     assert app.server.schedules.get("s").sent == 3
 
 
-def test_a_run_that_was_purged_does_not_hold_the_schedule_up_for_ever(app: App) -> None:
+def test_purged_run_does_not_block_its_schedule(app: App) -> None:
     app.declare("0 * * * *", overlap="skip")
     app.go(3600, step=60)
     app.server.broker.purge("machinery_tasks")
@@ -366,7 +366,7 @@ def test_a_run_that_was_purged_does_not_hold_the_schedule_up_for_ever(app: App) 
 # Changes at run time
 
 
-def test_a_paused_schedule_stays_paused_after_a_restart_and_misses_nothing(app: App) -> None:
+def test_paused_schedule_stays_paused_over_a_restart(app: App) -> None:
     app.declare("* * * * *", catch_up="all")
     app.server.schedules.pause("s")
     app.restart()
@@ -380,7 +380,7 @@ def test_a_paused_schedule_stays_paused_after_a_restart_and_misses_nothing(app: 
     assert app.server.schedules.get("s").missed == 0
 
 
-def test_what_is_declared_can_be_paused_before_the_first_worker_starts(app: App) -> None:
+def test_declared_schedule_can_be_paused_before_any_worker(app: App) -> None:
     app.server.register_periodic_task("* * * * *", "s", Signature(name="note"))
     app.server.schedules.pause("s")
     app.go(120)
@@ -513,7 +513,7 @@ def changed_code(app: App, spec: str, **options: Any) -> Scheduler:
     return Scheduler(other.app, other.declared)
 
 
-def test_code_wins_where_it_has_changed_and_a_pause_stays(app: App) -> None:
+def test_changed_code_replaces_a_schedule_but_not_its_pause(app: App) -> None:
     app.declare("* * * * *")
     app.server.schedules.pause("s")
     new = changed_code(app, "30 * * * *", overlap="skip")
@@ -522,7 +522,7 @@ def test_code_wins_where_it_has_changed_and_a_pause_stays(app: App) -> None:
     assert (report.spec, report.overlap, report.paused) == ("30 * * * *", "skip", True)
 
 
-def test_what_was_changed_at_run_time_stays_until_the_code_changes(app: App) -> None:
+def test_change_at_run_time_stays_until_the_code_changes(app: App) -> None:
     app.declare("* * * * *")
     app.server.schedules.change("s", spec="15 * * * *")
     app.restart()
@@ -541,7 +541,7 @@ def test_a_changed_spec_counts_from_now(app: App) -> None:
     assert app.ticks() == []
 
 
-def test_declared_while_a_worker_runs_it_is_sent(app: App) -> None:
+def test_schedule_declared_while_a_worker_runs_is_sent(app: App) -> None:
     app.scheduler.step()
     app.server.register_periodic_task("* * * * *", "late", Signature(name="note"))
     app.go(60)
@@ -671,7 +671,7 @@ def test_eager_runs_at_once() -> None:
     assert server.schedules.get("s").sent == 1
 
 
-def test_a_year_of_many_specs_is_what_brute_force_says(app: App) -> None:
+def test_year_of_many_cron_specs_equals_a_brute_force_search(app: App) -> None:
     for name, spec in (("h", "7 */4 * * *"), ("d", "30 2 * * *"), ("m", "0 0 L * *")):
         app.declare(spec, name, tz="Europe/Berlin")
     end = START + dt.timedelta(days=365)
@@ -720,7 +720,7 @@ def test_ten_schedulers_under_gos_lock_send_each_tick_once(clock: ManualClock) -
     assert len(set(app.ticks())) == 20
 
 
-def test_one_that_died_under_gos_lock_holds_the_next_tick_up_for_a_moment_only(
+def test_death_under_gos_lock_delays_the_next_tick_only_briefly(
     clock: ManualClock,
 ) -> None:
     app = go_app(clock)

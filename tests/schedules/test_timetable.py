@@ -62,7 +62,7 @@ def test_times_are_gos(line: dict[str, Any], monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     "spec", sorted({line["spec"] for line in lines("cron_next.jsonl") if "error" in line} - OURS)
 )
-def test_what_go_refuses_is_refused(spec: str) -> None:
+def test_payload_that_go_refuses_is_refused(spec: str) -> None:
     with pytest.raises(ScheduleError, match=re.escape(f"schedule {spec!r}: ")):
         Schedule(spec)
 
@@ -70,7 +70,7 @@ def test_what_go_refuses_is_refused(spec: str) -> None:
 @pytest.mark.parametrize(
     "spec", [line["spec"] for line in lines("poison.jsonl", kind="cron_spec")] + NEVER
 )
-def test_what_kills_go_or_is_never_due_is_refused(spec: str) -> None:
+def test_cron_spec_that_kills_go_or_is_never_due_is_refused(spec: str) -> None:
     with pytest.raises(ScheduleError):
         Schedule(spec)
 
@@ -92,7 +92,7 @@ def test_what_kills_go_or_is_never_due_is_refused(spec: str) -> None:
         ("H/99 * * * *", "found step 99"),
     ],
 )
-def test_refusals_say_what_was_found_and_expected(spec: str, text: str) -> None:
+def test_refusals_name_the_found_and_the_expected_value(spec: str, text: str) -> None:
     with pytest.raises(ScheduleError, match=re.escape(text)):
         Schedule(spec)
 
@@ -119,7 +119,7 @@ def test_refusals_say_what_was_found_and_expected(spec: str, text: str) -> None:
         ),
     ],
 )
-def test_what_is_ours(spec: str, expected: list[str]) -> None:
+def test_cron_extensions_beyond_go_give_these_times(spec: str, expected: list[str]) -> None:
     found = Schedule(spec).upcoming(at("2026-01-02T03:04:05+00:00"), 3)
     assert found == [at(f"{text}+00:00") for text in expected]
 

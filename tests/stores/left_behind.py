@@ -51,7 +51,7 @@ class LeftBehind:
         assert backend.apply(changes) == [SETTLED, SETTLED]
         return backend
 
-    def test_a_chord_that_stays_incomplete_is_looked_at_by_one_worker_and_later_again(
+    def test_incomplete_chord_is_polled_by_one_worker_at_a_time(
         self, backend: Backend, open_backend: OpenBackend, clock: ManualClock
     ) -> None:
         assert backend.partial_groups(9) == []

@@ -54,7 +54,7 @@ class TestMemoryBrokerAndSQLiteBackend(InSQLiteBesideMemory, ClaimConformance):
 @pytest.mark.parametrize(
     ("call", "lost"), [("put", False), ("put", True), ("clear_outbox", False), ("amend", True)]
 )
-def test_a_sender_that_dies_between_two_stores_has_sent_it(call: str, lost: bool) -> None:
+def test_sender_that_dies_between_two_stores_has_sent_its_task(call: str, lost: bool) -> None:
     clock = ManualClock()
     memory, hub = MemoryBackend(MemoryHub(clock)), MemoryHub(clock)
     broker, backend = FlakyBroker(MemoryBroker(hub)), FlakyBackend(memory)

@@ -98,7 +98,7 @@ class Entered(MemoryBroker):
         super().put(messages, token=token)
 
 
-def test_a_second_message_leaves_the_callback_to_who_is_publishing_it(clock: ManualClock) -> None:
+def test_second_message_leaves_the_callback_to_its_publisher(clock: ManualClock) -> None:
     """Another worker takes it when the state of the first is written and its callback is not on its queue."""
     broker, backend = Entered(MemoryHub(clock)), MemoryBackend(MemoryHub(clock))
     one, other = TwoStores(broker, backend, clock), TwoStores(broker, backend, clock)
@@ -121,7 +121,7 @@ def test_a_second_message_leaves_the_callback_to_who_is_publishing_it(clock: Man
     assert backend.unsent(9, older_than=0.0) == []
 
 
-def test_a_redelivery_publishes_what_its_dead_owner_has_not(clock: ManualClock) -> None:
+def test_redelivery_publishes_the_outbox_of_its_dead_owner(clock: ManualClock) -> None:
     memory, backend = MemoryBroker(MemoryHub(clock)), MemoryBackend(MemoryHub(clock))
     broker = FlakyBroker(memory)
     dying, other = TwoStores(broker, backend, clock), TwoStores(memory, backend, clock)
@@ -207,7 +207,7 @@ def test_claim_that_fails_behind_its_begin_is_given_back(clock: ManualClock, cal
     assert drain(store, "q") == ["b"]
 
 
-def test_the_null_backend_runs_tasks_and_refuses_what_it_cannot_do() -> None:
+def test_null_backend_runs_tasks_and_refuses_results() -> None:
     server = Server(broker="memory://", result_backend="null")
     ran: list[int] = []
     task = server.register_task("task", ran.append)

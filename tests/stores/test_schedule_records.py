@@ -55,9 +55,7 @@ class TestMemoryBrokerAndSQLiteBackend(InSQLiteBesideMemory, ScheduleConformance
 @pytest.mark.parametrize(
     ("call", "lost"), [("put", False), ("put", True), ("clear_outbox", False), ("amend", True)]
 )
-def test_between_two_stores_the_rest_of_a_tick_is_finished_by_another(
-    call: str, lost: bool
-) -> None:
+def test_tick_cut_off_between_two_stores_is_finished_by_another(call: str, lost: bool) -> None:
     """The scheduler dies behind the change of the record: before, in or behind the publishing."""
     clock = ManualClock()
     memory, hub = MemoryBackend(MemoryHub(clock)), MemoryHub(clock)

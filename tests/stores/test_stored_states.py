@@ -115,7 +115,7 @@ WRITTEN: dict[str, Callable[[TaskState], object]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("store", WRITTEN)
-def test_a_stored_state_has_the_bytes_it_always_had(store: str, case: str) -> None:
+def test_stored_state_has_its_recorded_bytes(store: str, case: str) -> None:
     golden = json.loads(GOLDEN.read_text())
 
     assert repr(WRITTEN[store](CASES[case])) == golden[store][case]

@@ -70,9 +70,7 @@ UNDECODABLE = {
 
 
 @pytest.mark.parametrize("kind", UNDECODABLE)
-def test_bytes_that_are_no_signature_become_a_dead_letter_with_a_reason(
-    server: Server, kind: str
-) -> None:
+def test_bytes_without_a_signature_become_a_dead_letter(server: Server, kind: str) -> None:
     with server.new_worker(concurrency=2) as worker:
         put(server, UNDECODABLE[kind])
         wait_until(lambda: server.inspect.dead() != [], timeout=HANG, what="a dead letter")
@@ -96,7 +94,7 @@ def test_a_message_over_the_limit_becomes_a_dead_letter_unread(server: Server) -
     assert "max_message_size" in letter.error
 
 
-def test_a_message_over_the_limit_is_refused_where_it_is_sent(server: Server) -> None:
+def test_message_over_the_limit_is_refused_at_send(server: Server) -> None:
     with pytest.raises(ArgumentError, match="max_message_size"):
         server.register_task("text", str.upper).send("x" * (10 * MEBIBYTE))
 
@@ -135,7 +133,7 @@ def test_wrong_arguments_fail_the_task_at_once(server: Server, kind: str) -> Non
     assert text in state.error
 
 
-def test_what_kills_or_stops_a_go_worker_does_no_harm_here(server: Server) -> None:
+def test_message_that_kills_a_go_worker_is_harmless_here(server: Server) -> None:
     bodies = [
         str(line["payload"]).encode()
         for line in golden("poison.jsonl")

@@ -131,7 +131,7 @@ def test_the_profile_charges_each_role_of_a_worker() -> None:
     assert "executors:" in done.stdout and "settler:" in done.stdout
 
 
-def test_two_revisions_are_compared_in_turns_and_the_worktree_is_gone_afterwards(
+def test_two_revisions_are_compared_and_the_worktree_is_removed(
     tmp_path: Path,
 ) -> None:
     # A repository of its own, so that the one this runs in is not touched.

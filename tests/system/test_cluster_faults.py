@@ -141,7 +141,7 @@ def _offset(master: RedisServer) -> bool:
     return f"offset={own}," in text
 
 
-def test_what_a_replica_knows_survives_its_master(mortal_cluster: RedisCluster) -> None:
+def test_replicated_tasks_survive_their_master(mortal_cluster: RedisCluster) -> None:
     cluster = mortal_cluster
     server = Server(Config(broker=cluster.url, publish_timeout=20.0))
     ran = Ran(server)
@@ -184,7 +184,7 @@ def test_one_host_of_a_cluster_is_enough(empty_cluster: RedisCluster) -> None:
     server.close()
 
 
-def test_each_key_is_where_go_finds_it_or_in_the_slot_of_its_tag(
+def test_each_key_is_in_gos_slot_or_in_the_slot_of_its_tag(
     empty_cluster: RedisCluster, server: Server
 ) -> None:
     ran = Ran(server)
@@ -211,7 +211,7 @@ def test_each_key_is_where_go_finds_it_or_in_the_slot_of_its_tag(
         )
 
 
-def test_a_worker_that_starts_before_its_cluster_waits_for_it(mortal_cluster: RedisCluster) -> None:
+def test_worker_started_before_its_cluster_waits(mortal_cluster: RedisCluster) -> None:
     cluster = mortal_cluster
     for node in cluster.nodes:
         node.stop()

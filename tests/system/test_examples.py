@@ -78,7 +78,7 @@ def python(*arguments: str, folder: Path, **more: str) -> str:
     return done.stdout
 
 
-def test_the_quickstart_is_the_one_of_the_first_five_minutes_and_adds(tmp_path: Path) -> None:
+def test_quickstart_equals_the_first_page_and_runs(tmp_path: Path) -> None:
     place = EXAMPLES / "quickstart"
     assert (place / "tasks.py").read_text() == (
         "from machinery_py import Server\n\nserver = Server()\n\n\n"
@@ -96,7 +96,7 @@ def test_the_quickstart_is_the_one_of_the_first_five_minutes_and_adds(tmp_path: 
     assert out == "5\n"
 
 
-def test_async_sum_prints_what_its_readme_shows(tmp_path: Path) -> None:
+def test_async_sum_prints_the_output_of_its_readme(tmp_path: Path) -> None:
     place = EXAMPLES / "async_sum"
 
     with worker("sums", place, tmp_path, LONG_RUNNING_PERIOD="0.01"):
@@ -114,7 +114,7 @@ def test_async_sum_prints_what_its_readme_shows(tmp_path: Path) -> None:
     assert out.splitlines()[-1] == "  done"
 
 
-def test_the_demo_delivers_every_mail_once_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_demo_delivers_every_mail_once(tmp_path: Path) -> None:
     pytest.importorskip("aiosmtpd")
     before = sorted(path.name for path in (EXAMPLES / "email_sender").iterdir())
 
@@ -193,9 +193,7 @@ def test_the_recipients_are_a_thousand_different_ones() -> None:
     assert all(row["name"] for row in rows)
 
 
-def test_the_progress_bar_prints_lines_where_there_is_no_terminal_and_moves_where_there_is_one() -> (
-    None
-):
+def test_progress_bar_prints_lines_without_a_terminal() -> None:
     script = """
 import io, sys
 from progress import Progress

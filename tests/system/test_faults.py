@@ -278,9 +278,7 @@ sys.exit(main(["worker", "tests.system.killing", "-c", "2", "-n", os.environ["NA
 """
 
 
-def test_workers_whose_clocks_are_wrong_by_an_hour_take_nothing_from_each_other(
-    scene: Scene, tmp_path: Path
-) -> None:
+def test_workers_with_clocks_an_hour_off_take_nothing_over(scene: Scene, tmp_path: Path) -> None:
     ledger = tmp_path / "ledger"
     ledger.touch()
     environment = {

@@ -120,7 +120,7 @@ def send_and_fork(broker: str, backend: str) -> None:
 @pytest.mark.parametrize(
     "pair", ["sqlite+sqlite", "redis+redis", "amqp+amqp", "amqp+redis", "redis+memcache"]
 )
-def test_a_child_sends_that_was_forked_while_threads_send(
+def test_child_forked_while_threads_send_can_send(
     pair: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     def url_of(kind: str) -> str:
@@ -135,11 +135,11 @@ def test_a_child_sends_that_was_forked_while_threads_send(
     send_and_fork(url_of(broker), url_of(backend))
 
 
-def test_a_child_sends_to_mongodb_that_was_forked_while_threads_send(mongodb_url: str) -> None:
+def test_child_forked_while_threads_send_sends_to_mongodb(mongodb_url: str) -> None:
     send_and_fork(mongodb_url, mongodb_url)
 
 
-def test_a_child_connects_to_rabbitmq_that_was_forked_while_a_thread_was_connecting(
+def test_child_forked_during_a_connect_connects_to_rabbitmq(
     rabbitmq_server: RabbitMQServer, amqp_url: str, open_proxy: Callable[[int], Proxy]
 ) -> None:
     proxy = open_proxy(rabbitmq_server.port)
@@ -227,7 +227,7 @@ def left_behind(app: App, hows: tuple[str, ...]) -> list[int]:
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])
-def test_what_a_task_left_behind_ends_with_its_worker(app: App, processes: str) -> None:
+def test_leftover_of_a_task_ends_with_its_worker(app: App, processes: str) -> None:
     app.write("tasks.py", FORKING)
     worker = app.worker("-p", processes, "-c", "1")
     pids = left_behind(app, FORKED + EXECUTED)
@@ -237,7 +237,7 @@ def test_what_a_task_left_behind_ends_with_its_worker(app: App, processes: str) 
     assert not any(map(is_alive, pids))
 
 
-def test_a_child_from_before_the_command_line_ran_in_its_process_stays(app: App) -> None:
+def test_child_forked_before_the_command_line_ran_is_left_alone(app: App) -> None:
     app.write(
         "embedding.py",
         """
@@ -254,7 +254,7 @@ print(child.returncode)
     assert app.python("embedding.py").splitlines()[-1] == "0"
 
 
-def test_what_a_task_left_behind_ends_with_its_killed_process(app: App) -> None:
+def test_leftover_of_a_task_ends_with_its_killed_process(app: App) -> None:
     app.write("tasks.py", FORKING)
     worker = app.worker("-p", "2", "-c", "1")
     pids = left_behind(app, FORKED + EXECUTED)
@@ -266,7 +266,7 @@ def test_what_a_task_left_behind_ends_with_its_killed_process(app: App) -> None:
     assert worker.stop() == 0
 
 
-def test_what_a_task_has_forked_ends_with_a_killed_worker(app: App) -> None:
+def test_child_of_a_task_ends_with_its_killed_worker(app: App) -> None:
     app.write("tasks.py", FORKING)
     worker = app.worker("-c", "1")
     pids = left_behind(app, FORKED)
@@ -276,7 +276,7 @@ def test_what_a_task_has_forked_ends_with_a_killed_worker(app: App) -> None:
     wait_until(lambda: not any(map(is_alive, pids)), LONG)
 
 
-def test_what_a_task_has_forked_ends_when_supervisor_and_processes_are_killed(app: App) -> None:
+def test_child_of_a_task_ends_when_all_processes_are_killed(app: App) -> None:
     app.write("tasks.py", FORKING)
     worker = app.worker("-p", "2", "-c", "1")
     pids = left_behind(app, FORKED)

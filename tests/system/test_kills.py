@@ -168,7 +168,7 @@ def done(server: Server) -> bool:
     return not any(one.waiting or one.running or one.delayed for one in server.broker.stats())
 
 
-def test_a_task_that_kills_its_worker_stops_after_three_deaths_and_blames_nobody_else(
+def test_task_that_kills_workers_is_given_up_after_three_deaths(
     fleet: Fleet, server: Server
 ) -> None:
     deadly = server.register_task("deadly", lambda: None)
@@ -239,7 +239,7 @@ with SQLiteDriver(sys.argv[1]).transaction():
 """
 
 
-def test_who_is_stopped_inside_a_transaction_of_sqlite_keeps_all_others_from_writing(
+def test_process_stopped_in_a_sqlite_transaction_blocks_writers(
     tmp_path: pathlib.Path,
 ) -> None:
     path = tmp_path / "kills.db"

@@ -156,11 +156,11 @@ def neighbour(request: pytest.FixtureRequest) -> Iterator[Neighbour]:
         found.app.close()
 
 
-def test_what_others_keep_under_a_uuid_stays_as_it_is(neighbour: Neighbour) -> None:
+def test_foreign_key_under_a_uuid_stays_unchanged(neighbour: Neighbour) -> None:
     live_beside(neighbour)
 
 
-def test_what_others_keep_in_mongodb_under_a_uuid_stays_as_it_is(mongodb_url: str) -> None:
+def test_foreign_document_under_a_uuid_stays_unchanged(mongodb_url: str) -> None:
     neighbour = Neighbour(
         Server(mongodb_url),
         lambda: tasks.insert_one({"_id": THEIRS, "state": "PENDING", "owner": "billing"}),
@@ -211,7 +211,7 @@ def live_beside(neighbour: Neighbour) -> None:
     assert neighbour.look() == before
 
 
-def test_the_name_of_a_queue_is_no_uuid_though_the_queue_is_empty(empty_redis: RedisServer) -> None:
+def test_name_of_an_empty_queue_is_no_uuid(empty_redis: RedisServer) -> None:
     app = App(Server(empty_redis.url))
     with app.running(queues=["mail"]):
         assert app.add.options(queue="mail").send(1, 2).get(timeout=HANG) == 3
@@ -272,7 +272,7 @@ def test_a_worker_takes_up_a_queue_again_whose_key_is_put_right(empty_redis: Red
     app.close()
 
 
-def test_a_group_whose_key_others_have_taken_keeps_no_other_from_its_callback(
+def test_group_with_a_foreign_key_blocks_no_other_callback(
     empty_redis: RedisServer,
 ) -> None:
     app = App(Server(empty_redis.url))
@@ -284,7 +284,7 @@ def test_a_group_whose_key_others_have_taken_keeps_no_other_from_its_callback(
     app.close()
 
 
-def test_delayed_messages_for_queues_that_cannot_be_are_buried_and_hold_up_no_other(
+def test_delayed_messages_of_illegal_queues_become_dead_letters(
     empty_redis: RedisServer,
 ) -> None:
     app = App(Server(empty_redis.url))

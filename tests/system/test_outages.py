@@ -66,7 +66,7 @@ def told(worker: Worker) -> list[ConnectionLost]:
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])
-def test_a_worker_that_starts_before_its_server_waits_for_it(
+def test_worker_started_before_its_server_waits(
     app: App, redis: RedisServer, processes: str
 ) -> None:
     app.env["MACHINERY_URL"] = redis.url
@@ -91,7 +91,7 @@ def test_a_worker_that_starts_before_its_server_waits_for_it(
 
 @pytest.mark.parametrize("processes", ["1", "2"])
 @pytest.mark.parametrize("away", ["refused", "black hole"])
-def test_a_worker_that_waits_ends_at_once_when_it_is_asked_to(
+def test_waiting_worker_stops_at_once(
     app: App, redis: RedisServer, open_proxy: OpenProxy, away: str, processes: str
 ) -> None:
     proxy = open_proxy(redis.port)
@@ -119,7 +119,7 @@ def test_a_worker_that_waits_ends_at_once_when_it_is_asked_to(
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])
-def test_what_waiting_does_not_help_ends_a_worker_at_once(app: App, processes: str) -> None:
+def test_permanent_error_ends_a_worker_at_once(app: App, processes: str) -> None:
     require(RedisServer)
     with RedisServer(password="sesame") as redis:
         for url in (redis.url.replace("sesame", "wrong"), redis.url.replace(":sesame@", "")):
@@ -166,7 +166,7 @@ def test_a_server_that_is_not_ready_is_waited_for(
     server.close()
 
 
-def test_a_worker_starts_on_a_server_that_is_full_as_soon_as_there_is_room(
+def test_worker_starts_on_a_full_server_once_there_is_room(
     redis: RedisServer,
 ) -> None:
     redis.start()
@@ -199,9 +199,7 @@ def test_start_itself_does_not_wait(redis: RedisServer) -> None:
     server.close()
 
 
-def test_who_was_asked_to_end_leaves_no_session_behind(
-    redis: RedisServer, open_proxy: OpenProxy
-) -> None:
+def test_stopped_worker_leaves_no_session(redis: RedisServer, open_proxy: OpenProxy) -> None:
     redis.start()
     proxy = open_proxy(redis.port)
     proxy.black_hole()
@@ -230,7 +228,7 @@ def dead() -> str:
     return f"redis://:sesame@127.0.0.1:{free_port()}/0"
 
 
-def test_a_worker_gives_up_after_as_many_attempts_as_it_may_make() -> None:
+def test_worker_gives_up_after_its_number_of_attempts() -> None:
     url = dead()
     server = Server(Config(broker=url, broker_connection_max_retries=3))
     worker = server.new_worker("counting", concurrency=1)
@@ -394,7 +392,7 @@ def test_an_unknown_schedule_is_refused() -> None:
 
 
 @pytest.mark.parametrize("away", ["refused", "black hole", "black hole on a used connection"])
-def test_a_sender_waits_no_longer_than_it_may(
+def test_sender_waits_no_longer_than_its_timeout(
     redis: RedisServer, open_proxy: OpenProxy, away: str
 ) -> None:
     redis.start()

@@ -145,7 +145,7 @@ def test_wheel_holds_the_package_alone_with_its_scripts(
     } <= names
 
 
-def test_metadata_says_whose_it_is_and_for_which_pythons(wheel: zipfile.ZipFile) -> None:
+def test_metadata_names_author_licence_and_pythons(wheel: zipfile.ZipFile) -> None:
     found = metadata(wheel)
     classifiers = found.get_all("Classifier", [])
 

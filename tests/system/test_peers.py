@@ -78,7 +78,7 @@ def test_machinery_is_measured_beside_bare_redis_in_every_round() -> None:
     assert len(found["ratios"]["raw"]["drain"]) == 2
 
 
-def test_machinery_is_measured_beside_bare_pika_with_messages_in_rabbitmq() -> None:
+def test_machinery_on_rabbitmq_is_measured_beside_bare_pika() -> None:
     require(RabbitMQServer)
 
     found = measured("raw", OURS, broker="amqp")
@@ -90,7 +90,7 @@ def test_machinery_is_measured_beside_bare_pika_with_messages_in_rabbitmq() -> N
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_another_system_is_measured_where_its_environment_is_there(name: str) -> None:
+def test_other_queue_is_measured_when_its_environment_exists(name: str) -> None:
     if not environments.is_there(BY_NAME[name]):
         pytest.skip(f"no environment for {name}: python -m benchmarks.peers --prepare")
 
@@ -99,7 +99,7 @@ def test_another_system_is_measured_where_its_environment_is_there(name: str) ->
     check_figures(found["rounds"][name], bulk=BY_NAME[name].bulk)
 
 
-def test_what_has_no_environment_is_left_out_and_not_installed(tmp_path: Path) -> None:
+def test_queue_without_an_environment_is_left_out(tmp_path: Path) -> None:
     done = run("--peers", *OTHERS, XDG_CACHE_HOME=str(tmp_path))
 
     assert done.returncode == 1

@@ -199,7 +199,7 @@ def test_the_documented_acl_of_redis_is_enough(
     assert refusals(shop_redis) == []
 
 
-def test_the_documented_acl_of_redis_lets_nobody_touch_other_keys(shop_redis: RedisServer) -> None:
+def test_documented_acl_of_redis_forbids_other_keys(shop_redis: RedisServer) -> None:
     server = Server(f"redis://shop:secret@127.0.0.1:{shop_redis.port}/0")
 
     with pytest.raises(Exception, match=r"(?i)permission"):
@@ -321,7 +321,7 @@ MORE = {
 }  # asked for what they tell of durability; a refusal is no failure
 
 
-def test_the_documented_role_of_mongodb_allows_each_command_that_is_sent(
+def test_documented_role_of_mongodb_allows_each_command(
     mongodb_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Not run under the role itself: the servers that stand in for MongoDB have none. What was sent is compared with it."""

@@ -78,9 +78,7 @@ def all_ended(server: Server) -> bool:
 
 
 @pytest.mark.timeout(2 * HANG)
-def test_tasks_that_kill_their_worker_are_given_up_after_three_runs_and_no_other_is(
-    fleet: Fleet, server: Server
-) -> None:
+def test_only_tasks_that_kill_workers_are_given_up(fleet: Fleet, server: Server) -> None:
     deadly, work = server.register_task("deadly", lambda: None), server.register_task("work", int)
     poison, good = set[str](), set[str]()
     for start in range(POISON):
@@ -112,9 +110,7 @@ def test_tasks_that_kill_their_worker_are_given_up_after_three_runs_and_no_other
 
 
 @pytest.mark.timeout(2 * HANG)
-def test_tasks_that_workers_held_when_they_were_killed_are_never_given_up(
-    fleet: Fleet, server: Server
-) -> None:
+def test_tasks_held_by_killed_workers_are_never_given_up(fleet: Fleet, server: Server) -> None:
     kills = KILLS // 2 if "mongodb" in fleet.url else KILLS
     rest = server.register_task("rest", float)
     sent: set[str] = set()

@@ -173,7 +173,7 @@ def test_jitter_follows_the_seed(proxy: Proxy, dial: Dial) -> None:
         assert time.monotonic() - began >= 0.1 + seeded.uniform(-0.1, 0.1)
 
 
-def test_bandwidth_limits_what_passes(echo: Echo, proxy: Proxy, dial: Dial) -> None:
+def test_bandwidth_limits_the_bytes_per_second(echo: Echo, proxy: Proxy, dial: Dial) -> None:
     client = dial()
     proxy.slow(REQUESTS, bandwidth=20_000)
 
@@ -193,7 +193,9 @@ def test_chopped_bytes_arrive_one_by_one_and_whole(echo: Echo, proxy: Proxy, dia
     assert len(echo.pieces) - before > 1
 
 
-def test_a_black_hole_swallows_until_it_is_healed(echo: Echo, proxy: Proxy, dial: Dial) -> None:
+def test_black_hole_swallows_bytes_until_the_proxy_is_healed(
+    echo: Echo, proxy: Proxy, dial: Dial
+) -> None:
     client = dial()
     proxy.black_hole()
 
@@ -302,7 +304,7 @@ def test_a_half_closed_connection_still_carries_the_other_half(
     assert proxy.counts["resets"] == 0
 
 
-def test_a_dropped_reply_was_executed_and_its_connection_is_reset(
+def test_command_with_a_dropped_reply_ran_and_was_disconnected(
     echo: Echo, proxy: Proxy, dial: Dial
 ) -> None:
     client, other = dial(), dial()
@@ -318,9 +320,7 @@ def test_a_dropped_reply_was_executed_and_its_connection_is_reset(
     assert ask(other, b"push\n") == b"push\n"
 
 
-def test_the_next_reply_of_all_can_be_dropped_while_its_request_waits(
-    proxy: Proxy, dial: Dial
-) -> None:
+def test_next_reply_can_be_dropped_while_its_request_waits(proxy: Proxy, dial: Dial) -> None:
     client = dial()
     proxy.slow(REQUESTS, latency=0.1)
     client.sendall(b"waiting\n")
@@ -400,7 +400,7 @@ def test_a_closed_proxy_leaves_neither_thread_nor_connection(echo: Echo) -> None
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("proxy to")]
 
 
-def test_a_url_goes_through_it_with_its_login_path_and_options(proxy: Proxy) -> None:
+def test_proxied_url_keeps_login_path_and_options(proxy: Proxy) -> None:
     assert (
         proxy.through("redis://:secret@db:6379/3?a=b")
         == f"redis://:secret@127.0.0.1:{proxy.url_port}/3?a=b"

@@ -128,7 +128,7 @@ def test_a_step_to_a_queue_with_other_arguments_fails(app: App) -> None:
     assert caught.value.permanent
 
 
-def test_a_step_to_a_queue_that_the_user_may_not_declare_fails_and_can_be_sent_later(
+def test_step_to_a_forbidden_queue_fails_and_can_be_replayed(
     app: App, rabbitmq_server: RabbitMQServer, vhosts: Vhosts
 ) -> None:
     vhost = app.server.config.broker.rpartition("/")[2]
@@ -171,7 +171,7 @@ def test_a_result_over_max_message_size_fails_its_task(amqp_url: str) -> None:
     app.server.close()
 
 
-def test_sending_what_is_too_large_is_refused_at_once_and_names_the_queue(amqp_url: str) -> None:
+def test_too_large_message_is_refused_with_its_queue(amqp_url: str) -> None:
     app = App(amqp_url, "memory://refusals")
     with pytest.raises(PublishRefused, match="'machinery_tasks' has .* max_message_size") as caught:
         app.say.send("x" * LARGE)
@@ -182,7 +182,7 @@ def test_sending_what_is_too_large_is_refused_at_once_and_names_the_queue(amqp_u
     app.server.close()
 
 
-def test_the_first_group_with_a_member_too_large_is_told_to_be_unknown_at_once(
+def test_first_group_with_a_too_large_member_is_unknown_at_once(
     amqp_url: str,
 ) -> None:
     app = App(amqp_url, "memory://refusals")

@@ -122,9 +122,7 @@ def test_a_url_that_was_read_is_printed_without_its_secrets(parsed: object) -> N
     deadline=None,
     max_examples=50,
 )
-def test_no_command_that_is_given_a_url_at_a_wrong_place_shows_its_secret(
-    url: str, tmp_path: Path
-) -> None:
+def test_no_command_shows_the_secret_of_a_misplaced_url(url: str, tmp_path: Path) -> None:
     with written() as screen:
         for words in (
             ["worker", url],
@@ -153,7 +151,7 @@ UNREACHABLE = (
 
 
 @pytest.mark.parametrize("url", UNREACHABLE)
-def test_no_command_shows_the_secret_of_a_server_that_cannot_be_used(
+def test_no_command_shows_the_secret_of_an_unusable_server(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MACHINERY_URL", url)

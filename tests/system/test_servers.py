@@ -95,7 +95,7 @@ def test_an_append_only_file_survives_a_kill() -> None:
         assert redis.cli("GET", "a") == "1"
 
 
-def test_a_frozen_redis_takes_connections_and_answers_when_thawed(redis: RedisServer) -> None:
+def test_frozen_redis_accepts_and_answers_when_thawed(redis: RedisServer) -> None:
     redis.freeze()
     with socket.create_connection(("127.0.0.1", redis.port), 0.2) as client:
         client.sendall(b"PING\r\n")
@@ -156,7 +156,7 @@ def test_tls_is_trusted_with_its_ca_and_not_without() -> None:
             ssl.create_default_context().wrap_socket(plain, server_hostname="127.0.0.1")
 
 
-def test_a_line_that_redis_does_not_know_is_reported_with_its_log() -> None:
+def test_unknown_configuration_line_is_reported_with_the_log() -> None:
     require(RedisServer)
     with (
         pytest.raises(ServerBroken, match="(?s)ended while starting.*no-such-line"),
@@ -165,7 +165,7 @@ def test_a_line_that_redis_does_not_know_is_reported_with_its_log() -> None:
         pass
 
 
-def test_eight_start_at_once_and_outlive_the_threads_that_started_them() -> None:
+def test_eight_servers_start_at_once_and_outlive_their_threads() -> None:
     require(RedisServer)
     servers = [RedisServer() for _ in range(8)]
 
@@ -294,7 +294,7 @@ def test_memcached_answers_dies_and_comes_back_empty() -> None:
     assert not is_alive(pid)
 
 
-def test_rabbitmq_keeps_a_durable_message_over_a_kill_and_leaves_no_process() -> None:
+def test_rabbitmq_server_keeps_messages_over_a_kill() -> None:
     require(RabbitMQServer)
     before = family(os.getpid())
     with RabbitMQServer() as server:
@@ -368,7 +368,7 @@ def test_a_missing_program_skips_on_a_laptop_and_fails_in_ci(
         require(NoSuchServer)
 
 
-def test_a_server_that_was_not_started_has_no_pid_and_may_be_closed() -> None:
+def test_unstarted_server_has_no_pid_and_can_be_closed() -> None:
     server = MemcachedServer()
 
     with pytest.raises(ServerBroken, match=r"not running \(call start"):

@@ -170,7 +170,7 @@ def test_a_killed_worker_blocks_a_lock_for_one_lease(site: Site) -> None:
 
 
 @pytest.mark.timeout(3 * HANG)
-def test_a_worker_that_was_stopped_for_longer_than_the_lease_is_told_and_refused(
+def test_worker_suspended_past_its_lease_is_refused(
     site: Site,
 ) -> None:
     first = site.feed.send(site.gate("a"))

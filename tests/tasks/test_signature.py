@@ -108,7 +108,7 @@ def test_a_callback_with_its_results_is_gos() -> None:
 # UUIDs and groups
 
 
-def test_uuids_say_what_they_are_of() -> None:
+def test_uuids_name_their_kind() -> None:
     plan = linked(sig("a") | group(sig("b"), sig("c")) | sig("d") | sig("e"))
     a, members, d, e = plan.steps
     assert a.uuids[0].startswith("task_")
@@ -120,7 +120,7 @@ def test_uuids_say_what_they_are_of() -> None:
     assert (tuple(meta.task_uuids), meta.created_at) == (tuple(members.uuids), NOW)
 
 
-def test_each_linking_makes_uuids_of_its_own_and_leaves_the_workflow_as_it_was() -> None:
+def test_each_linking_makes_new_uuids_and_keeps_the_workflow() -> None:
     steps = sig("a") | sig("b")
     first, second = linked(steps), linked(steps)
     assert not {one.uuids[0] for one in first.steps} & {one.uuids[0] for one in second.steps}
@@ -223,7 +223,7 @@ def test_chains_in_chains_are_one_chain() -> None:
     assert [one.name for one in chain(inner, sig("d")).steps] == ["b", "c", "d"]  # type: ignore[attr-defined]
 
 
-def test_signatures_of_nobody_cannot_send_themselves() -> None:
+def test_signature_without_a_server_cannot_send_itself() -> None:
     for step in (sig("a"), sig("a") | sig("b"), group(sig("a"))):
         with pytest.raises(WorkflowError, match="belong to no Server"):
             step.send()
@@ -280,7 +280,7 @@ STEPS = st.recursive(
 
 
 @given(STEPS)
-def test_whatever_is_linked_each_task_is_there_once_and_travels(step: Step[Any]) -> None:
+def test_linked_workflow_has_each_task_once_and_can_be_encoded(step: Step[Any]) -> None:
     plan = linked(step)
 
     seen: dict[str, Signature[Any]] = {}

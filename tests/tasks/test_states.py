@@ -48,7 +48,7 @@ AGAIN = {(P, P), (RC, RC), (S, S), (RT, RT)}
 @pytest.mark.parametrize(
     ("before", "after"), [(a, b) for a in State for b in State], ids=lambda word: word.value
 )
-def test_within_a_run_it_goes_forward(before: State, after: State) -> None:
+def test_state_only_goes_forward_within_a_run(before: State, after: State) -> None:
     found = advance(state(before), state(after))
     assert (found is not None) == ((before, after) in FORWARD | AGAIN)
     assert found is None or found.state is after
@@ -57,7 +57,7 @@ def test_within_a_run_it_goes_forward(before: State, after: State) -> None:
 @pytest.mark.parametrize(
     ("before", "after"), [(a, b) for a in State for b in State], ids=lambda word: word.value
 )
-def test_the_next_run_follows_whatever_is_not_finished(before: State, after: State) -> None:
+def test_next_run_starts_beside_unfinished_runs_by_policy(before: State, after: State) -> None:
     found = advance(state(before), state(after, run=1))
     # PENDING of a later run is what a replay writes, by force.
     assert (found is not None) == (before not in (OK, F) and after is not P)
@@ -70,7 +70,7 @@ def test_an_earlier_run_never_follows(before: State, after: State) -> None:
     assert advance(state(before, run=2), state(after, run=1)) is None
 
 
-def test_what_the_first_write_knew_stays() -> None:
+def test_fields_of_the_first_state_stay() -> None:
     first = state(P, task_name="add", created_at=AT, queue="mail")
     found = advance(first, state(S, created_at=LATER, started_at=LATER, worker="ada"))
     assert found is not None
@@ -123,7 +123,7 @@ RANK = {P: 0, RC: 1, S: 2, RT: 3, OK: 4, F: 4}
 
 
 @given(CHANGES)
-def test_whatever_comes_in_whatever_order_a_task_only_goes_forward(
+def test_states_in_any_order_only_go_forward(
     changes: list[TaskState],
 ) -> None:
     current: TaskState | None = None

@@ -95,7 +95,7 @@ def test_a_chord_takes_a_list_and_a_chain(flow: Flow) -> None:
     ]
 
 
-def test_what_cannot_be_a_step_is_refused_in_words(flow: Flow) -> None:
+def test_value_that_cannot_be_a_step_is_refused_in_words(flow: Flow) -> None:
     add, one = flow.add, flow.add.signature(1)
     for made in (
         lambda: chain(one, add),

@@ -155,7 +155,7 @@ def test_the_same_seed_gives_the_same_faults() -> None:
     assert {carried_out for _, carried_out in failed(1)} == {True, False}
 
 
-def test_who_repeats_what_failed_completes_each_task_once() -> None:
+def test_repeated_calls_complete_each_task_once() -> None:
     clock = ManualClock()
     store = FlakyStore(memory_store(clock), Faults(rng=random.Random(3), probability=0.1))
 
@@ -189,7 +189,7 @@ def test_healing_ends_all_faults() -> None:
     store.submit(submission("a", "t"))
 
 
-def test_the_clock_goes_when_it_is_told_to() -> None:
+def test_manual_clock_moves_only_when_advanced() -> None:
     start = dt.datetime(2030, 1, 1, 12, tzinfo=dt.timezone(dt.timedelta(hours=2)))
     clock = ManualClock(start)
     before = clock.monotonic()
@@ -222,7 +222,7 @@ def test_threads_may_advance_the_clock() -> None:
     assert clock.monotonic() == 1000.0
 
 
-def test_waiting_ends_when_it_is_true() -> None:
+def test_wait_until_ends_when_the_condition_is_true() -> None:
     done = threading.Event()
     thread = threading.Thread(target=done.set)
     thread.start()
@@ -230,7 +230,7 @@ def test_waiting_ends_when_it_is_true() -> None:
     thread.join()
 
 
-def test_waiting_in_vain_says_what_for() -> None:
+def test_wait_until_names_the_condition_at_its_timeout() -> None:
     with pytest.raises(AssertionError, match=r"the moon: not true after 0.02 s"):
         wait_until(lambda: False, timeout=0.02, what="the moon")
 

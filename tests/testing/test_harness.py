@@ -144,9 +144,7 @@ def test_callbacks_and_steps_run_in_the_same_drain(shop: Shop, machinery: Harnes
     assert result.get(timeout=0) == 100 + 3 + 4
 
 
-def test_what_a_task_sends_to_a_queue_that_is_new_runs_in_the_same_drain(
-    shop: Shop, machinery: Harness
-) -> None:
+def test_task_sent_to_a_new_queue_runs_in_the_same_drain(shop: Shop, machinery: Harness) -> None:
     shop.fan_out.send(3)
     assert machinery.drain() == 4
 
@@ -251,13 +249,13 @@ def test_a_revoked_task_is_not_run(shop: Shop, machinery: Harness) -> None:
         result.get(timeout=0)
 
 
-def test_what_cannot_be_sent_fails_here_as_well(shop: Shop, machinery: Harness) -> None:
+def test_unsendable_argument_fails_in_the_harness_too(shop: Shop, machinery: Harness) -> None:
     with pytest.raises(ArgumentError, match="fail argument 'text'"):
         shop.fail.send(object())  # type: ignore[arg-type]
     assert machinery.sent == []
 
 
-def test_who_waits_for_what_nobody_runs_is_told_in_time(shop: Shop, machinery: Harness) -> None:
+def test_waiter_for_a_task_without_workers_is_told_in_time(shop: Shop, machinery: Harness) -> None:
     result = shop.add.send(1, 2)
     with pytest.raises(ResultTimeout, match="last state PENDING, no worker on"):
         result.get(timeout=0.05)
@@ -286,7 +284,7 @@ def test_sent_has_the_calls_in_order_with_python_values(shop: Shop, machinery: H
     assert add.eta == machinery.clock.now() + dt.timedelta(minutes=1)
 
 
-def test_sent_has_what_tasks_send_and_callbacks_but_no_retries(
+def test_sent_lists_sends_of_tasks_and_callbacks_but_no_retries(
     shop: Shop, machinery: Harness
 ) -> None:
     shop.flaky.send(2)
@@ -312,7 +310,7 @@ def test_sent_has_what_tasks_send_and_callbacks_but_no_retries(
         lambda m: m.assert_sent("resize", "cat.png", 800),
     ],
 )
-def test_assert_sent_finds_a_call_however_it_is_spelled(
+def test_assert_sent_finds_calls_in_every_spelling(
     shop: Shop, machinery: Harness, call: Find
 ) -> None:
     shop.add.send(1)
@@ -331,7 +329,7 @@ def test_assert_sent_takes_the_task_itself_and_returns_the_call(
     assert found.headers["tenant"] == "acme"
 
 
-def test_assert_sent_lists_what_was_sent(shop: Shop, machinery: Harness) -> None:
+def test_failed_assert_sent_lists_the_sent_calls(shop: Shop, machinery: Harness) -> None:
     shop.add.send(1, 2)
     shop.welcome.send("a@b.c", lang="fr")
     with pytest.raises(AssertionError) as caught:
@@ -375,7 +373,7 @@ def test_assert_not_sent(shop: Shop, machinery: Harness) -> None:
         machinery.assert_not_sent("add", 1, 2)
 
 
-def test_clear_forgets_what_was_sent(shop: Shop, machinery: Harness) -> None:
+def test_clear_forgets_sent_tasks(shop: Shop, machinery: Harness) -> None:
     shop.add.send(1, 2)
     machinery.clear()
     assert machinery.sent == []
@@ -386,7 +384,7 @@ def test_clear_forgets_what_was_sent(shop: Shop, machinery: Harness) -> None:
 # Putting back
 
 
-def test_the_stores_and_the_clock_are_put_back_whatever_happens(shop: Shop) -> None:
+def test_harness_restores_stores_and_clock_after_an_error(shop: Shop) -> None:
     server = shop.server
     config, stores, waiters = server.config, server.app._stores, server._waiters
 
@@ -403,7 +401,7 @@ def test_the_stores_and_the_clock_are_put_back_whatever_happens(shop: Shop) -> N
     assert object not in server.events.wanted  # type: ignore[arg-type]
 
 
-def test_two_harnesses_one_after_the_other_see_nothing_of_each_other(shop: Shop) -> None:
+def test_two_harnesses_in_turn_share_nothing(shop: Shop) -> None:
     with Harness(shop.server):
         shop.add.send(1, 2)
     with Harness(shop.server) as machinery:

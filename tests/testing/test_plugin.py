@@ -126,7 +126,7 @@ def test_two_servers_are_told_apart(pytester: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines([text])
 
 
-def test_what_the_module_itself_cannot_import_is_shown_whole(pytester: pytest.Pytester) -> None:
+def test_import_error_inside_the_module_is_shown_whole(pytester: pytest.Pytester) -> None:
     project(pytester, tests=ONE, tasks="import no_such_library\n")
     result = run(pytester)
     result.stdout.fnmatch_lines(["*ModuleNotFoundError: No module named 'no_such_library'*"])
@@ -174,7 +174,7 @@ def test_the_server_is_put_back_after_a_test_that_failed(pytester: pytest.Pytest
     run(pytester).assert_outcomes(passed=1, failed=2)
 
 
-def test_the_plug_in_loads_nothing_heavy_before_a_fixture_is_used(
+def test_plugin_loads_nothing_heavy_before_a_fixture_is_used(
     pytester: pytest.Pytester,
 ) -> None:
     pytester.makepyfile(

@@ -95,7 +95,7 @@ def test_lists_of_one_kind_keep_kind_and_order(value: list[Any]) -> None:
 
 
 @given(ANY)
-def test_a_value_sent_under_its_own_type_is_accepted_under_it(value: Any) -> None:
+def test_value_sent_under_its_own_type_is_accepted(value: Any) -> None:
     type_name, wire_value = describe(value)
 
     assert describe_as(type_name, wire_value) == wire_value
@@ -153,9 +153,7 @@ class Text(str):
         ([Level.HIGH, 1], "json", [3, 1]),
     ],
 )
-def test_a_value_travels_under_the_type_that_it_has_by_nature(
-    value: Any, type_name: str, wire: Any
-) -> None:
+def test_value_is_sent_under_its_natural_type(value: Any, type_name: str, wire: Any) -> None:
     found = describe(value)
 
     assert found == (type_name, wire)
@@ -272,7 +270,7 @@ def ring() -> Ring:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_cannot_be_sent_is_refused_without_its_address(value: Any) -> None:
+def test_unsendable_value_is_refused_without_its_address(value: Any) -> None:
     with pytest.raises(ArgumentError, match=r"^cannot send ") as caught:
         describe(value)
 
@@ -280,7 +278,7 @@ def test_what_cannot_be_sent_is_refused_without_its_address(value: Any) -> None:
     assert len(str(caught.value)) < 300
 
 
-def test_a_key_that_would_come_back_as_a_list_is_named_in_the_refusal() -> None:
+def test_refusal_names_the_key_that_would_return_as_a_list() -> None:
     with pytest.raises(ArgumentError) as caught:
         describe({(1, 2): "a"})
 
@@ -293,11 +291,11 @@ def test_a_key_that_would_come_back_as_a_list_is_named_in_the_refusal() -> None:
     [deep(199), nested_keys(66), {frozenset({1}): {b"x", None}}],
     ids=["deep", "keys", "frozen"],
 )
-def test_what_is_just_inside_of_the_limits_comes_back_the_same(value: Any) -> None:
+def test_value_just_inside_the_limits_comes_back_the_same(value: Any) -> None:
     assert over_the_wire(value) == value
 
 
-def test_a_refusal_says_what_to_do_instead() -> None:
+def test_refusal_names_the_alternative() -> None:
     with socket.socket() as thing, pytest.raises(ArgumentError) as caught:
         describe(thing)
 
@@ -352,7 +350,7 @@ def test_an_unknown_type_names_the_known_ones() -> None:
         ("float64", 1, 1.0),
     ],
 )
-def test_an_explicit_type_takes_what_fits(type_name: str, value: Any, wire: Any) -> None:
+def test_explicit_type_accepts_values_that_fit(type_name: str, value: Any, wire: Any) -> None:
     assert describe_as(type_name, value) == wire
 
 
@@ -448,7 +446,7 @@ def test_a_tuple_is_several_results_and_none_is_none(returned: Any, results: Any
     assert result_of(returned) == results
 
 
-def test_a_result_that_is_no_value_of_its_type_is_read_as_it_is() -> None:
+def test_result_of_another_type_than_declared_is_read_as_stored() -> None:
     assert from_result("main.S", {"A": 1}) == {"A": 1}
     assert from_result("int64", "x") == "x"
     assert from_result("[]string", None) == []
@@ -529,7 +527,7 @@ ADDRESS = Address("Main", since=dt.date(2026, 1, 2), tags={"a"})
         ("a", typing.Literal["a", "b"]),
     ],
 )
-def test_an_annotated_parameter_gets_what_was_sent(value: Any, annotation: Any) -> None:
+def test_annotated_parameter_gets_the_sent_value(value: Any, annotation: Any) -> None:
     convert = converter(annotation)
 
     assert convert is not None
@@ -543,7 +541,7 @@ def test_an_annotated_parameter_gets_what_was_sent(value: Any, annotation: Any) 
     [int, str, bool, bytes, Any, None, object, list, dict, list[int], list[str] | None, int | None, dict[str, Any],
      "Later", Annotated[int, "int32"], typing.TypeVar("T"), int | str | None],
 )  # fmt: skip
-def test_what_needs_no_conversion_gets_none(annotation: Any) -> None:
+def test_argument_of_its_own_type_is_not_converted(annotation: Any) -> None:
     assert converter(annotation) is None
 
 
@@ -575,7 +573,7 @@ def test_an_int_for_a_float_becomes_one() -> None:
         (socket.socket, 5, "is no socket: expected socket, got int"),
     ],
 )
-def test_what_does_not_fit_is_an_argument_error_with_its_path(
+def test_value_that_does_not_fit_is_an_argument_error_with_path(
     annotation: Any, value: Any, text: str
 ) -> None:
     convert = converter(annotation)

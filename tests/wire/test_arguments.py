@@ -68,6 +68,6 @@ def test_a_value_is_refused_with_the_text_of_go(line: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "line", [line for line in lines("poison.jsonl") if line["kind"] == "argument"], ids=line_id
 )
-def test_what_kills_a_go_worker_only_fails_the_task(line: dict[str, Any]) -> None:
+def test_message_that_kills_a_go_worker_only_fails_here(line: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match=r"is not \[\]"):
         converted(decode_signature(message(line)))

@@ -96,7 +96,7 @@ LINES = lines("decode.jsonl")
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if not line["ok"]], ids=line_id)
-def test_what_go_refuses_is_refused(line: dict[str, Any]) -> None:
+def test_payload_that_go_refuses_is_refused(line: dict[str, Any]) -> None:
     if line["name"] in FOUND_LATER:
         signature = decode_signature(payload(line))
         with pytest.raises(DecodeError):
@@ -119,7 +119,7 @@ WITH_TOKENS = values_with_tokens()
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if line["ok"]], ids=line_id)
-def test_what_go_accepts_is_read_with_the_same_values(line: dict[str, Any]) -> None:
+def test_payload_that_go_accepts_is_read_alike(line: dict[str, Any]) -> None:
     signature = decode_exact(payload(line))
 
     assert as_golden(signature) == expected(WITH_TOKENS[line["name"]])
@@ -144,7 +144,7 @@ def test_an_eta_is_the_same_moment_to_the_microsecond(line: dict[str, Any]) -> N
     assert (eta - EPOCH) // dt.timedelta(microseconds=1) == line["eta_unix_ns"] // 1000
 
 
-def test_what_python_cannot_hold_becomes_the_nearest_moment() -> None:
+def test_moment_outside_pythons_range_becomes_the_nearest() -> None:
     first, last = (moment.replace(tzinfo=dt.UTC) for moment in (dt.datetime.min, dt.datetime.max))
 
     assert parse_time("0000-02-29T00:00:00Z") == first
@@ -163,7 +163,7 @@ def test_unknown_keys_are_kept_and_written_again() -> None:
     assert encode_signature(decode_signature(written)) == written
 
 
-def test_a_repeated_key_follows_go_where_it_was_recorded() -> None:
+def test_repeated_key_is_decoded_as_recorded_from_go() -> None:
     assert decode_signature(b'{"Headers":{"a":"1"},"Headers":{"b":"2"}}').headers == {
         "a": "1",
         "b": "2",
@@ -172,7 +172,7 @@ def test_a_repeated_key_follows_go_where_it_was_recorded() -> None:
     assert [(arg.name, arg.type, arg.value) for arg in args] == [("x", "int64", 1)]
 
 
-def test_a_header_that_is_no_string_is_handed_on_and_not_accepted_from_a_user() -> None:
+def test_non_string_header_is_passed_on_but_refused_from_users() -> None:
     signature = decode_signature(b'{"Name":"f","Headers":{"n":1.50,"b":true,"s":"x"}}')
 
     assert signature.headers["s"] == "x"
@@ -211,7 +211,7 @@ def meaning(decode: Callable[[bytes], Signature[Any]], body: bytes) -> list[str]
 
 @pytest.mark.parametrize("kind", MESSAGES)
 @pytest.mark.parametrize("space", [b"", b" "])
-def test_a_number_means_the_same_to_the_fast_and_the_exact_decoder(kind: str, space: bytes) -> None:
+def test_fast_and_exact_decoder_read_a_number_alike(kind: str, space: bytes) -> None:
     body = encode_signature(MESSAGES[kind])
     for token in NUMBERS:
         for key in (b'"Priority":', b'"RetryCount":', b'"GroupTaskCount":'):

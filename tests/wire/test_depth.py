@@ -62,7 +62,7 @@ def test_a_chain_of_a_thousand_is_decoded_in_milliseconds() -> None:
     assert time.thread_time() - started < 0.5
 
 
-def test_a_chain_is_decoded_in_a_thread_with_a_small_stack_as_well() -> None:
+def test_chain_is_decoded_in_a_thread_with_a_small_stack() -> None:
     body = encode_signature(chain(4900))
     found: list[str] = []
     before = threading.stack_size(256 * 1024)
@@ -78,7 +78,7 @@ def test_a_chain_is_decoded_in_a_thread_with_a_small_stack_as_well() -> None:
     assert found == ["step2"]
 
 
-def test_more_signatures_than_go_reads_are_refused_by_the_encoder() -> None:
+def test_encoder_refuses_more_signatures_than_go_reads() -> None:
     with pytest.raises(ArgumentError, match="holds 5001 signatures inside of each other"):
         encode_signature(chain(5001))
 
@@ -133,7 +133,7 @@ def with_much_stack(call: Callable[[], R]) -> R:
     "key", ["OnSuccess", "OnError", "ChordCallback", "Args", "Headers", "Results", "Other"]
 )
 @pytest.mark.parametrize(("start", "end"), ["[]", ('{"a":', "}")])
-def test_a_hundred_thousand_levels_are_refused_whatever_the_interpreter_allows(
+def test_100000_levels_are_refused_at_any_recursion_limit(
     decode: Callable[[bytes], object], key: str, start: str, end: str
 ) -> None:
     body = f'{{"{key}":{start * 100_000}1{end * 100_000}}}'.encode()
@@ -234,7 +234,7 @@ def test_levels_are_counted_as_they_stand_outside_of_strings(
 
 
 @given(st.integers(150, 260), st.integers(1, 3), st.sampled_from([0, 2, 3]), st.booleans())
-def test_a_message_is_deep_by_its_deepest_value_however_long_it_is(
+def test_depth_of_a_message_is_that_of_its_deepest_value(
     count: int, repeats: int, around: int, wide: bool
 ) -> None:
     one = "[" * count + "]" * count

@@ -44,7 +44,7 @@ def comparable(message: Any) -> Any:
 
 
 @pytest.mark.parametrize("line", SIGNATURES, ids=line_id)
-def test_what_go_wrote_is_written_again_the_same(line: dict[str, Any]) -> None:
+def test_message_from_go_is_encoded_to_the_same_bytes(line: dict[str, Any]) -> None:
     written = encode_signature(decode_signature(line["wire"].encode()))
 
     assert list(json.loads(written)) == KEYS
@@ -71,7 +71,7 @@ SLOW = {
 @pytest.mark.parametrize(
     "line", [line for line in SIGNATURES if line["name"] not in SLOW], ids=line_id
 )
-def test_what_go_writes_is_read_by_the_fast_decoder(
+def test_fast_decoder_reads_gos_messages(
     line: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Both decoders read the same, so only this shows it when messages take the slow way by accident.
@@ -172,7 +172,7 @@ UNSENDABLE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("line", lines("encode_errors.jsonl"), ids=line_id)
-def test_what_go_cannot_send_is_refused(line: dict[str, Any]) -> None:
+def test_value_that_go_cannot_send_is_refused(line: dict[str, Any]) -> None:
     refusal = ValueError if line["name"].startswith("eta_") else ArgumentError
 
     with pytest.raises(refusal):
@@ -207,7 +207,7 @@ def test_hand_made_args_are_checked_before_encoding(value: Any) -> None:
 @pytest.mark.parametrize(
     "line", [line for line in lines("poison.jsonl") if line["kind"] == "argument"], ids=line_id
 )
-def test_what_kills_a_go_worker_is_not_sent(line: dict[str, Any]) -> None:
+def test_value_that_kills_a_go_worker_is_not_sent(line: dict[str, Any]) -> None:
     value = json.loads(line["value"])
 
     with pytest.raises(ArgumentError):

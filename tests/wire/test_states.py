@@ -42,7 +42,7 @@ def written_again(kind: str, body: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("line", STATES, ids=line_id)
-def test_what_go_wrote_is_written_again_the_same(line: dict[str, Any]) -> None:
+def test_message_from_go_is_encoded_to_the_same_bytes(line: dict[str, Any]) -> None:
     wire = line["wire"].encode()
 
     written = written_again(line["kind"], wire)

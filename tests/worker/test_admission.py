@@ -76,9 +76,7 @@ def let_workers_die(server: Server, results: Sequence[Any], *, deaths: int) -> N
     dying.close()
 
 
-def test_suspects_run_one_at_a_time_and_beside_nothing_else(
-    server: Server, watched: Watched
-) -> None:
+def test_suspects_run_one_at_a_time_and_alone(server: Server, watched: Watched) -> None:
     watched.takes = 0.002  # so that two would meet, if they could
     results = [watched.task.send(f"good {number}") for number in range(100)]
     suspects = [watched.task.send(f"suspect {number}") for number in range(50)]
@@ -97,7 +95,7 @@ def test_suspects_run_one_at_a_time_and_beside_nothing_else(
     assert not server.inspect.dead()
 
 
-def test_a_suspect_that_runs_long_keeps_others_waiting_for_its_probation_only(
+def test_long_suspect_blocks_others_only_during_its_probation(
     server: Server, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(receiver, "PROBATION", 0.1)
@@ -116,7 +114,7 @@ def test_a_suspect_that_runs_long_keeps_others_waiting_for_its_probation_only(
             suspect.get(timeout=HANG)
 
 
-def test_a_suspect_begins_beside_what_has_run_for_long(
+def test_suspect_starts_beside_a_task_that_has_run_for_long(
     server: Server, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(receiver, "PROBATION", 0.1)
@@ -135,7 +133,7 @@ def test_a_suspect_begins_beside_what_has_run_for_long(
         long.get(timeout=HANG)
 
 
-def test_a_suspect_whose_next_strike_is_the_last_is_alone_until_it_ends(
+def test_suspect_before_its_last_strike_runs_alone_to_its_end(
     server: Server, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(receiver, "PROBATION", 0.0)
@@ -159,9 +157,7 @@ def test_a_suspect_whose_next_strike_is_the_last_is_alone_until_it_ends(
     assert {"good", "suspect"} not in watched.together
 
 
-def test_suspects_that_would_have_to_wait_are_left_to_other_workers(
-    server: Server, watched: Watched
-) -> None:
+def test_waiting_suspects_are_left_to_other_workers(server: Server, watched: Watched) -> None:
     suspects = [watched.held(f"suspect {number}") for number in range(3)]
     let_workers_die(server, suspects, deaths=2)
 

@@ -113,9 +113,7 @@ def test_an_error_handler_may_call_exit(server: Server, worker: Worker) -> None:
     has_all_slots(server)
 
 
-def test_an_event_handler_that_calls_exit_fails_the_task_at_which_it_did(
-    server: Server, worker: Worker
-) -> None:
+def test_event_handler_that_calls_exit_fails_its_task(server: Server, worker: Worker) -> None:
     plain, coroutine = (
         server.register_task("plain", lambda: "done"),
         server.register_task("coroutine", nothing),
@@ -165,7 +163,7 @@ class NoDelay(RetryTaskLater):
         pass
 
 
-def test_a_request_to_run_later_that_is_broken_harms_nobody(server: Server, worker: Worker) -> None:
+def test_broken_retry_request_fails_only_its_task(server: Server, worker: Worker) -> None:
     tries: list[int] = []
 
     def no_text() -> str:
@@ -183,9 +181,7 @@ def test_a_request_to_run_later_that_is_broken_harms_nobody(server: Server, work
     has_all_slots(server)
 
 
-def test_what_a_coroutine_leaves_running_cannot_end_the_loop(
-    server: Server, worker: Worker
-) -> None:
+def test_tasks_left_by_a_coroutine_cannot_end_the_loop(server: Server, worker: Worker) -> None:
     left: list[asyncio.Task[None]] = []
 
     async def exits() -> None:
@@ -225,7 +221,7 @@ def test_threads_that_are_stuck_are_replaced_one_for_one(server: Server, worker:
 
 
 @pytest.mark.parametrize("store", ["memory", "sqlite", "redis"])
-def test_a_task_whose_time_is_up_while_it_sends_leaves_no_lock_behind(
+def test_task_timed_out_while_sending_leaves_no_lock(
     store: str, request: pytest.FixtureRequest, tmp_path: pathlib.Path
 ) -> None:
     urls = {
@@ -321,7 +317,7 @@ class Ended:
     time_limit = 3600.0
 
 
-def test_deadlines_of_what_has_ended_are_forgotten_behind_one_that_runs_on() -> None:
+def test_deadlines_of_ended_tasks_are_dropped() -> None:
     class Running(Ended):
         is_over = False
 
@@ -341,7 +337,7 @@ def test_deadlines_of_what_has_ended_are_forgotten_behind_one_that_runs_on() -> 
 # Chords
 
 
-def test_a_publish_handler_that_fails_at_a_chords_callback_ends_the_chord_alone(
+def test_failing_publish_handler_ends_only_its_chord(
     server: Server,
 ) -> None:
     @server.set_pre_publish_handler
@@ -363,7 +359,7 @@ def test_a_publish_handler_that_fails_at_a_chords_callback_ends_the_chord_alone(
     assert server.app.store.ready_groups() == []
 
 
-def test_an_error_callback_that_cannot_be_sent_keeps_no_chord_from_ending(server: Server) -> None:
+def test_chord_ends_when_its_error_callback_cannot_be_sent(server: Server) -> None:
     @server.set_pre_publish_handler
     def broken(signature: Signature[Any]) -> None:
         if signature.name == "bad":
@@ -379,7 +375,7 @@ def test_an_error_callback_that_cannot_be_sent_keeps_no_chord_from_ending(server
     assert server.app.store.ready_groups() == []
 
 
-def test_a_chord_of_a_foreign_sender_whose_error_callback_is_none_ends(server: Server) -> None:
+def test_chord_whose_foreign_error_callback_is_none_ends(server: Server) -> None:
     server.register_task("fail", lambda: int("x"))
     callback = {"UUID": "task_callback", "Name": "fail", "OnError": [{"Name": 7}]}
     member = {

@@ -147,7 +147,7 @@ def failed(result: AsyncResult[Any]) -> str:
     return caught.value.error
 
 
-def test_a_refused_step_of_a_chain_fails_and_keeps_nobody(shop: Shop) -> None:
+def test_refused_step_of_a_chain_fails_and_blocks_nothing(shop: Shop) -> None:
     flow = shop.say.signature("a") | shop.say.options(queue="forbidden").partial().catch(
         shop.tell.partial()
     )
@@ -164,7 +164,7 @@ def test_a_refused_step_of_a_chain_fails_and_keeps_nobody(shop: Shop) -> None:
     assert shop.dead() == [(bad.uuid, "refused")]
 
 
-def test_what_was_refused_is_sent_again_when_it_may_be(shop: Shop) -> None:
+def test_refused_message_can_be_replayed_later(shop: Shop) -> None:
     bad = (shop.say.signature("a") | shop.say.options(queue="forbidden").partial()).send()
     with shop.server.new_worker("w", 4, queues=["machinery_tasks", "forbidden"]):
         failed(bad)
@@ -176,7 +176,7 @@ def test_what_was_refused_is_sent_again_when_it_may_be(shop: Shop) -> None:
     assert shop.dead() == []
 
 
-def test_of_dead_letters_that_are_replayed_together_only_those_stay_that_are_refused_again(
+def test_replay_keeps_only_dead_letters_that_are_refused_again(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = [
@@ -200,7 +200,7 @@ def test_of_dead_letters_that_are_replayed_together_only_those_stay_that_are_ref
         shop.server.inspect.replay_dead([letter.id for letter in shop.server.inspect.dead()])
 
 
-def test_a_step_too_large_for_a_dead_letter_is_kept_with_its_state(shop: Shop) -> None:
+def test_step_too_large_for_a_dead_letter_stays_in_its_state(shop: Shop) -> None:
     bad = (shop.grow.signature(20_000) | shop.say.partial()).send()
     with shop.server.new_worker("w", 4):
         failed(bad)
@@ -241,7 +241,7 @@ def test_chords_behind_and_before_a_refusal_end(shop: Shop) -> None:
     assert sorted(reason for _, reason in shop.dead()) == ["refused", "refused"]
 
 
-def test_a_chord_whose_callback_can_have_no_state_keeps_no_other_waiting(
+def test_chord_whose_callback_has_no_state_blocks_no_other_chord(
     shop: Shop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = shop.server.backend
@@ -264,7 +264,7 @@ def test_a_chord_whose_callback_can_have_no_state_keeps_no_other_waiting(
     assert "ends without its callback: another program's" in caplog.text
 
 
-def test_a_failure_that_cannot_be_stored_with_its_message_is_stored_without(
+def test_failure_too_large_with_its_message_is_stored_without_it(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shop = Shop(*two_stores(tmp_path, SystemClock()))
@@ -288,7 +288,7 @@ def test_a_failure_that_cannot_be_stored_with_its_message_is_stored_without(
     shop.server.close()
 
 
-def test_a_backend_that_is_away_behind_the_dead_letter_makes_no_second_one(
+def test_dead_letter_is_written_once_when_the_backend_is_away(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shop = Shop(*two_stores(tmp_path, SystemClock()))
@@ -309,7 +309,7 @@ def test_a_backend_that_is_away_behind_the_dead_letter_makes_no_second_one(
 
 
 @pytest.mark.parametrize("make", [one_store, two_stores])
-def test_a_schedule_that_is_refused_keeps_no_other_from_its_ticks(
+def test_refused_schedule_blocks_no_other_schedule(
     make: Callable[[pathlib.Path, Clock], tuple[Choosy, Store]],
     tmp_path: pathlib.Path,
     caplog: pytest.LogCaptureFixture,
@@ -341,7 +341,7 @@ def test_a_send_that_is_refused_for_good_says_so_at_once(shop: Shop) -> None:
     assert shop.server.inspect.tasks() == []
 
 
-def test_a_unique_send_that_is_refused_for_good_says_so_at_once_and_keeps_no_key(
+def test_unique_send_refused_for_good_raises_and_keeps_no_key(
     shop: Shop,
 ) -> None:
     once = shop.server.task("once", unique=True, queue="forbidden")(shop._say)
@@ -353,7 +353,7 @@ def test_a_unique_send_that_is_refused_for_good_says_so_at_once_and_keeps_no_key
     assert not once.send("a").duplicate
 
 
-def test_what_may_have_been_sent_and_never_will_be_is_not_tried_again(
+def test_unknown_send_that_is_refused_for_good_is_not_retried(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries: list[str] = []
@@ -380,7 +380,7 @@ def tree(shop: Shop, name: str, depth: int) -> Signature[Any]:
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["outboxes", "no outboxes"])
-def test_what_fills_its_own_queue_comes_to_its_end_and_runs_once(kept: bool) -> None:
+def test_task_that_fills_its_own_queue_ends_and_runs_once(kept: bool) -> None:
     clock = SystemClock()
     broker = Narrow(MemoryHub(clock))
     shop = Shop(
@@ -397,7 +397,7 @@ def test_what_fills_its_own_queue_comes_to_its_end_and_runs_once(kept: bool) -> 
     shop.server.close()
 
 
-def test_a_full_queue_keeps_nothing_else_waiting() -> None:
+def test_full_queue_blocks_no_other_task() -> None:
     clock = SystemClock()
     broker = Narrow(MemoryHub(clock))
     shop = Shop(broker, TwoStores(broker, MemoryBackend(MemoryHub(clock)), clock))
@@ -425,9 +425,7 @@ def test_a_full_queue_keeps_nothing_else_waiting() -> None:
 
 @pytest.mark.parametrize("call", ["put", "bury", "apply", "outboxes", "clear_outbox", "dispose"])
 @pytest.mark.parametrize("lose_reply", [False, True], ids=["refused", "reply lost"])
-def test_a_refusal_is_dealt_with_once_whatever_fails_on_the_way(
-    call: str, lose_reply: bool
-) -> None:
+def test_refusal_is_handled_once_at_any_fault(call: str, lose_reply: bool) -> None:
     clock = SystemClock()
     inner = ChoosyMemory(MemoryHub(clock))
     broker, backend = FlakyBroker(inner), FlakyBackend(MemoryBackend(MemoryHub(clock)))

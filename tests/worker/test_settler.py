@@ -129,7 +129,7 @@ def test_a_chord_whose_firing_fails_is_fired_later(faulty: Faulty) -> None:
         assert [first.get(timeout=HANG), second.get(timeout=HANG)] == [6, 6]
 
 
-def test_deliveries_that_cannot_be_begun_go_back_and_are_run_later() -> None:
+def test_deliveries_whose_begin_failed_go_back_and_run_later() -> None:
     bench = Bench()
     stores = bench.server.app.stores
     hub = MemoryHub()
@@ -142,7 +142,7 @@ def test_deliveries_that_cannot_be_begun_go_back_and_are_run_later() -> None:
     bench.server.close()
 
 
-def test_revocations_that_cannot_be_read_keep_no_task_from_running() -> None:
+def test_tasks_run_when_revocations_cannot_be_read() -> None:
     bench = Bench()
     stores = bench.server.app.stores
     backend = FlakyBackend(MemoryBackend(MemoryHub()))
@@ -238,7 +238,7 @@ def test_a_back_off_that_fails_ends_the_task(bench: Bench) -> None:
         result.get(timeout=0)
 
 
-def test_a_publish_handler_that_fails_ends_the_task_whose_callback_it_was(bench: Bench) -> None:
+def test_failing_publish_handler_of_a_callback_fails_its_task(bench: Bench) -> None:
     @bench.server.set_pre_publish_handler
     def broken(signature: Signature[Any]) -> None:
         if signature.name == "note":
@@ -259,7 +259,7 @@ def test_an_expiry_that_is_no_number_is_none(bench: Bench, text: str) -> None:
     assert result.get(timeout=0) == 3
 
 
-def test_errors_whose_text_cannot_be_had_are_failures_all_the_same(bench: Bench) -> None:
+def test_error_without_a_readable_text_fails_its_task(bench: Bench) -> None:
     class Broken(Exception):
         def __str__(self) -> str:
             raise RuntimeError("no text")
@@ -411,7 +411,7 @@ class Choosy(MemoryBackend):
         return super().apply(changes)
 
 
-def test_a_result_that_cannot_be_stored_fails_its_task_and_ends_its_chord() -> None:
+def test_result_that_cannot_be_stored_fails_task_and_chord() -> None:
     server = Server(Config(broker="memory://", result_backend="memory://"))
     hub = MemoryHub(SystemClock())
     server.app.stores.store = TwoStores(MemoryBroker(hub), Choosy(hub), SystemClock())
@@ -448,7 +448,7 @@ class SlowStore(OneStore):
         return session
 
 
-def test_a_worker_that_stops_waits_for_a_task_that_has_just_ended() -> None:
+def test_stopping_worker_settles_a_task_that_has_just_ended() -> None:
     bench = Bench()
     hub = MemoryHub()
     bench.server.app.stores.store = SlowStore(

@@ -30,7 +30,7 @@ def offline(server: Server) -> list[WorkerOffline]:
     return found
 
 
-def test_quit_ends_a_worker_that_was_started_when_its_tasks_are_done(bench: Bench) -> None:
+def test_quit_ends_a_started_worker_after_its_tasks(bench: Bench) -> None:
     gate, ended = threading.Event(), offline(bench.server)
     wait = bench.server.register_task("wait", lambda: gate.wait(HANG))
     worker = bench.server.new_worker(concurrency=1)
@@ -63,9 +63,7 @@ def test_abort_ends_a_worker_that_was_started_at_once(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("end", [Worker.quit, Worker.abort])
-def test_a_task_may_end_the_worker_that_runs_it(
-    bench: Bench, end: Callable[[Worker], None]
-) -> None:
+def test_task_can_end_its_worker(bench: Bench, end: Callable[[Worker], None]) -> None:
     ended = offline(bench.server)
     worker = bench.server.new_worker(concurrency=1)
     finish = bench.server.register_task("finish", lambda: end(worker))
@@ -111,7 +109,7 @@ class Defect(Faults):
         return function()
 
 
-def test_what_a_started_worker_cannot_go_on_with_ends_it_and_is_in_the_log(
+def test_fatal_error_ends_a_started_worker_and_is_logged(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     ended, stores = offline(bench.server), bench.server.app.stores
@@ -125,7 +123,7 @@ def test_what_a_started_worker_cannot_go_on_with_ends_it_and_is_in_the_log(
     assert worker.stop() is True
 
 
-def test_what_a_launched_worker_cannot_go_on_with_is_raised(bench: Bench) -> None:
+def test_launch_raises_errors_that_end_the_worker(bench: Bench) -> None:
     ended, stores = offline(bench.server), bench.server.app.stores
     stores.store = FlakyStore(stores.store, Defect("receive"))
 

@@ -137,7 +137,7 @@ def test_whichever_reply_is_lost_a_repeat_ends_as_if_none_was(
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_whichever_reply_to_a_firing_is_lost_it_is_fired_once(
+def test_chord_is_fired_once_when_any_reply_is_lost(
     proxy: Proxy, losing: LosingDriver, through: MemcacheBackend, times: int
 ) -> None:
     request = 0
@@ -185,7 +185,7 @@ class DyingDriver(MemcacheDriver):
         super()._talk(plan, doing=doing, again=again)
 
 
-def test_a_settlement_that_is_cut_off_anywhere_is_finished_by_the_redelivery(
+def test_settlement_cut_off_anywhere_is_finished_by_redelivery(
     empty_memcached: MemcachedServer, driver: MemcacheDriver
 ) -> None:
     heir = MemcacheBackend(driver)
@@ -221,7 +221,7 @@ def test_a_settlement_that_is_cut_off_anywhere_is_finished_by_the_redelivery(
     assert 0 < runs < request - 6
 
 
-def test_a_firing_that_is_cut_off_anywhere_is_finished_by_anybody(
+def test_chord_firing_cut_off_anywhere_is_finished_by_another(
     empty_memcached: MemcachedServer, driver: MemcacheDriver
 ) -> None:
     heir = MemcacheBackend(driver)
@@ -256,9 +256,7 @@ def test_a_firing_that_is_cut_off_anywhere_is_finished_by_anybody(
         request = 0
 
 
-def test_a_connection_that_was_closed_while_it_was_idle_is_not_noticed(
-    proxy: Proxy, through: MemcacheBackend
-) -> None:
+def test_connection_closed_while_idle_is_replaced(proxy: Proxy, through: MemcacheBackend) -> None:
     for number in range(5):
         assert settle(through, f"task_{number}") is SETTLED
         (proxy.reset if number % 2 else proxy.finish)()
@@ -328,7 +326,7 @@ def test_threads_and_forked_processes_have_connections_of_their_own(driver: Memc
 # What memcached forgets
 
 
-def test_a_worker_that_lost_its_delivery_is_fenced_though_its_epoch_was_forgotten(
+def test_worker_without_lease_is_fenced_after_its_epoch_expired(
     driver: MemcacheDriver, empty_memcached: MemcachedServer
 ) -> None:
     backend = MemcacheBackend(driver)
@@ -340,7 +338,7 @@ def test_a_worker_that_lost_its_delivery_is_fenced_though_its_epoch_was_forgotte
     assert settle(backend, "task_1", mark="new", epoch=new.epoch) is SETTLED
 
 
-def test_a_state_that_is_forgotten_while_its_task_runs_is_stored_anew(
+def test_state_evicted_while_its_task_runs_is_stored_again(
     driver: MemcacheDriver, empty_memcached: MemcachedServer
 ) -> None:
     backend = MemcacheBackend(driver)
@@ -354,7 +352,7 @@ def test_a_state_that_is_forgotten_while_its_task_runs_is_stored_anew(
 
 
 @pytest.mark.parametrize("forgotten", [b"mpy:n:g", ROOTS, b"segments"])
-def test_a_chord_outlives_the_loss_of_what_can_be_made_again(
+def test_chord_survives_the_loss_of_items_that_can_be_rebuilt(
     driver: MemcacheDriver, empty_memcached: MemcachedServer, forgotten: bytes
 ) -> None:
     backend = MemcacheBackend(driver)
@@ -396,7 +394,7 @@ def test_an_arrival_costs_the_same_in_a_chord_of_any_size(driver: MemcacheDriver
     assert cost[40_000] < 2 * cost[1_000]  # bytes
 
 
-def test_members_that_arrive_in_many_threads_and_twice_are_counted_once(
+def test_members_arriving_twice_in_many_threads_count_once(
     driver: MemcacheDriver,
 ) -> None:
     backend = MemcacheBackend(driver)
@@ -425,7 +423,7 @@ class MeanwhileDriver(MemcacheDriver):
         return super().send(commands, doing=doing, again=again)
 
 
-def test_of_those_who_arrive_first_none_is_forgotten(
+def test_members_that_arrive_first_at_once_are_all_counted(
     driver: MemcacheDriver, empty_memcached: MemcachedServer
 ) -> None:
     """a counts one; b joins and counts two; a writes one; c joins and makes it two; b finds that two are written."""
@@ -449,7 +447,7 @@ def test_of_those_who_arrive_first_none_is_forgotten(
         one.close()
 
 
-def test_what_a_dead_process_left_is_found_and_then_forgotten(driver: MemcacheDriver) -> None:
+def test_runs_of_a_dead_process_are_found_and_then_forgotten(driver: MemcacheDriver) -> None:
     clock = ManualClock()
     driver.clock = clock
     dead, alive = MemcacheBackend(driver), MemcacheBackend(driver)
@@ -492,7 +490,7 @@ def test_a_result_that_is_too_large_is_refused_in_words(driver: MemcacheDriver) 
     assert backend.get_states(["large"]) == {}
 
 
-def test_a_result_that_only_memcached_refuses_is_a_dead_letter_and_stops_nobody(
+def test_result_refused_by_memcached_becomes_a_dead_letter(
     empty_memcached: MemcachedServer,
 ) -> None:
     server = Server(Config(broker="memory://", result_backend=empty_memcached.url))
@@ -514,7 +512,7 @@ def test_a_result_that_only_memcached_refuses_is_a_dead_letter_and_stops_nobody(
     server.close()
 
 
-def test_a_group_that_is_too_large_is_refused_before_anything_is_published(
+def test_too_large_group_is_refused_before_publishing(
     empty_memcached: MemcachedServer,
 ) -> None:
     server = Server(Config(broker="memory://", result_backend=empty_memcached.url))
@@ -527,7 +525,7 @@ def test_a_group_that_is_too_large_is_refused_before_anything_is_published(
     server.close()
 
 
-def test_what_cannot_be_asked_is_said(empty_memcached: MemcachedServer) -> None:
+def test_unsupported_question_is_refused_in_words(empty_memcached: MemcachedServer) -> None:
     server = Server(Config(broker="memory://", result_backend=empty_memcached.url))
     task = server.register_task("task", lambda: 1)
     result = task.send()
@@ -574,7 +572,7 @@ class Shop:
         )
 
 
-def test_a_memcached_that_dies_and_comes_back_empty_loses_no_task() -> None:
+def test_memcached_that_restarts_empty_loses_no_task() -> None:
     require(MemcachedServer)
     with MemcachedServer() as memcached:
         shop = Shop(memcached.url)
@@ -592,7 +590,7 @@ def test_a_memcached_that_dies_and_comes_back_empty_loses_no_task() -> None:
         shop.server.close()
 
 
-def test_who_sends_chords_is_warned_once_that_they_may_be_forgotten(
+def test_sender_of_chords_is_warned_once_of_a_forgetting_backend(
     empty_memcached: MemcachedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     shop = Shop(empty_memcached.url)
@@ -613,7 +611,7 @@ def test_who_sends_chords_is_warned_once_that_they_may_be_forgotten(
     assert len([one for one in caplog.records if one.name == "machinery_py.server"]) == 1
 
 
-def test_who_waits_for_what_is_forgotten_is_told(empty_memcached: MemcachedServer) -> None:
+def test_waiter_for_a_forgotten_result_is_told(empty_memcached: MemcachedServer) -> None:
     shop = Shop(empty_memcached.url)
     result = shop.note.send(1)
     empty_memcached.flush()

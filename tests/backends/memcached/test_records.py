@@ -193,7 +193,7 @@ def test_whichever_reply_is_lost_a_task_is_sent_and_no_other(
         bench.close()
 
 
-def test_what_a_claim_still_owes_outlives_its_change(bench: Bench) -> None:
+def test_unfinished_steps_of_a_claim_outlive_its_change(bench: Bench) -> None:
     """A window is over, and another takes the key, before the message of the first was published."""
     assert bench.store.backend.amend(_amendment("a", b"1", "t", life=50.0))
     bench.clock.advance(60.0)
@@ -251,7 +251,7 @@ class _With(Stores):
         return self._own
 
 
-def test_a_message_that_is_in_memcached_alone_is_not_said_to_be_sent(
+def test_message_only_in_memcached_is_not_reported_as_sent(
     empty_memcached: MemcachedServer,
 ) -> None:
     server = Server(
@@ -281,7 +281,7 @@ def test_a_message_that_is_in_memcached_alone_is_not_said_to_be_sent(
     server.close()
 
 
-def test_a_message_that_is_forgotten_with_its_claim_is_published_by_the_next_try(
+def test_message_lost_with_its_claim_is_sent_by_the_next_try(
     empty_memcached: MemcachedServer,
 ) -> None:
     server = Server(Config(broker="memory://", result_backend=empty_memcached.url))
@@ -342,7 +342,7 @@ class App:
 
 
 @pytest.mark.parametrize("forgotten", ["all", "the list", "the record"])
-def test_what_code_declares_is_stored_again_when_it_was_forgotten(
+def test_declared_schedule_is_stored_again_when_evicted(
     empty_memcached: MemcachedServer, forgotten: str
 ) -> None:
     app = App(empty_memcached)
@@ -360,7 +360,7 @@ def test_what_code_declares_is_stored_again_when_it_was_forgotten(
     app.server.close()
 
 
-def test_what_was_removed_stays_away_and_is_forgotten_after_a_day(bench: Bench) -> None:
+def test_removed_schedule_is_remembered_for_a_day(bench: Bench) -> None:
     backend = MemcacheBackend(bench.driver)
     amend(bench.heir, "a", None, b"1")
     amend(bench.heir, "b", None, b"1")
@@ -376,7 +376,7 @@ def test_what_was_removed_stays_away_and_is_forgotten_after_a_day(bench: Bench) 
     assert bodies(bench.heir) == {"a": b"2", "b": b"1"}
 
 
-def test_many_who_make_schedules_at_once_are_all_listed(bench: Bench) -> None:
+def test_schedules_made_at_once_by_many_are_all_listed(bench: Bench) -> None:
     assert (
         together(12, lambda index: amend(bench.heir, f"s{index}", None, b"%d" % index))
         == [True] * 12

@@ -90,7 +90,7 @@ def test_a_key_lies_on_the_server_where_go_puts_it(line: dict[str, Any]) -> None
         assert key_of(line["key"]) == line["key"].encode()
 
 
-def test_what_go_could_not_use_as_a_key_is_hashed() -> None:
+def test_key_that_memcached_refuses_is_hashed() -> None:
     for name in (
         "",
         "with space",
@@ -160,7 +160,7 @@ def test_a_group_that_go_wrote_is_read(
 
 
 @pytest.mark.parametrize("line", WRITTEN, ids=[line["name"] for line in WRITTEN])
-def test_a_state_that_go_wrote_is_read_and_is_final_if_it_is(
+def test_state_written_by_go_is_read_with_its_finality(
     driver: MemcacheDriver, backend: MemcacheBackend, line: dict[str, Any]
 ) -> None:
     state = decode_state(line["wire"].encode())
@@ -174,7 +174,7 @@ def test_a_state_that_go_wrote_is_read_and_is_final_if_it_is(
 
 
 @pytest.mark.parametrize("line", DECODED, ids=[line["name"] for line in DECODED])
-def test_what_go_refuses_is_no_state_and_is_left_as_it_is(
+def test_document_that_go_refuses_is_no_state_and_stays(
     driver: MemcacheDriver, backend: MemcacheBackend, line: dict[str, Any]
 ) -> None:
     body = line["payload"].encode()
@@ -323,7 +323,7 @@ def poller(backend: MemcacheBackend) -> GoGroupPoller:
     return poller
 
 
-def test_a_chord_whose_last_member_go_has_ended_is_ours_if_go_does_not_settle_it(
+def test_chord_go_ended_but_did_not_settle_is_settled_here(
     driver: MemcacheDriver, backend: MemcacheBackend, poller: GoGroupPoller
 ) -> None:
     go_ends(driver, MEMBERS[1])
@@ -363,7 +363,7 @@ def test_a_ready_chord_that_go_has_settled_is_no_longer_ready(
     assert backend.ready_groups(9) == []
 
 
-def test_a_chord_with_a_member_that_failed_in_go_is_ours_though_go_has_set_its_flag(
+def test_chord_go_flagged_with_a_failed_member_is_settled_here(
     driver: MemcacheDriver, backend: MemcacheBackend, poller: GoGroupPoller
 ) -> None:
     go_ends(driver, MEMBERS[1], ok=False)
@@ -376,7 +376,7 @@ def test_a_chord_with_a_member_that_failed_in_go_is_ours_though_go_has_set_its_f
     assert backend.ready_groups(9) == []
 
 
-def test_a_worker_calls_back_for_a_chord_of_which_go_has_ended_a_member(
+def test_worker_fires_a_chord_whose_member_ended_in_go(
     empty_memcached: MemcachedServer, driver: MemcacheDriver
 ) -> None:
     server = Server(Config(broker="memory://", result_backend=empty_memcached.url))

@@ -154,7 +154,7 @@ def test_a_state_is_gos_document_in_gos_queue(backend: AMQPBackend, go: Blocking
     }
 
 
-def test_the_document_is_to_the_byte_what_go_writes() -> None:
+def test_document_has_the_bytes_of_go() -> None:
     state = TaskState(
         task_uuid="task_1",
         task_name="add",
@@ -165,7 +165,7 @@ def test_the_document_is_to_the_byte_what_go_writes() -> None:
     assert body.partition(b',"machinery_py":')[0] + b"}" == encode_state(state)
 
 
-def test_what_go_wrote_is_read_and_stays(backend: AMQPBackend, go: BlockingChannel) -> None:
+def test_item_written_by_go_is_read_and_stays(backend: AMQPBackend, go: BlockingChannel) -> None:
     results = (Arg(type="int64", value=7),)
     for state in (
         state_of("task_1"),
@@ -204,7 +204,7 @@ def test_a_go_worker_goes_on_with_a_task_of_ours(backend: AMQPBackend, go: Block
     assert backend.get_state("task_1").state is State.SUCCESS
 
 
-def test_what_a_go_program_has_read_is_gone(backend: AMQPBackend, go: BlockingChannel) -> None:
+def test_result_read_by_go_is_gone(backend: AMQPBackend, go: BlockingChannel) -> None:
     write(backend, state_of("task_1", State.SUCCESS))
     assert go_reads(go, "task_1") is not None
 
@@ -213,7 +213,7 @@ def test_what_a_go_program_has_read_is_gone(backend: AMQPBackend, go: BlockingCh
     assert backend.get_states(["task_1"]) == {}
 
 
-def test_a_member_that_a_go_worker_has_ended_is_found_though_its_state_was_read(
+def test_member_ended_by_go_is_found_after_its_state_was_read(
     backend: AMQPBackend, go: BlockingChannel
 ) -> None:
     backend.init_group("group_1", ["task_1", "task_2"])
@@ -243,7 +243,9 @@ def test_a_chord_that_is_settled_is_so_for_go(backend: AMQPBackend, go: Blocking
     go_declares(go, "group_1_chord_triggered")
 
 
-def test_a_chord_that_go_has_settled_shows_it(backend: AMQPBackend, go: BlockingChannel) -> None:
+def test_chord_that_go_settled_is_shown_as_settled(
+    backend: AMQPBackend, go: BlockingChannel
+) -> None:
     callback = b'{"UUID":"chord_1","Name":"sum"}'
     backend.init_group("group_1", ["task_1", "task_2"])
     arrive(backend, arrival("group_1", "task_1", 2, callback=callback))
@@ -269,7 +271,7 @@ def test_a_uuid_that_is_no_queues_name_is_a_uuid(backend: AMQPBackend, uuid: str
 
 
 @pytest.mark.parametrize("arguments", [{}, {"x-expires": 60_000}, {"x-max-length": 5}])
-def test_a_queue_of_others_is_not_written_to_though_it_is_empty(
+def test_empty_foreign_queue_is_not_written_to(
     amqp_url: str, backend: AMQPBackend, arguments: dict[str, int]
 ) -> None:
     with AmqpDriver(amqp_url).visit("planting") as channel:
@@ -290,7 +292,7 @@ def test_a_queue_of_others_is_not_written_to_though_it_is_empty(
     assert set(backend.get_states(["ours"])) == {"ours"}
 
 
-def test_what_is_no_state_of_the_task_is_refused_and_not_dropped() -> None:
+def test_foreign_message_in_a_result_queue_is_not_dropped() -> None:
     for body in (b"no state", encode_state(state_of("another"))):
         with pytest.raises(NameRefused, match="holds what is no state of task"):
             decode_record("t", [body])
@@ -347,7 +349,7 @@ def test_another_expiry_is_refused_and_told(
         arrive(backend, arrival("g", "b", 3))
 
 
-def test_what_go_cannot_write_is_no_expiry(amqp_url: str) -> None:
+def test_expiry_that_go_cannot_write_is_none(amqp_url: str) -> None:
     ResultQueues(2_147_483.0)
     with pytest.raises(
         ConfigError,
@@ -424,7 +426,7 @@ def test_a_read_whose_reply_is_lost_is_repeated(
     assert backend.revoked(["t", "u"]) == {"t"}
 
 
-def test_who_loses_the_connection_in_a_turn_has_written_nothing(
+def test_queue_transaction_cut_off_writes_nothing(
     amqp_url: str, open_backend: Open, backend: AMQPBackend
 ) -> None:
     other = open_backend(amqp_url)
@@ -444,7 +446,7 @@ def test_who_loses_the_connection_in_a_turn_has_written_nothing(
     assert backend.get_state("t").state is State.SUCCESS
 
 
-def test_who_is_cut_off_is_fenced(
+def test_consumer_whose_connection_ended_is_fenced(
     rabbitmq_server: RabbitMQServer,
     amqp_url: str,
     open_backend: Open,
@@ -488,7 +490,7 @@ def test_a_lock_that_was_emptied_is_filled_again(
     assert backend.get_state("t").state is State.PENDING
 
 
-def test_who_has_a_lock_that_is_deleted_writes_nothing_and_who_waits_for_it_gets_it(
+def test_deleted_lock_fences_its_holder_and_admits_the_next(
     amqp_url: str, backend: AMQPBackend, open_backend: Open, go: BlockingChannel
 ) -> None:
     # As when the process of the queue ends in the server.
@@ -520,7 +522,7 @@ def consumers(url: str, queue: str) -> int:
         connection.close()
 
 
-def test_spare_tokens_let_nobody_else_in(
+def test_spare_tokens_admit_no_other_caller(
     amqp_url: str, open_backend: Open, backend: AMQPBackend, go: BlockingChannel
 ) -> None:
     other = open_backend(amqp_url)

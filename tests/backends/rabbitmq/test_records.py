@@ -80,7 +80,7 @@ def test_an_amendment_whose_reply_is_lost_is_made_once(
     assert dict(backend.records().bodies or {}) == ({} if life else {"a": b"1"})
 
 
-def test_who_loses_the_connection_before_the_end_has_changed_nothing(
+def test_change_cut_off_before_its_commit_changes_nothing(
     amqp_url: str, open_backend: Open, backend: AMQPBackend
 ) -> None:
     assert backend.amend(claim(None, b"1"))
@@ -115,7 +115,7 @@ def test_a_claim_that_is_gone_leaves_no_queue(
         channel.queue_declare(queue, passive=True)
 
 
-def test_a_key_is_free_when_rabbitmq_has_forgotten_the_state_of_its_task(amqp_url: str) -> None:
+def test_unique_key_is_free_when_rabbitmq_lost_its_tasks_state(amqp_url: str) -> None:
     """Not what anybody wants: what docs/how-to/rabbitmq.md says."""
     server = Server(
         Config(broker="memory://unique-forgotten", result_backend=amqp_url, results_expire_in=2)

@@ -51,7 +51,7 @@ def test_all_but_states_survives_a_kill_of_the_server(open_backend: Open) -> Non
 
 
 @pytest.mark.timeout(6 * HANG)
-def test_a_server_that_is_killed_in_the_middle_of_changes_has_the_last_or_the_next(
+def test_server_killed_between_changes_has_one_of_the_two(
     open_backend: Open,
 ) -> None:
     require(RabbitMQServer)

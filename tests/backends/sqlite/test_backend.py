@@ -48,7 +48,7 @@ def count(backend: SQLiteBackend, table: str) -> int:
         return int(connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
 
 
-def test_members_of_several_groups_in_one_batch_are_counted_once_each(
+def test_members_of_several_groups_in_a_batch_are_counted_once(
     backend: SQLiteBackend,
 ) -> None:
     members = [f"t{number}" for number in range(1000)]
@@ -203,7 +203,7 @@ while uuid := heard():
     listener.close()
 
 
-def test_who_watches_thousands_hears_of_each(backend: SQLiteBackend) -> None:
+def test_watcher_of_thousands_is_told_of_each(backend: SQLiteBackend) -> None:
     uuids = [f"t{number}" for number in range(READ * 3)]
     listener = backend.listener()
     listener.watch(uuids)

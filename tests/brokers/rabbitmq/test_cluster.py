@@ -190,7 +190,7 @@ def test_a_classic_queue_whose_node_is_down_is_waited_for(cluster: RabbitMQClust
 
 
 @pytest.mark.timeout(6 * LONG)
-def test_f69_a_minority_takes_nothing_and_goes_on_when_the_others_are_back(
+def test_f69_minority_accepts_nothing_until_the_majority_is_back(
     cluster: RabbitMQCluster, scene: Scene
 ) -> None:
     with scene.server.new_worker("one", 2), scene.server.new_worker("two", 2):

@@ -70,7 +70,7 @@ def taken(broker: AMQPBroker, *, suspect: bool = False) -> tuple[AMQPConsumer, D
 
 
 @pytest.mark.parametrize("fate", [Fate.LATER, Fate.DEAD])
-def test_what_was_published_elsewhere_and_not_acknowledged_is_there_twice(
+def test_message_republished_but_not_acknowledged_is_there_twice(
     broker: AMQPBroker, fate: Fate
 ) -> None:
     consumer, delivery = taken(broker)
@@ -87,7 +87,7 @@ def test_what_was_published_elsewhere_and_not_acknowledged_is_there_twice(
     assert len(broker.dead_letters(limit=9)) == (fate is Fate.DEAD)
 
 
-def test_what_was_given_back_and_not_acknowledged_is_there_once(broker: AMQPBroker) -> None:
+def test_delivery_put_back_but_not_acknowledged_is_there_once(broker: AMQPBroker) -> None:
     consumer, delivery = taken(broker)
     die_before_acknowledging(consumer)
 
@@ -96,7 +96,7 @@ def test_what_was_given_back_and_not_acknowledged_is_there_once(broker: AMQPBrok
     assert bodies(all_of(broker, 1)) == [b"1"]
 
 
-def test_a_suspect_whose_copy_is_held_beside_it_comes_back_as_both(broker: AMQPBroker) -> None:
+def test_suspect_comes_back_with_its_held_copy(broker: AMQPBroker) -> None:
     consumer, delivery = taken(broker, suspect=True)
     die_before_acknowledging(consumer)
 
@@ -122,7 +122,7 @@ def test_a_suspect_that_was_running_comes_back_once_with_one_more_strike(
     assert [(one.body, one.strikes) for one in found] == [(b"1", 2)]
 
 
-def test_a_suspect_that_is_given_back_and_not_acknowledged_is_there_twice(
+def test_suspect_put_back_but_not_acknowledged_is_there_twice(
     broker: AMQPBroker,
 ) -> None:
     consumer, delivery = taken(broker, suspect=True)

@@ -64,7 +64,7 @@ def strict_server() -> Iterator[RabbitMQServer]:
         yield server
 
 
-def test_f60_publishing_is_refused_in_time_while_the_server_is_short_of_memory(
+def test_f60_publish_is_refused_in_time_while_memory_is_short(
     rabbitmq_server: RabbitMQServer, amqp_url: str, open_broker: Open
 ) -> None:
     broker = open_broker(amqp_url, timeout=1.0)
@@ -89,7 +89,7 @@ def test_f60_publishing_is_refused_in_time_while_the_server_is_short_of_memory(
     assert b"third" in bodies(consumer.receive(5, 5.0))
 
 
-def test_f61_an_unknown_delivery_tag_ends_the_life_and_nothing_else(
+def test_f61_unknown_delivery_tag_ends_only_the_connection(
     amqp_url: str, open_broker: Open
 ) -> None:
     broker = open_broker(amqp_url)
@@ -164,7 +164,7 @@ def test_f62_a_task_may_run_longer_than_the_servers_timeout(
     assert len(broker.dead_letters(limit=5, queue=queue)) == (end == "dead")
 
 
-def test_f63_heartbeats_do_not_wait_for_whoever_uses_the_broker(
+def test_f63_heartbeats_do_not_wait_for_users_of_the_broker(
     amqp_url: str, open_broker: Open
 ) -> None:
     broker = open_broker(f"{amqp_url}?heartbeat=1")
@@ -190,7 +190,7 @@ def test_f64_other_arguments_are_told_by_name(amqp_url: str, open_broker: Open) 
         put(other, b"b", queue="amq.mine")
 
 
-def test_f65_a_queue_that_is_deleted_under_a_consumer_is_made_anew(
+def test_f65_queue_deleted_under_a_consumer_is_declared_again(
     amqp_url: str, open_broker: Open
 ) -> None:
     broker = open_broker(amqp_url)
@@ -245,7 +245,7 @@ def test_f67_a_full_queue_refuses(amqp_url: str, open_broker: Open) -> None:
     assert bodies(broker.consume(["q"], worker="w").receive(5, 5.0)) == [b"1"]
 
 
-def test_f67_a_confirm_that_never_comes_is_unknown_and_the_repeat_ends_it(
+def test_f67_missing_confirm_is_unknown_until_the_repeat(
     rabbitmq_server: RabbitMQServer,
     amqp_url: str,
     open_broker: Open,
@@ -267,7 +267,7 @@ def test_f67_a_confirm_that_never_comes_is_unknown_and_the_repeat_ends_it(
     assert set(found[1:]) == {b"2"}
 
 
-def test_f68_what_was_confirmed_survives_a_kill_of_the_server(open_broker: Open) -> None:
+def test_f68_confirmed_messages_survive_a_kill_of_the_server(open_broker: Open) -> None:
     require(RabbitMQServer)
     with RabbitMQServer() as server:
         broker = open_broker(server.url, timeout=3.0)
@@ -344,7 +344,7 @@ def test_f72_a_short_delay_does_not_wait_behind_a_long_one(
     assert [one.body for one in broker.delayed(9)] == [b"0"]
 
 
-def test_f73_a_task_that_nobody_knows_comes_back_after_pauses_that_grow(amqp_url: str) -> None:
+def test_f73_unregistered_task_comes_back_after_growing_pauses(amqp_url: str) -> None:
     server = Server(Config(broker=amqp_url, result_backend="null"))
     moments: list[float] = []
     with server.new_worker("w", 1) as worker:
@@ -367,7 +367,7 @@ def test_f73_a_task_that_nobody_knows_comes_back_after_pauses_that_grow(amqp_url
     assert third - second >= 1.9
 
 
-def test_f74_what_is_too_large_for_the_server_is_refused(
+def test_f74_message_too_large_for_the_server_is_refused(
     strict_server: RabbitMQServer, open_broker: Open
 ) -> None:
     broker = open_broker(strict_server.url)
@@ -395,7 +395,7 @@ def test_a_vhost_that_is_not_there_is_told(
         open_broker(f"{rabbitmq_server.url}nowhere").consume(["q"], worker="w")
 
 
-def test_a_server_that_goes_away_in_the_middle_of_the_greeting_has_refused_nobody(
+def test_server_lost_during_the_greeting_is_not_a_wrong_password(
     rabbitmq_server: RabbitMQServer, open_broker: Open, open_proxy: Callable[[int], Proxy]
 ) -> None:
     """pika guesses a wrong password or a missing vhost from how far it came; those are for good, this is not."""

@@ -96,7 +96,7 @@ def server(amqp_url: str) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("first", ["go", "ours"])
-def test_a_go_worker_runs_what_we_send(go: BlockingChannel, server: Server, first: str) -> None:
+def test_go_worker_runs_our_messages(go: BlockingChannel, server: Server, first: str) -> None:
     add = server.register_task("add", lambda a, b: a + b)
     if first == "go":
         go_worker(go)
@@ -116,9 +116,7 @@ def test_a_go_worker_runs_what_we_send(go: BlockingChannel, server: Server, firs
     assert count(go, QUEUE) == 0
 
 
-def test_our_tasks_leave_no_copy_in_the_queue_that_go_senders_make(
-    go: BlockingChannel, server: Server
-) -> None:
+def test_our_tasks_leave_no_copy_in_gos_queue(go: BlockingChannel, server: Server) -> None:
     go_worker(go)
     go_sends(go, "task_go")
     wait_until(lambda: (count(go, KEY), count(go, QUEUE)) == (1, 1), HANG)
@@ -129,7 +127,7 @@ def test_our_tasks_leave_no_copy_in_the_queue_that_go_senders_make(
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_our_worker_runs_what_go_sends(go: BlockingChannel, server: Server, later: bool) -> None:
+def test_our_worker_runs_messages_from_go(go: BlockingChannel, server: Server, later: bool) -> None:
     ran: list[int] = []
     server.register_task("add", lambda: ran.append(1))
 
@@ -182,7 +180,7 @@ def _is_there(go: BlockingChannel, queue: str) -> bool:
     return True
 
 
-def test_a_task_whose_route_is_gos_binding_key_is_retried_on_the_default_queue(
+def test_task_routed_by_gos_binding_key_retries_on_default_queue(
     go: BlockingChannel, server: Server
 ) -> None:
     broker = server.broker
@@ -207,9 +205,7 @@ def test_our_delayed_task_reaches_a_go_worker(go: BlockingChannel, server: Serve
     assert properties.delivery_mode == 2
 
 
-def test_a_delayed_task_reaches_a_queue_that_nobody_has_declared(
-    go: BlockingChannel, server: Server
-) -> None:
+def test_delayed_task_reaches_an_undeclared_queue(go: BlockingChannel, server: Server) -> None:
     broker = server.broker
     eta = dt.datetime.now(dt.UTC) + dt.timedelta(seconds=0.2)
     broker.put([Message(uuid="task_1", name="add", queue="mail", body=b"{}", eta=eta)], token="")

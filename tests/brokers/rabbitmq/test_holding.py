@@ -63,7 +63,7 @@ def break_connection(consumer: AMQPConsumer) -> None:
 # Lost deliveries
 
 
-def test_what_has_not_begun_when_the_connection_breaks_is_not_begun(server: Server) -> None:
+def test_task_not_begun_at_a_connection_loss_does_not_begin(server: Server) -> None:
     gate, runs = threading.Event(), list[int]()
 
     @server.task("work")
@@ -97,7 +97,7 @@ def test_what_has_not_begun_when_the_connection_breaks_is_not_begun(server: Serv
     session.close()
 
 
-def test_who_runs_what_is_lost_is_asked_to_stop_at_once(server: Server) -> None:
+def test_task_with_a_lost_lease_is_cancelled_at_once(server: Server) -> None:
     started = Counter[bool]()
 
     @server.task("stubborn")
@@ -141,7 +141,7 @@ def test_the_fence_grows_with_each_delivery_and_each_run(server: Server) -> None
     assert fences[0] < fences[1] < fences[2]
 
 
-def test_what_was_held_for_long_and_did_not_begin_comes_back_without_a_strike(
+def test_delivery_held_but_not_begun_returns_without_a_strike(
     broker: AMQPBroker,
 ) -> None:
     put(broker, b"held", b"runs")
@@ -168,7 +168,7 @@ def both_of(consumer: Consumer) -> list[Delivery]:
 # pika's inside
 
 
-def test_what_is_used_of_pikas_inside_is_there(broker: AMQPBroker) -> None:
+def test_internals_of_pika_that_are_used_exist(broker: AMQPBroker) -> None:
     """It has no public way to end a subscription without rejecting what is on its way, nor to drop a dead connection."""
     parameters = list(inspect.signature(pika.channel.Channel._rpc).parameters)
     assert parameters == ["self", "method", "callback", "acceptable_replies"]
@@ -209,7 +209,7 @@ def test_a_claim_takes_what_it_wants_and_leaves_the_others(
     assert public or redelivered == 0
 
 
-def test_what_comes_while_a_subscription_ends_is_taken_and_counts_as_new(
+def test_delivery_during_an_unsubscribe_is_taken_as_new(
     broker: AMQPBroker,
 ) -> None:
     """One message is wanted, and many are on their way when the first one has ended the subscription."""
@@ -242,7 +242,7 @@ def counted(broker: AMQPBroker) -> dict[str, tuple[int, int]]:
     return {line.queue: (line.waiting, line.delayed) for line in broker.stats()}
 
 
-def test_counting_takes_nothing_where_one_queue_has_delayed_messages(broker: AMQPBroker) -> None:
+def test_counting_delayed_messages_of_one_queue_takes_none(broker: AMQPBroker) -> None:
     put(broker, b"1", b"2")
     put(broker, b"3", queue="r")
     broker.put([late("r"), late("r", hours=2)], token="")
@@ -254,7 +254,7 @@ def test_counting_takes_nothing_where_one_queue_has_delayed_messages(broker: AMQ
     assert (first.strikes, second.strikes) == (0, 0)
 
 
-def test_whose_the_delayed_messages_of_several_queues_are_is_read_when_it_may_have_changed(
+def test_owners_of_delayed_messages_are_read_after_a_change(
     broker: AMQPBroker,
 ) -> None:
     broker.put([late("q"), late("q"), late("r", hours=5)], token="")
@@ -269,7 +269,7 @@ def test_whose_the_delayed_messages_of_several_queues_are_is_read_when_it_may_ha
     assert sorted(bodies(broker.delayed(9))) == [b"late"] * 4  # type: ignore[arg-type]  # they have bodies
 
 
-def test_what_lies_in_a_level_in_large_numbers_is_counted_by_a_part_of_it(
+def test_many_delayed_messages_are_counted_by_a_sample(
     broker: AMQPBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("machinery_py.brokers.rabbitmq.inspect.SAMPLE", 10)

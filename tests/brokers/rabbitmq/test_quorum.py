@@ -63,7 +63,7 @@ def test_many_consumers_never_hold_one_message(broker: AMQPBroker) -> None:
     assert sorted(taken, key=int) == [b"%d" % number for number in range(200)]
 
 
-def test_what_a_dead_consumer_held_comes_back(broker: AMQPBroker) -> None:
+def test_deliveries_of_a_dead_consumer_come_back(broker: AMQPBroker) -> None:
     put(broker, b"1", b"2")
     consumer = broker.consume(["q"], worker="w")
     assert len(consumer.receive(5, 5.0)) == 2
@@ -77,9 +77,7 @@ def test_what_a_dead_consumer_held_comes_back(broker: AMQPBroker) -> None:
     assert bodies(heir.receive(5, 5.0)) == [found[0].body]
 
 
-def test_f70_what_was_declared_when_the_application_was_deployed_survives_a_kill_of_the_server() -> (
-    None
-):
+def test_f70_topology_declared_at_deployment_survives_a_kill() -> None:
     require(RabbitMQServer)
     with RabbitMQServer() as server:
         driver = AmqpDriver(server.url, timeout=20.0)
@@ -110,7 +108,7 @@ def test_f70_what_was_declared_when_the_application_was_deployed_survives_a_kill
         driver.close()
 
 
-def test_a_subscription_that_woke_somebody_brings_nothing_more(broker: AMQPBroker) -> None:
+def test_subscription_delivers_nothing_after_its_wakeup(broker: AMQPBroker) -> None:
     consumer = broker.consume(["q", "r"], worker="w")
     waker = threading.Timer(0.2, lambda: put(broker, b"1"))
     waker.start()
@@ -125,7 +123,9 @@ def test_a_subscription_that_woke_somebody_brings_nothing_more(broker: AMQPBroke
 
 
 @pytest.mark.parametrize("fate", [Fate.BACK, Fate.LATER, Fate.DEAD])
-def test_what_woke_somebody_is_disposed_of_as_any_other(broker: AMQPBroker, fate: Fate) -> None:
+def test_delivery_that_woke_a_consumer_is_settled_as_any_other(
+    broker: AMQPBroker, fate: Fate
+) -> None:
     consumer = broker.consume(["q"], worker="w")
     waker = threading.Timer(0.2, lambda: put(broker, b"1"))
     waker.start()

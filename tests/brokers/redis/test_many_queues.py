@@ -51,9 +51,7 @@ class ManyQueues(ABC):
         )
         return broker
 
-    def test_a_look_where_many_queues_are_known_costs_what_it_costs_where_few_are(
-        self, broker: Broker
-    ) -> None:
+    def test_cost_of_a_claim_does_not_grow_with_known_queues(self, broker: Broker) -> None:
         broker.consume(["q7"], worker="w")
         broker.tend()  # scripts are loaded, connections opened
 
@@ -62,7 +60,7 @@ class ManyQueues(ABC):
 
         assert self.commands(broker) - before < MOST
 
-    def test_what_a_dead_worker_held_on_a_queue_of_nobody_comes_back(
+    def test_deliveries_of_a_queue_without_workers_come_back(
         self, broker: Broker, open_broker: OpenBroker, clock: ManualClock
     ) -> None:
         """Its queue is looked at in its turn, and once more to judge."""

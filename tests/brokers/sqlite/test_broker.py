@@ -89,7 +89,9 @@ say(*taken)
     assert [(line.waiting, line.running) for line in broker.stats()] == [(0, 0)]
 
 
-def test_what_another_process_puts_wakes_a_sleeper(broker: SQLiteBroker, path: Path) -> None:
+def test_message_of_another_process_wakes_a_waiting_consumer(
+    broker: SQLiteBroker, path: Path
+) -> None:
     consumer = broker.consume(["q"], worker="w")
     script = """
 for n in range(20):
@@ -162,7 +164,7 @@ def test_texts_without_utf_8_are_kept_readable(broker: SQLiteBroker) -> None:
 # Life and death
 
 
-def test_what_a_killed_process_held_comes_back_at_once(broker: SQLiteBroker, path: Path) -> None:
+def test_deliveries_of_a_killed_process_come_back_at_once(broker: SQLiteBroker, path: Path) -> None:
     put(broker, 3)
     with Other(path, HOLD) as other:
         assert other.line() == "3"
@@ -200,7 +202,7 @@ def test_the_death_of_a_process_wakes_a_sleeper(broker: SQLiteBroker, path: Path
         assert together(2, work) == [1, 0]
 
 
-def test_a_process_that_lives_is_not_robbed_however_late_it_is(path: Path) -> None:
+def test_late_heartbeat_of_a_live_process_loses_nothing(path: Path) -> None:
     clock = ManualClock()
     broker = SQLiteBroker(SQLiteDriver(path, clock=clock))
     put(broker)
@@ -211,7 +213,7 @@ def test_a_process_that_lives_is_not_robbed_however_late_it_is(path: Path) -> No
         assert len(broker.workers()) == 1
 
 
-def test_a_stopped_process_is_given_up_at_the_second_look_and_fenced(path: Path) -> None:
+def test_stopped_process_is_dead_at_the_second_poll_and_fenced(path: Path) -> None:
     clock = ManualClock(dt.datetime.now(dt.timezone.utc))
     broker = SQLiteBroker(SQLiteDriver(path, clock=clock), lease=10.0)
     put(broker)
@@ -245,7 +247,7 @@ say(consumer.dispose([Disposal(delivery=one)]), consumer.beat(), consumer.beat()
         assert heir.holds([delivery]) == [True]
 
 
-def test_a_process_that_goes_on_after_the_first_look_is_trusted_again(path: Path) -> None:
+def test_process_that_resumes_after_the_first_poll_is_alive(path: Path) -> None:
     clock = ManualClock(dt.datetime.now(dt.timezone.utc))
     broker = SQLiteBroker(SQLiteDriver(path, clock=clock), lease=10.0)
     put(broker)
@@ -313,7 +315,7 @@ def test_a_forked_child_sees_its_parent_alive(broker: SQLiteBroker, path: Path) 
     assert consumer.beat() is True
 
 
-def test_a_session_file_that_somebody_deleted_leaves_the_beats(path: Path) -> None:
+def test_session_with_a_deleted_file_is_judged_by_its_heartbeat(path: Path) -> None:
     clock = ManualClock(dt.datetime.now(dt.timezone.utc))
     broker = SQLiteBroker(SQLiteDriver(path, clock=clock), lease=10.0)
     put(broker)
@@ -328,7 +330,7 @@ def test_a_session_file_that_somebody_deleted_leaves_the_beats(path: Path) -> No
         assert [broker.reap() for _ in range(3)] == [0, 1, 0]
 
 
-def test_a_consumer_that_nobody_has_any_more_is_dead(broker: SQLiteBroker) -> None:
+def test_garbage_collected_consumer_is_dead(broker: SQLiteBroker) -> None:
     put(broker)
     consumer = broker.consume(["q"], worker="w")
     assert len(consumer.receive(1, 0)) == 1
@@ -339,7 +341,7 @@ def test_a_consumer_that_nobody_has_any_more_is_dead(broker: SQLiteBroker) -> No
     assert len(broker.pending("q", 5)) == 1
 
 
-def test_files_of_sessions_that_nobody_knows_are_swept(broker: SQLiteBroker) -> None:
+def test_files_of_unknown_sessions_are_removed(broker: SQLiteBroker) -> None:
     consumer = broker.consume(["q"], worker="w")
     folder = Path(broker.driver.sessions_folder)
     for name, age in (("old", 3600), ("new", 0)):
@@ -365,7 +367,7 @@ def test_many_tokens_are_forgotten_in_steps(path: Path) -> None:
         assert connection.execute("SELECT count(*) FROM tokens").fetchone()[0] == 0
 
 
-def test_closing_when_the_file_is_gone_leaves_a_dead_consumer_behind_and_says_so(
+def test_closing_without_the_file_warns_of_a_dead_consumer(
     broker: SQLiteBroker,
 ) -> None:
     consumer = broker.consume(["q"], worker="w")

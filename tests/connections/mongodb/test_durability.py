@@ -87,7 +87,7 @@ def test_a_server_that_keeps_everything_is_not_talked_about() -> None:
         ),
     ],
 )
-def test_what_may_be_lost_is_named(said: Mapping[str, Any], text: str) -> None:
+def test_setting_that_can_lose_tasks_is_named(said: Mapping[str, Any], text: str) -> None:
     [(told, is_certain)] = found(**said)
     assert text in told
     assert is_certain
@@ -105,13 +105,13 @@ def test_what_may_be_lost_is_named(said: Mapping[str, Any], text: str) -> None:
         ({"build": {}}, "it does not tell whether it has a journal"),
     ],
 )
-def test_what_is_not_told_is_not_taken_for_good(said: Mapping[str, Any], text: str) -> None:
+def test_missing_setting_is_reported_as_uncertain(said: Mapping[str, Any], text: str) -> None:
     [(told, is_certain)] = found(**said)
     assert text in told
     assert not is_certain
 
 
-def test_old_servers_are_asked_for_their_journal_and_routers_for_nothing() -> None:
+def test_only_old_servers_are_asked_for_their_journal() -> None:
     for parsed in ({}, {"storage": {}}, {"storage": {"journal": {"enabled": True}}}):
         assert found(build={"version": "4.4.29"}, options={"parsed": parsed}) == []
     assert found(hello={"ismaster": True, "msg": "isdbgrid"}, status=None) == []
@@ -187,7 +187,7 @@ def test_a_server_that_forgets_is_warned_of_or_refused(
     strict.close()
 
 
-def test_who_may_not_ask_works_and_hears_that_it_is_unknown(
+def test_user_without_server_status_works_with_a_note(
     proxy: Proxy, mongodb_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "machinery_py.connections.mongodb.client")
@@ -218,7 +218,9 @@ def test_a_lost_connection_is_no_answer(proxy: Proxy, mongodb_url: str) -> None:
     driver.close()
 
 
-def test_doctor_shows_what_may_be_lost(proxy: Proxy, mongodb_url: str, tmp_path: Path) -> None:
+def test_doctor_warns_of_settings_that_lose_tasks(
+    proxy: Proxy, mongodb_url: str, tmp_path: Path
+) -> None:
     (tmp_path / "letters.py").write_text(
         "import os\nfrom machinery_py import Server\nserver = Server(os.environ['WHERE'])\n"
     )

@@ -91,7 +91,7 @@ def test_pika_reads_the_parcel_that_was_written(parcel: AddressedMessage) -> Non
 
 
 @given(parcels)
-def test_a_parcel_is_written_as_pika_writes_it(parcel: AddressedMessage) -> None:
+def test_publish_frames_are_those_of_pika(parcel: AddressedMessage) -> None:
     properties = pika.BasicProperties(
         content_type="application/json",
         delivery_mode=2,
@@ -120,7 +120,7 @@ def test_a_parcel_is_written_as_pika_writes_it(parcel: AddressedMessage) -> None
     ],
     ids=["long", "surrogate", "type", "number", "priority"],
 )
-def test_what_amqp_cannot_say_is_refused(parcel: AddressedMessage) -> None:
+def test_headers_that_amqp_cannot_encode_are_refused(parcel: AddressedMessage) -> None:
     with pytest.raises(Exception):  # noqa: B017 - whatever it is, nothing is written
         Writer(1, MOST).message(parcel, "1")
 
@@ -149,7 +149,7 @@ def test_acknowledgements_are_those_that_pika_reads() -> None:
 
 
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=6), st.randoms(use_true_random=False))
-def test_each_parcel_ends_as_the_server_said_however_confirms_are_gathered(
+def test_each_publish_ends_as_confirmed_in_any_batching(
     sizes: list[int], rng: random.Random
 ) -> None:
     confirms, batches = (
@@ -189,7 +189,7 @@ def test_a_returned_parcel_stays_returned_when_its_confirm_comes() -> None:
     assert batch.wait(0.0)
 
 
-def test_a_batch_is_waited_for_as_long_as_the_server_says_something() -> None:
+def test_batch_is_waited_for_while_the_server_answers() -> None:
     batch = Batch([AddressedMessage("", "", b"", {})] * 2)
     batch.note(0, 0, End.CONFIRMED)
 
@@ -297,7 +297,7 @@ def test_deliveries_that_come_byte_by_byte_are_whole(
 
 @given(st.integers(1, 12), st.randoms(use_true_random=False))
 @settings(max_examples=15, deadline=None)
-def test_what_is_disposed_of_together_or_apart_is_gone_or_back(
+def test_deliveries_settled_together_or_apart_are_gone_or_back(
     rabbitmq_server: RabbitMQServer, vhosts: Callable[[], str], count: int, rng: random.Random
 ) -> None:
     driver = AmqpDriver(f"{rabbitmq_server.url}")

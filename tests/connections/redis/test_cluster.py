@@ -56,7 +56,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     ]
 
 
-def test_each_master_is_told_of_once_however_many_queues_and_threads_there_are(
+def test_each_master_is_warned_of_once(
     durable: ClusterServers, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second, third = durable.masters
@@ -89,7 +89,7 @@ def test_each_master_is_told_of_once_however_many_queues_and_threads_there_are(
     server.close()
 
 
-def test_a_cluster_with_one_master_that_would_lose_tasks_is_refused(
+def test_cluster_is_refused_when_one_master_would_lose_tasks(
     durable: ClusterServers, caplog: pytest.LogCaptureFixture
 ) -> None:
     strict = Server(Config(broker=durable.url, strict_durability=True))
@@ -245,7 +245,7 @@ def blocked_clients(cluster: ClusterServers, queue: str) -> dict[str, set[str]]:
     return {name: set(node.cli("SMEMBERS", f"mpy:{{{queue}}}:{name}")) for name in "vwu"}  # type: ignore[arg-type]
 
 
-def test_a_sleeper_is_in_the_sets_of_all_queues_and_in_none_when_it_is_up(
+def test_blocked_client_is_listed_at_all_its_queues_until_woken(
     empty_cluster: ClusterServers, broker: ClusterBroker
 ) -> None:
     consumer = broker.consume(["q", "r", "s"], worker="w")
@@ -312,7 +312,7 @@ def test_the_bed_is_left_when_its_queue_is_paused(
     consumer.close()
 
 
-def test_what_is_due_on_another_queue_than_the_bed_comes_in_time(broker: ClusterBroker) -> None:
+def test_message_due_on_another_than_the_blocking_queue_comes(broker: ClusterBroker) -> None:
     consumer = broker.consume(["q", "r"], worker="w")
     due = dt.datetime.now(dt.timezone.utc) + dt.timedelta(seconds=0.3)
     _delay(broker, b"later", due)
@@ -329,7 +329,7 @@ def _delay(broker: Broker, body: bytes, due: dt.datetime) -> None:
     broker.put([Message(uuid="", name="", queue="r", body=body, eta=due)], token="")
 
 
-def test_a_worker_that_could_not_register_everywhere_is_registered_nowhere(
+def test_worker_that_failed_to_register_on_one_node_is_on_none(
     empty_cluster: ClusterServers, broker: ClusterBroker
 ) -> None:
     empty_cluster.node_of("r").cli("SET", "mpy:{r}:mpy:queues", "not a set")

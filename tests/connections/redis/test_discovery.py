@@ -147,13 +147,13 @@ def test_a_cluster_that_makes_no_sense_is_refused(url: str, text: str) -> None:
 # TLS
 
 
-def test_a_certificate_of_a_private_authority_is_trusted_when_it_is_named(
+def test_certificate_of_a_named_private_authority_is_trusted(
     tls_server: RedisServer,
 ) -> None:
     ping(f"{tls_server.url}?ca_file={tls_server.ca_file}")
 
 
-def test_a_certificate_that_nobody_vouches_for_is_refused(tls_server: RedisServer) -> None:
+def test_certificate_of_an_unknown_authority_is_refused(tls_server: RedisServer) -> None:
     assert "certificate verify failed" in refusal(tls_server.url)
 
 
@@ -165,7 +165,7 @@ def test_files_that_are_no_certificates_are_named(tls_server: RedisServer) -> No
     )
 
 
-def test_who_asks_for_no_verification_is_warned(
+def test_disabled_certificate_check_is_warned_of(
     tls_server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     ping(f"{tls_server.url}?verify=none")
@@ -189,7 +189,7 @@ def test_a_server_that_wants_a_certificate_gets_ours() -> None:
 # Secrets
 
 
-def test_a_wrong_password_is_told_at_once_without_it(
+def test_wrong_password_is_reported_at_once_and_not_shown(
     tls_server: RedisServer, empty_redis: RedisServer
 ) -> None:
     trusted = f"{tls_server.url}?ca_file={tls_server.ca_file}"
@@ -215,7 +215,7 @@ def test_no_connection_sends_a_command_that_the_server_refuses(empty_redis: Redi
     assert "errorstat_ERR" not in refused
 
 
-def test_a_strategy_says_who_is_next() -> None:
+def test_strategy_gives_the_next_queue() -> None:
     urls = ["a", "b", "c"]
 
     assert [round_robin(urls, failed) for failed in urls] == ["b", "c", "a"]
@@ -388,7 +388,7 @@ def test_a_black_hole_has_no_more_than_its_share_of_the_time(
     "text",
     ["LOADING Redis is loading", "UNBLOCKED force unblock", "MASTERDOWN Link with MASTER is down"],
 )
-def test_what_passes_by_itself_is_tried_again(
+def test_temporary_error_is_retried(
     text: str, empty_redis: RedisServer, open_proxy: OpenProxy
 ) -> None:
     proxy = open_proxy(empty_redis.port)

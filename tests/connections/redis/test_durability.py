@@ -128,7 +128,7 @@ def test_a_server_that_keeps_everything_is_not_talked_about(
     strict.close()
 
 
-def test_it_is_told_once_and_asked_once_by_all_threads(
+def test_settings_are_asked_and_warned_of_once_for_all_threads(
     configured: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     configured.cli("CONFIG", "SET", "appendonly", "no")
@@ -165,7 +165,7 @@ def test_a_replica_is_named_with_its_master(
     driver.close()
 
 
-def test_who_may_not_read_the_settings_is_told_what_info_says(
+def test_user_without_config_get_is_told_the_facts_of_info(
     configured: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert told(as_user(configured, "limited"), caplog, level=logging.INFO) == []
@@ -178,7 +178,7 @@ def test_who_may_not_read_the_settings_is_told_what_info_says(
     assert "or everything (whether it makes any, it does not tell)" in persistence
 
 
-def test_who_may_ask_nothing_works_and_hears_that_it_is_unknown(
+def test_user_without_info_works_and_durability_is_unknown(
     durable: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = as_user(durable, "mute")
@@ -196,7 +196,7 @@ def test_who_may_ask_nothing_works_and_hears_that_it_is_unknown(
         Server(Config(broker=url, strict_durability=True)).send_task(Signature(name="a"))
 
 
-def test_what_servers_say_of_themselves() -> None:
+def test_reply_of_info_is_parsed_for_every_kind_of_server() -> None:
     assert version_of({"redis_version": "6.0.16"}) == (6, 0)
     assert version_of({"redis_version": "255.255.255"}) == (255, 255)
     assert version_of({"redis_version": "?"}) is version_of({}) is None
@@ -225,7 +225,7 @@ def test_a_server_that_is_too_old_is_refused(
         Server(durable.url).send_task(Signature(name="a"))
 
 
-def test_doctor_shows_what_may_be_lost(configured: RedisServer, tmp_path: Path) -> None:
+def test_doctor_warns_of_settings_that_lose_tasks(configured: RedisServer, tmp_path: Path) -> None:
     (tmp_path / "letters.py").write_text(
         "import os\nfrom machinery_py import Server\nserver = Server(os.environ['WHERE'])\n"
     )

@@ -95,7 +95,7 @@ def test_a_black_hole_is_left_after_the_time_that_was_chosen(
     server.close()
 
 
-def test_a_command_that_cannot_be_sent_is_given_up_after_the_time_that_was_chosen(
+def test_unsent_command_is_given_up_after_the_configured_time(
     empty_redis: RedisServer,
 ) -> None:
     server = server_with(
@@ -137,7 +137,7 @@ def test_no_more_connections_than_may_be_are_opened(empty_redis: RedisServer) ->
     driver.close()
 
 
-def test_who_waits_gets_a_connection_when_one_comes_back(empty_redis: RedisServer) -> None:
+def test_waiting_caller_gets_a_returned_connection(empty_redis: RedisServer) -> None:
     driver = RedisDriver(empty_redis.url, limits=Limits(max_active=2, wait=True))
     most: list[int] = []
     over = threading.Event()
@@ -174,7 +174,7 @@ def test_a_worker_runs_within_its_connections(empty_redis: RedisServer) -> None:
     server.close()
 
 
-def test_unused_connections_are_closed_beyond_their_number_and_after_their_time(
+def test_idle_connections_beyond_limit_or_age_are_closed(
     empty_redis: RedisServer,
 ) -> None:
     driver = RedisDriver(empty_redis.url, limits=Limits(max_idle=1, idle_timeout=0.2))

@@ -31,7 +31,7 @@ def test_a_transaction_is_all_or_nothing(driver: SQLiteDriver) -> None:
     assert queues(driver) == set()
 
 
-def test_a_failed_inner_part_is_not_committed_by_who_hides_it(driver: SQLiteDriver) -> None:
+def test_failed_inner_transaction_is_not_committed_when_caught(driver: SQLiteDriver) -> None:
     with pytest.raises(ZeroDivisionError), driver.transaction() as connection:
         connection.execute(ADD_QUEUE, ("a",))
         try:
@@ -62,7 +62,7 @@ def test_hooks_run_after_the_commit_or_never(driver: SQLiteDriver) -> None:
     assert seen == [{"a"}]
 
 
-def test_who_reads_waits_for_no_writer(driver: SQLiteDriver) -> None:
+def test_reader_waits_for_no_writer(driver: SQLiteDriver) -> None:
     with driver.transaction() as connection:
         connection.execute(ADD_QUEUE, ("a",))
         assert together(1, lambda _: queues(driver)) == [set()]
@@ -95,7 +95,7 @@ def test_a_file_that_stays_locked_is_unavailable_for_a_while(path: Path) -> None
     driver.close()
 
 
-def test_a_writer_waits_for_the_one_before_it(path: Path) -> None:
+def test_writer_waits_for_the_writer_before(path: Path) -> None:
     driver = SQLiteDriver(path, busy_timeout=HANG)
     assert queues(driver) == set()
     hog = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -138,7 +138,7 @@ for n in range(20):
     assert integrity(path) == "ok"
 
 
-def test_a_writer_that_is_killed_in_a_transaction_leaves_all_or_nothing(path: Path) -> None:
+def test_writer_killed_in_a_transaction_leaves_all_or_nothing(path: Path) -> None:
     script = """
 for n in range(10**9):
     broker.put([Message(uuid=str(n), name='', queue='q', body=b'x' * 2000) for _ in range(20)], token=str(n))
@@ -163,7 +163,7 @@ for n in range(10**9):
     driver.close()
 
 
-def test_a_forked_child_opens_the_file_itself_and_outlives_its_parent(tmp_path: Path) -> None:
+def test_forked_child_opens_its_own_file_and_outlives_its_parent(tmp_path: Path) -> None:
     script = """
 import threading
 for n in range(5): broker.put([Message(uuid='', name='', queue='q', body=b'')], token='')
@@ -212,9 +212,7 @@ def test_threads_that_write_while_others_fork_are_not_disturbed(driver: SQLiteDr
     assert len(broker.pending("q", 1000)) == 100
 
 
-def test_a_fork_waits_until_what_was_dropped_without_close_is_closed(
-    path: Path, driver: SQLiteDriver
-) -> None:
+def test_fork_waits_until_dropped_connections_are_closed(path: Path, driver: SQLiteDriver) -> None:
     # A child that is forked while another thread closes a connection would wait for ever for a lock of the SQLite library.
     forking = threading.Event()
 

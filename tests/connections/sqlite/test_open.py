@@ -113,7 +113,7 @@ def test_an_unknown_durability_is_refused(path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 @pytest.mark.parametrize("what", ["file", "folder"])
-def test_what_is_read_only_is_told(tmp_path: Path, what: str) -> None:
+def test_read_only_file_or_folder_is_reported(tmp_path: Path, what: str) -> None:
     folder = Path("/dev/shm") / f"machinery-{os.getpid()}-{what}"
     folder.mkdir()
     path = folder / "machinery.db"

@@ -106,7 +106,7 @@ def test_a_wake_from_many_threads_is_never_lost(folder: str) -> None:
     notifier.close()
 
 
-def test_ringing_where_nobody_sleeps_is_nothing(folder: str) -> None:
+def test_notify_without_a_waiter_does_nothing(folder: str) -> None:
     notify(folder, {"q", "r"})
     assert not os.path.exists(folder)
 
@@ -121,7 +121,7 @@ def test_another_process_wakes_a_sleeper(folder: str) -> None:
         assert time.monotonic() - started < wakeup.RECHECK / 2
 
 
-def test_the_bell_of_a_dead_process_is_taken_down_when_it_is_old(folder: str) -> None:
+def test_old_wakeup_socket_of_a_dead_process_is_removed(folder: str) -> None:
     script = (
         "import os, sys; from machinery_py.connections.sqlite.wakeup import Notifier\n"
         "with Notifier(sys.argv[1], 'q'): os._exit(0)\n"
@@ -165,7 +165,7 @@ def test_where_no_bell_can_hang_one_looks_often(tmp_path: Path) -> None:
         assert notifier.wait(HANG) is True
 
 
-def test_a_child_that_is_forked_while_a_bell_is_closed_closes_no_other_file(
+def test_child_forked_while_a_wakeup_closes_closes_no_other_file(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notifier = Notifier(folder, "q")
@@ -185,7 +185,7 @@ def test_a_child_that_is_forked_while_a_bell_is_closed_closes_no_other_file(
     close(others[0])
 
 
-def test_a_forked_child_does_not_keep_the_bell_of_its_parent_alive(folder: str) -> None:
+def test_forked_child_does_not_hold_its_parents_wakeup_socket(folder: str) -> None:
     script = """
 import os, sys
 from machinery_py.connections.sqlite.wakeup import Notifier

@@ -101,7 +101,7 @@ def cut(proxy: Proxy, how: str, word: bytes) -> None:
 
 @pytest.mark.parametrize("how", FAULTS)
 @pytest.mark.parametrize("word", WRITES)
-def test_a_submission_is_carried_out_once_whatever_happens_to_a_reply(
+def test_submission_is_applied_once_at_any_fault_of_a_reply(
     store: MongoStore, proxy: Proxy, how: str, word: bytes
 ) -> None:
     submit(store, "warm", token="warm")
@@ -140,7 +140,7 @@ def test_no_claim_is_lost_with_its_reply(
 
 @pytest.mark.parametrize("how", FAULTS)
 @pytest.mark.parametrize("word", WRITES)
-def test_a_settlement_is_carried_out_once_whatever_happens_to_a_reply(
+def test_settlement_is_applied_once_at_any_fault_of_a_reply(
     store: MongoStore, proxy: Proxy, how: str, word: bytes
 ) -> None:
     submit(store, "a", token="t")
@@ -164,7 +164,7 @@ def test_a_settlement_is_carried_out_once_whatever_happens_to_a_reply(
 
 @pytest.mark.parametrize("how", ["lost reply", "stepped down"])
 @pytest.mark.parametrize("word", [b"insert", b"update"])
-def test_a_unique_task_is_sent_once_whatever_happens_to_a_reply(
+def test_unique_task_is_sent_once_at_any_fault_of_a_reply(
     mongodb_url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, how: str, word: bytes
 ) -> None:
     monkeypatch.setattr(MongoDriver, "intent_age", 0.3)
@@ -252,7 +252,7 @@ def test_a_callback_that_is_stored_once_more_is_not_run_again(store: MongoStore)
     assert not any(one.waiting or one.running for one in store.broker.stats())
 
 
-def test_what_died_between_two_writes_is_finished_by_another(
+def test_change_cut_off_between_writes_is_finished_by_another(
     store: MongoStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit(store, "a", token="t")
@@ -276,7 +276,7 @@ def test_what_died_between_two_writes_is_finished_by_another(
 
 
 @pytest.mark.parametrize("by", ["tend", "repeat", "next change"])
-def test_what_follows_from_a_change_is_finished_once_by_another(
+def test_effects_of_a_change_are_finished_once_by_another(
     driver: MongoDriver, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
     """Its owner died behind the first write. Who finishes it also takes it out, or it would be done again for ever."""
@@ -313,7 +313,7 @@ def test_what_follows_from_a_change_is_finished_once_by_another(
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
-def test_a_member_that_was_not_counted_does_not_keep_its_chord_waiting(
+def test_uncounted_member_does_not_block_its_chord(
     driver: MongoDriver, monkeypatch: pytest.MonkeyPatch, late: int
 ) -> None:
     """Its worker died between the arrival and the count; so many others arrive before somebody finishes that, the rest after."""
@@ -350,7 +350,7 @@ def test_a_member_that_was_not_counted_does_not_keep_its_chord_waiting(
     assert backend.trigger_chord("g") is True
 
 
-def test_a_server_that_is_away_refuses_within_its_time_and_is_used_again_when_it_is_back(
+def test_lost_server_fails_in_time_and_is_used_when_it_is_back(
     mongodb_server: str,
 ) -> None:
     if not mongodb_server.startswith("mongodb://127.0.0.1:"):
@@ -376,7 +376,7 @@ def test_a_server_that_is_away_refuses_within_its_time_and_is_used_again_when_it
 
 
 @pytest.mark.parametrize("code", [43, 175])
-def test_what_was_to_be_read_with_a_lost_cursor_is_read_anew(
+def test_listing_with_a_lost_cursor_is_read_again(
     driver: MongoDriver, proxy: Proxy, code: int
 ) -> None:
     backend = MongoBackend(driver)
@@ -451,7 +451,7 @@ def test_every_write_waits_for_the_majority(mongodb_url: str) -> None:
     ] == []
 
 
-def test_what_can_never_be_stored_is_refused_and_harms_nobody(store: MongoStore) -> None:
+def test_unstorable_state_is_refused_and_blocks_nothing(store: MongoStore) -> None:
     """MongoDB's documents have 16 MB at most; the client library knows it."""
     huge = b"x" * (17 << 20)
     with pytest.raises(PublishRefused, match="16 MB"):
@@ -472,7 +472,7 @@ def sorted_out(error: Exception) -> tuple[type[MachineryError], bool, bool]:
     return type(ours), mongo_errors.is_unknown(error), mongo_errors.may_be_repeated(error)
 
 
-def test_what_the_server_says_is_sorted() -> None:
+def test_server_errors_are_sorted_by_what_can_be_done() -> None:
     def in_bulk(code: int) -> BulkWriteError:
         return BulkWriteError(
             {"writeErrors": [{"code": code, "errmsg": "no"}], "writeConcernErrors": []}
@@ -500,7 +500,7 @@ def test_what_the_server_says_is_sorted() -> None:
     assert sorted_out(ConfigurationError("nonsense")) == (StoreUnusable, False, False)
 
 
-def test_a_wrong_url_is_refused_when_it_is_read() -> None:
+def test_wrong_url_is_refused_at_reading() -> None:
     for url, text in (
         ("mongodb://", "no host"),
         ("mongodb://h:x/db", "port"),
@@ -587,7 +587,7 @@ def test_every_integer_goes_in_64_bits() -> None:
     assert (go_value(True), go_value(2**63), go_value(None)) == (True, str(2**63), None)
 
 
-def test_the_client_library_is_loaded_by_the_url_that_needs_it() -> None:
+def test_client_library_is_imported_only_for_its_url() -> None:
     program = "import sys, machinery_py; machinery_py.Server('memory://'); print('pymongo' in sys.modules, 'bson' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60

@@ -96,7 +96,7 @@ def test_a_server_that_is_away_refuses(server: RedisServer, driver: RedisDriver)
         broker.put([message()], token="b")
 
 
-def test_a_lost_reply_is_told_from_a_refusal_and_a_repeat_does_no_harm(
+def test_lost_reply_differs_from_a_refusal_and_can_be_repeated(
     server: RedisServer, driver: RedisDriver
 ) -> None:
     with Proxy(server.port) as proxy:
@@ -132,7 +132,7 @@ def test_the_reply_to_a_claim_can_be_lost(server: RedisServer) -> None:
         through.close()
 
 
-def test_a_full_server_refuses_to_publish_and_lets_what_runs_end(driver: RedisDriver) -> None:
+def test_full_server_refuses_messages_and_lets_running_tasks_end(driver: RedisDriver) -> None:
     both = store(driver)
     both.submit(
         Submission(
@@ -206,7 +206,7 @@ def test_a_wrong_password_is_fatal_and_not_told(server: RedisServer, driver: Red
         ask(driver, "CONFIG", "SET", "requirepass", "")
 
 
-def test_a_replica_refuses_as_if_it_were_away(server: RedisServer, driver: RedisDriver) -> None:
+def test_replica_counts_as_an_unavailable_server(server: RedisServer, driver: RedisDriver) -> None:
     ask(driver, "REPLICAOF", "127.0.0.1", "1")
     with pytest.raises(BrokerUnavailable):
         RedisBroker(driver).put([message()], token="t")
@@ -301,7 +301,7 @@ os._exit(9)
 """
 
 
-def test_a_worker_whose_process_has_ended_on_this_host_is_found_at_the_first_look(
+def test_dead_worker_of_this_host_is_found_at_the_first_poll(
     server: RedisServer, driver: RedisDriver
 ) -> None:
     broker = RedisBroker(driver)
@@ -327,7 +327,7 @@ def test_a_worker_whose_process_has_ended_on_this_host_is_found_at_the_first_loo
     consumer.close()
 
 
-def test_what_comes_on_any_of_its_queues_wakes_a_sleeper(driver: RedisDriver) -> None:
+def test_message_on_any_queue_wakes_a_waiting_consumer(driver: RedisDriver) -> None:
     broker = RedisBroker(driver)
     consumer = broker.consume(["first", "second", "mail"], worker="w")
     taken: list[float] = []
@@ -347,7 +347,7 @@ def test_what_comes_on_any_of_its_queues_wakes_a_sleeper(driver: RedisDriver) ->
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_lost_reply_neither_loses_nor_doubles_a_dead_letter_that_is_replayed(
+def test_lost_reply_keeps_a_replayed_dead_letter_exactly_once(
     server: RedisServer, driver: RedisDriver, caplog: pytest.LogCaptureFixture, times: int
 ) -> None:
     with Proxy(server.port) as proxy:
@@ -437,7 +437,7 @@ def test_the_creation_time_is_not_taken_from_a_result(driver: RedisDriver) -> No
         assert (found.state, found.created_at, found.task_name) == (state, created, text)
 
 
-def test_the_queue_of_a_callback_is_listed_though_nobody_sent_to_it(driver: RedisDriver) -> None:
+def test_queue_of_a_callback_is_listed_before_any_send(driver: RedisDriver) -> None:
     both = store(driver)
     both.submit(Submission(token="t", messages=[message()]))
     session = both.open_session(["mail"], worker="w")
@@ -459,7 +459,7 @@ def test_a_sleep_of_no_length_ends(driver: RedisDriver) -> None:
     consumer.close()
 
 
-def test_several_workers_of_one_process_may_tend_at_the_same_time(driver: RedisDriver) -> None:
+def test_workers_of_one_process_can_tend_at_the_same_time(driver: RedisDriver) -> None:
     broker = RedisBroker(driver)
 
     def work(number: int) -> None:

@@ -56,7 +56,7 @@ def ask(driver: RedisDriver, *words: str | bytes) -> Any:
 
 
 @pytest.mark.parametrize("line", PUBLISHED, ids=[line["name"] for line in PUBLISHED])
-def test_a_message_goes_where_go_puts_it(driver: RedisDriver, line: dict[str, Any]) -> None:
+def test_message_goes_to_the_queue_that_go_uses(driver: RedisDriver, line: dict[str, Any]) -> None:
     body = line["wire"].encode()
     signature = decode_signature(body)
     told = line["redis"]
@@ -107,7 +107,7 @@ def test_a_group_is_written_as_go_writes_it(driver: RedisDriver, line: dict[str,
 
 
 @pytest.mark.parametrize("line", STATES[:20], ids=[line["name"] for line in STATES[:20]])
-def test_a_state_that_go_wrote_is_read_and_is_final_if_it_is(
+def test_state_written_by_go_is_read_with_its_finality(
     driver: RedisDriver, line: dict[str, Any]
 ) -> None:
     state = decode_state(line["wire"].encode())
@@ -126,7 +126,7 @@ def state_after(uuid: str) -> Any:
     return TaskState(task_uuid=uuid, state=State.FAILURE, error="late")
 
 
-def test_what_a_go_program_pushes_runs(redis_url: str, driver: RedisDriver) -> None:
+def test_message_pushed_by_go_runs(redis_url: str, driver: RedisDriver) -> None:
     server = Server(Config(broker=redis_url))
     calls: list[tuple[int, int]] = []
 
@@ -152,7 +152,7 @@ def test_what_a_go_program_pushes_runs(redis_url: str, driver: RedisDriver) -> N
     server.close()
 
 
-def test_what_we_send_has_gos_bytes_in_gos_keys(redis_url: str, driver: RedisDriver) -> None:
+def test_sent_message_has_gos_bytes_in_gos_keys(redis_url: str, driver: RedisDriver) -> None:
     server = Server(Config(broker=redis_url))
     result = server.send_task(Signature.of("add", 1, 2))
     (body,) = ask(driver, "LRANGE", "machinery_tasks", "0", "-1")

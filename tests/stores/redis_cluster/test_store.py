@@ -61,7 +61,7 @@ def open_store(open_cluster: Clusters, clock: ClusterClock) -> OpenStore:
 
 
 @pytest.mark.parametrize("uuid", ["{", "}", "{}", "a{b}c", "50%", "task_{x", "é}"])
-def test_a_uuid_may_be_anything(open_store: OpenStore, uuid: str) -> None:
+def test_uuid_may_be_any_text(open_store: OpenStore, uuid: str) -> None:
     store = open_store()
     submit(store, uuid)
     session = store.open_session(["q"], worker="w")
@@ -179,7 +179,7 @@ def delay_as_go(empty_cluster: ClusterServers, uuid: str, queue: str, score: int
     return body
 
 
-def test_what_go_has_delayed_comes_to_its_queue_once(
+def test_message_delayed_by_go_reaches_its_queue_once(
     empty_cluster: ClusterServers, open_store: OpenStore, clock: ClusterClock
 ) -> None:
     now = int(clock.now().timestamp()) * 10**9
@@ -220,7 +220,7 @@ def test_a_move_that_was_cut_off_is_finished(
     assert len(broker.pending("q", 9)) == 1
 
 
-def test_who_sleeps_at_one_queue_is_woken_by_another(open_store: OpenStore) -> None:
+def test_consumer_blocked_on_one_queue_is_woken_by_another(open_store: OpenStore) -> None:
     session = open_store().open_session(["q", "r", "s"], worker="w")
     broker = open_store().broker
     found: list[Delivery] = []
@@ -331,7 +331,7 @@ def test_a_group_that_go_has_settled_is_not_fired(
 
 
 @pytest.mark.parametrize("read", ["before", "after"])
-def test_while_go_has_its_mutex_nothing_is_fired_and_one_of_both_fires(
+def test_chord_is_fired_by_one_side_and_never_under_gos_mutex(
     empty_cluster: ClusterServers, open_cluster: Clusters, read: str
 ) -> None:
     backend = ClusterBackend(open_cluster())
@@ -354,7 +354,7 @@ def test_while_go_has_its_mutex_nothing_is_fired_and_one_of_both_fires(
     wait_until(lambda: backend.ready_groups(9) == [])
 
 
-def test_a_group_with_a_failed_member_is_failed_by_us_whatever_go_does(
+def test_group_with_a_failed_member_is_failed_beside_go(
     empty_cluster: ClusterServers, open_cluster: Clusters
 ) -> None:
     backend = ClusterBackend(open_cluster())
@@ -370,7 +370,7 @@ def test_a_group_with_a_failed_member_is_failed_by_us_whatever_go_does(
     ]
 
 
-def test_of_many_who_fire_a_flagged_group_one_does(open_cluster: Clusters) -> None:
+def test_flagged_group_is_fired_by_one_of_many(open_cluster: Clusters) -> None:
     backend = ClusterBackend(open_cluster())
     complete_group(backend)
 
@@ -396,7 +396,7 @@ class Slow(RedisClusterDriver):
         return super().ask(requests, **options)
 
 
-def test_what_go_does_between_our_flag_and_our_look_at_its_mutex_is_seen(
+def test_gos_change_between_our_flag_and_its_mutex_is_seen(
     empty_cluster: ClusterServers, open_cluster: Clusters
 ) -> None:
     complete_group(ClusterBackend(open_cluster()))
@@ -411,7 +411,7 @@ def test_what_go_does_between_our_flag_and_our_look_at_its_mutex_is_seen(
     slow.close()
 
 
-def test_what_a_schedule_sends_is_sent_although_its_sender_died_and_another_one_came_too_late(
+def test_tick_of_a_dead_sender_is_sent_after_a_late_second(
     open_store: OpenStore, open_cluster: Clusters, clock: ClusterClock
 ) -> None:
     late = open_store()
@@ -511,7 +511,7 @@ def test_a_unique_send_that_is_cut_off_anywhere_is_made_or_not(
     mortal.close()
 
 
-def test_what_a_claim_still_owes_outlives_it(
+def test_unfinished_steps_of_a_claim_outlive_the_claim(
     open_store: OpenStore, open_cluster: Clusters, clock: ClusterClock
 ) -> None:
     """Its window is over and another has the key, before the message of the first was published."""
