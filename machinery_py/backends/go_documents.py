@@ -1,8 +1,9 @@
-"""Go's document of a task, with all that is ours as its last field: as RabbitMQ and memcached keep it.
+"""Go's document of a task with our field as its last, as RabbitMQ and memcached keep it.
 
     {"TaskUUID":…, "State":…, … "TTL":0,"machinery_py":<field>}
 
-Go's decoder passes over the field, and Go's writers leave it out. A document without it was written by a Go program.
+Go's decoder passes over the field, and Go's writers leave it out: a document without it was
+written by a Go program.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _NO_STATE = TaskState(task_uuid="")
 def encode_document(
     uuid: str, state: TaskState | None, field: Callable[[TaskState], bytes]
 ) -> bytes:
-    """Return the document of a task. `field` encodes our field, from an empty state if there is none.
+    """Return the document of a task. `field` encodes our field of a state, or of an empty one.
 
     Raises:
         ArgumentError: a result cannot be sent.
@@ -52,7 +53,7 @@ def with_field(document: bytes, field: bytes) -> bytes:
 
 
 def without_field(body: bytes) -> tuple[bytes, bytes]:
-    """Return Go's document and our field, or what looks like it in a result; b"" if there is none."""
+    """Return Go's document and our field, or what looks like it; b"" if there is none."""
     head, mark, field = body.rpartition(_FIELD)
     return (head + b"}", field[:-1]) if mark else (body, b"")
 

@@ -152,8 +152,11 @@ class TransactionalBackend(Backend, OutboxBackend):
     def _begin(self, row: Row, uuid: str, run: int) -> Begun:
         if is_over(row.state, run):
             return Begun(epoch=row.epoch, finished=True, outbox=self._outbox(uuid))
-        row.epoch, row.changed = row.epoch + 1, True
+        row.epoch, row.changed = self._next_epoch(row.epoch), True
         return Begun(epoch=row.epoch)
+
+    def _next_epoch(self, epoch: int) -> int:
+        return epoch + 1
 
     def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:
         with self._transaction():

@@ -93,7 +93,7 @@ _unpack = msgspec.json.Decoder(Message).decode
 
 
 class Outbox(NamedTuple):
-    """Messages to be published for `key`. `home`: the queue of the delivery that sends them, or ""."""
+    """Messages to be published for `key`. `home`: the queue of their sender's delivery."""
 
     key: str
     bodies: Sequence[bytes]
@@ -129,7 +129,7 @@ class TwoStores(Store):
         try:
             self.broker.put(submission.messages, token=submission.token)
         except PublishRefused:
-            # Undo only this call's writes: after a lost reply the first call may have been carried out.
+            # Undo only this call's writes: an earlier call may have been carried out.
             for uuid in made - before.keys():
                 self.backend.purge_state(uuid)
             undo = [before[uuid] for uuid in made & before.keys()]
@@ -223,7 +223,7 @@ class TwoStores(Store):
         self.broker.put(messages, token="")
 
     def _post_alone(self, message: Message, home: str, published: Published) -> Sequence[Message]:
-        """Publish one message; return what finds no room: the message, or what follows from its failure."""
+        """Publish one message; return what finds no room: it, or what follows its failure."""
         try:
             self.put([message])
         except (PublishRefused, PublishUnknown) as error:
@@ -288,7 +288,7 @@ class TwoStores(Store):
 
 @dataclass(slots=True)
 class _Parked:
-    """A settlement that waits for room: its disposal, its outbox, and the messages still to publish."""
+    """A settlement that waits for room, with the messages still to publish."""
 
     disposal: Disposal
     outbox: Outbox
@@ -359,7 +359,7 @@ class TwoSession(Session):
         return fresh
 
     def _begin(self, known: Sequence[tuple[Delivery, str, int]]) -> Sequence[Begun | None]:
-        """Begin deliveries; None for one whose UUID names something else: it is a dead letter now."""
+        """Begin deliveries; None for one that became a dead letter: its UUID is another's."""
         try:
             return self._store.outbox.begin([(uuid, run) for _, uuid, run in known])
         except NameRefused as error:
@@ -377,7 +377,7 @@ class TwoSession(Session):
 
     def _send_unsent(self, ended: Sequence[tuple[str, Disposal]]) -> None:
         """Publish the outboxes that earlier settlements of these deliveries have left."""
-        # Read again under the lock: no settlement of ours is between storing an outbox and clearing it.
+        # Read again under the lock: no settlement of ours is half done then.
         with self._settling:
             found = self._store.outbox.outboxes([uuid for uuid, _ in ended])
             rows = [

@@ -65,7 +65,7 @@ from machinery_py.backends.rabbitmq.groups import RabbitMQGroups, meta_of
 from machinery_py.backends.rabbitmq.listener import AMQPListener
 from machinery_py.backends.rabbitmq.records import SCHEDULES, SCHEDULES_LOCK, RabbitMQRecords
 from machinery_py.backends.rabbitmq.revocations import Revocations
-from machinery_py.backends.transactional import Row, TransactionalBackend, is_over
+from machinery_py.backends.transactional import Row, TransactionalBackend
 from machinery_py.clock import micros
 from machinery_py.connections.rabbitmq.client import AmqpDriver
 from machinery_py.connections.rabbitmq.io_thread import Channel
@@ -102,7 +102,7 @@ class _OpenTransaction:
 
 
 class AMQPBackend(TransactionalBackend):
-    """ResultQueues on the driver's server. The driver belongs to whoever made it."""
+    """Queues on the driver's server. The driver belongs to whoever made it."""
 
     features = BackendFeatures(
         name="amqp",
@@ -228,7 +228,7 @@ class AMQPBackend(TransactionalBackend):
         self._current.groups.create(groups, micros(self.now()))
 
     def _arrive(self, arrivals: Sequence[Arrival]) -> None:
-        self._current.arrivals += arrivals  # let in together, and when their states are written
+        self._current.arrivals += arrivals  # added together, once their states are written
 
     def _let_arrive(self) -> None:
         current = self._current
@@ -243,12 +243,9 @@ class AMQPBackend(TransactionalBackend):
         for uuid in uuids:
             self._current.transaction.publish(FINISHED, name_of(uuid), b"")
 
-    def _begin(self, row: Row, uuid: str, run: int) -> Begun:
-        if is_over(row.state, run):
-            return Begun(epoch=row.epoch, finished=True, outbox=self._outbox(uuid))
+    def _next_epoch(self, epoch: int) -> int:
         # By the clock, so that an epoch from before an expiry is not given out again.
-        row.epoch, row.changed = max(row.epoch + 1, micros(self.now())), True
-        return Begun(epoch=row.epoch)
+        return max(epoch + 1, micros(self.now()))
 
     def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
         if not keys:
@@ -401,7 +398,7 @@ class AMQPBackend(TransactionalBackend):
         return self._run([uuid], "reading a callback's state", step)
 
     def member_states(self, group_uuid: str, uuids: Sequence[str]) -> dict[str, TaskState]:
-        """As get_states; of a chord also where the state has expired, or a Go program has read it."""
+        """As get_states; of a chord also if the state expired, or a Go program has read it."""
         states = self.get_states(uuids)
         if states.keys() >= set(uuids):
             return states

@@ -210,7 +210,7 @@ class GroupRecord(msgspec.Struct, array_like=True, gc=False):
 
 
 class Member(msgspec.Struct, array_like=True, gc=False):
-    """A member that is in. `body`: as of its task's queue, if that is known."""
+    """A member that has arrived. `body`: the message of its task, if known."""
 
     uuid: str
     body: bytes = b""
@@ -223,7 +223,7 @@ class ReadyEntry(msgspec.Struct, array_like=True, gc=False):
 
 
 class OutboxEntry(msgspec.Struct, array_like=True, gc=False):
-    """`kept_at` in µs."""
+    """An open outbox. `kept_at` in µs."""
 
     key: str
     kept_at: int

@@ -157,7 +157,7 @@ class RabbitMQGroups:
     # Settling
 
     def fire(self, group: str) -> bool:
-        """Settle the group, if nobody has."""
+        """Settle the group, once; return whether this call did."""
         record = self.load(group)
         if record is None or record.fired:
             return False

@@ -36,7 +36,7 @@ Look = Callable[[Sequence[str]], Iterable[str]]
 
 
 class AMQPListener(Listener):
-    """A queue of its own, bound by the UUIDs that are watched."""
+    """A listener with a queue of its own, bound by the UUIDs that are watched."""
 
     def __init__(self, transactions: QueueTransactions, look: Look) -> None:
         self._transactions = transactions
@@ -56,7 +56,7 @@ class AMQPListener(Listener):
         self._bind(new)
 
     def _bind(self, names: Collection[str]) -> None:
-        """Bind the queue by these names; if that fails, the looks of `wait` must do."""
+        """Bind the queue by these names; if that fails, `wait` finds out by reading states."""
         timeout = self._transactions.driver.timeout
         try:
             with self._binding, self._transactions.translated("waiting for results"):

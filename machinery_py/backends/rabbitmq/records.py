@@ -40,7 +40,7 @@ class RecordTable(msgspec.Struct, array_like=True, gc=False):
 
 
 class _Claim(msgspec.Struct, array_like=True, gc=False):
-    """`until` in µs."""
+    """The content of a claim. `until` in µs."""
 
     body: bytes
     until: int
@@ -89,7 +89,7 @@ class RabbitMQRecords:
     # Claims: the transaction holds the lock of each
 
     def claims(self, names: Sequence[str]) -> list[bytes | None]:
-        """Return the content of each of them."""
+        """Return the content of each claim."""
         queues = [claim_queue(name) for name in names]
         self._transaction.read(queues)
         return [self._holds(queue) for queue in queues]

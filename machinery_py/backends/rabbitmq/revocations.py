@@ -32,7 +32,7 @@ CHUNK = 1000  # names in one message
 
 
 class Revocations:
-    """May be used from any thread."""
+    """The revoked tasks, as this process knows them. May be used from any thread."""
 
     def __init__(self, transactions: QueueTransactions) -> None:
         self._transactions = transactions
@@ -42,7 +42,7 @@ class Revocations:
         self._queue = ""
 
     def add(self, transaction: QueueTransaction, uuids: Sequence[str], until: int) -> None:
-        """Keep revocations until `until` (µs). May be repeated; the transaction holds REVOKED_LOCK."""
+        """Keep revocations until `until` (µs). The transaction holds REVOKED_LOCK."""
         transaction.read([REVOKED])
         transaction.drop(
             one
@@ -59,7 +59,7 @@ class Revocations:
         return micros(self._transactions.driver.clock.now())
 
     def among(self, uuids: Sequence[str]) -> set[str]:
-        """Return the revoked ones among them."""
+        """Return those of these tasks that are revoked."""
         try:
             return self._among(uuids)
         except QueueTransactionLost:

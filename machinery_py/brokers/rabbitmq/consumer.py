@@ -61,7 +61,7 @@ _receipts = itertools.count(1)
 
 
 class AMQPConsumer(Consumer):
-    """A connection, and what was delivered on it."""
+    """A consumer with a connection of its own, and the deliveries that came on it."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class AMQPConsumer(Consumer):
             new.getter = Getter(gets)
 
     def _ask_paused(self, link: AmqpConnection) -> None:
-        """Ask which queues are paused; while the server takes no messages, nobody can say."""
+        """Ask which queues are paused; without an answer while the server takes no messages."""
         publisher, version = self._driver.publisher, self._receiver.version
         if not publisher.link.wait_unblocked(0.0):
             return
@@ -181,7 +181,7 @@ class AMQPConsumer(Consumer):
         link.tell(lambda: self._receiver.learn(marked, version))
 
     def _lose(self, connection: ConsumerConnection) -> None:
-        """Forget deliveries that are not ours any more."""
+        """Forget the deliveries of a connection that is lost."""
         with self._lock:
             if connection is self._connection and not connection.lost:
                 connection.lost = self._given_up = True
@@ -226,7 +226,7 @@ class AMQPConsumer(Consumer):
                 if one.gotten and connection.getter is not None:
                     channel = connection.getter.channel
                 self._held[delivery.receipt] = HeldDelivery(
-                    delivery, one, channel, one.tag, now, connection, subscription=one.subscription
+                    delivery, one, channel, one.tag, now, connection
                 )
                 deliveries.append(delivery)
         if len(found) > limit:  # two queues got their message in one moment
@@ -307,10 +307,10 @@ class AMQPConsumer(Consumer):
         return self._publisher.to_queue(message, delivery.queue, headers, eta=eta)
 
     def _unsubscribe(self, held: Sequence[HeldDelivery]) -> None:
-        """End the subscriptions that brought these: when settled they would bring others."""
+        """End the subscriptions of these deliveries, which bring others when these are settled."""
         for one in held:
-            if one.subscription:
-                tag, one.subscription = one.subscription, ""
+            if tag := one.message.subscription:
+                one.message.subscription = ""
                 try:
                     one.channel.unsubscribe(tag, self._driver.timeout)
                 except (AmqpConnectionLost, ChannelLost):
@@ -354,7 +354,7 @@ class AMQPConsumer(Consumer):
         self._file.ends(self._mark_of(delivery.body))
 
     def _move(self, held: Sequence[HeldDelivery]) -> None:
-        """Hold these in the holding queues from now on."""
+        """Move deliveries into the holding queues."""
         connection = self._connection
         if connection is None or not held:
             return

@@ -65,7 +65,7 @@ class ConsumerConnection:
         return self.main.is_open
 
     def close_main(self) -> None:
-        """End all that is held, in the I/O thread."""
+        """Close the main channel, which ends all deliveries; in the I/O thread."""
         if self.main.raw.is_open:
             self.main.raw.close()
 
@@ -81,11 +81,10 @@ class HeldDelivery(msgspec.Struct, gc=False, eq=False):
     connection: ConsumerConnection
     moved: bool = False
     begun: bool = False
-    subscription: str = ""  # to be ended before it is settled
 
 
 class HoldingQueues:
-    """The holding queues of one connection, one for each queue of origin; made when needed."""
+    """The holding queues of one connection, one for each queue of origin, declared when needed."""
 
     def __init__(
         self,
@@ -165,5 +164,5 @@ class HoldingQueues:
 
 
 def _passing(arrival: Future[int]) -> Callable[[Future[Any]], None]:
-    """Fill the future that is asked for with the result of `arrival`."""
+    """Return work for Channel.ask that ends with `arrival`."""
     return lambda future: arrival.add_done_callback(lambda done: resolve(future, done.result()))

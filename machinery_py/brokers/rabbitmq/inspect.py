@@ -39,7 +39,7 @@ SPLIT_LIFE = 10.0  # seconds
 
 
 class DelayedSplit:
-    """Whose the delayed messages are, as it was last read."""
+    """The delayed messages of each queue, as they were last read."""
 
     def __init__(self) -> None:
         self.counts: Sequence[int] = ()  # of the levels
@@ -48,7 +48,7 @@ class DelayedSplit:
 
 
 class Inspection:
-    """One look at the queues of a server, which ends with its channel."""
+    """Questions about the queues of a server, on one channel. Its end puts back what was taken."""
 
     def __init__(self, channel: Channel, topology: Topology, timeout: float) -> None:
         self._channel = channel

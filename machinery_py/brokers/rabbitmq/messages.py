@@ -18,6 +18,7 @@ headers
 from __future__ import annotations
 
 import datetime as dt
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -93,18 +94,14 @@ def received(queue: str, method: Any, properties: Any, body: bytes) -> ReceivedM
 
 
 class Publication(msgspec.Struct, frozen=True, gc=False):
-    """A message to publish, and what must be declared for it.
+    """A message to publish.
 
     Attributes:
-        queue: where it belongs; "" if nothing need be declared.
-        delayed: it goes through the delay levels.
-        dead: it goes to the dead letters of the queue.
+        needs: what must be declared for it, as Topology.steps takes it.
     """
 
     message: AddressedMessage
-    queue: str = ""
-    delayed: bool = False
-    dead: bool = False
+    needs: Sequence[tuple[str, str]] = ()
 
 
 def addressed(

@@ -74,7 +74,7 @@ class Attempts:
 
 
 class MessagePublisher:
-    """Publishes on the driver's publisher. May be used from any thread."""
+    """Declares and publishes on the driver's publishing connection. May be used from any thread."""
 
     def __init__(self, driver: AmqpDriver, topology: Topology) -> None:
         self._driver = driver
@@ -108,7 +108,7 @@ class MessagePublisher:
         wanted = [publications[index] for index in todo]
         self._check_sizes(wanted, attempt)
         with self._refusing():
-            news = self._declare(publisher, wanted)
+            news = self._declare(publisher, [need for one in wanted for need in one.needs])
         # The registry is told of new queues in the same batch.
         batch = publisher.publish([*(one.message for one in wanted), *map(self._note, news)])
         ends, noted = batch.ends[: len(todo)], batch.ends[len(todo) :]
@@ -133,14 +133,13 @@ class MessagePublisher:
         self._raise_for(ends, keys, attempt, batch.failure, last=last)
 
     def _check_sizes(self, wanted: Sequence[Publication], attempt: Attempt) -> None:
-        """Refuse what the server is known to refuse, and would end the channel for."""
+        """Refuse a message that is known to be too large: the server would end the channel."""
         size = max((len(one.message.body) for one in wanted), default=0)
         if size > self._largest and self._driver.clock.monotonic() < self._largest_until:
-            key = next(
-                one.queue or one.message.key for one in wanted if len(one.message.body) == size
-            )
+            [one, *_] = [one for one in wanted if len(one.message.body) == size]
+            queue = one.needs[-1][1] if one.needs else one.message.key
             text = (
-                f"{self._place}: a message for {key!r} has {size:,} bytes, "
+                f"{self._place}: a message for {queue!r} has {size:,} bytes, "
                 f"more than its max_message_size = {self._largest:,} ({SMALLER})"
             )
             raise for_good(PublishUnknown(text) if attempt.stored else PublishRefused(text))
@@ -210,14 +209,19 @@ class MessagePublisher:
         eta: dt.datetime | None = None,
         exchange: str = "",
     ) -> Publication:
-        """A message for a queue by this exchange; through the delay levels until `eta`."""
+        """Return a message for a queue by this exchange; through the delay levels until `eta`."""
         key, delay = queue, 0.0
         if eta is not None:
             delay = max(0.0, (micros(eta) - micros(self._driver.clock.now())) / 1e6)
         if eta is not None and delay:
             headers |= {QUEUE: queue, ETA: micros(eta)}
             exchange, key = self._topology.delay_route(queue, delay)
-        return Publication(addressed(exchange, key, message, headers), queue, delayed=bool(delay))
+        topology, needs = self._topology, list[tuple[str, str]]()
+        if topology.routes_by_name or queue == topology.default_queue:
+            needs.append(("queue", queue))
+        if delay:
+            needs += (("levels", ""), ("due", queue))
+        return Publication(addressed(exchange, key, message, headers), needs)
 
     def to_dead_letters(
         self,
@@ -229,7 +233,7 @@ class MessagePublisher:
         error: str,
         letter: str,
     ) -> Publication:
-        """A message for the dead letters of a queue, whose id is `letter`: a repeat is one letter."""
+        """Return a dead letter of a queue, whose id is `letter`: a repeat is one letter."""
         headers |= {
             QUEUE: queue,
             REASON: printable(cut(reason, MAX_ERROR)),  # all headers must fit into one frame
@@ -237,8 +241,8 @@ class MessagePublisher:
             DIED: micros(self._driver.clock.now()),
             LETTER: letter,
         }
-        key = self._topology.dead_queue(queue)
-        return Publication(addressed("", key, message, headers), queue, dead=True)
+        key, needs = self._topology.dead_queue(queue), (("queue", queue), ("dead", queue))
+        return Publication(addressed("", key, message, headers), needs)
 
     # Declarations
 
@@ -248,23 +252,14 @@ class MessagePublisher:
             self._declared.clear()
 
     def _declare(
-        self, publisher: Publisher, publications: Iterable[Publication]
+        self, publisher: Publisher, needs: Iterable[tuple[str, str]]
     ) -> list[tuple[str, str]]:
-        """Declare what is needed and not known to be there; return what the registry must be told.
+        """Declare what is not known to be there; return what the registry must be told.
 
         Raises:
             AmqpConnectionLost, ChannelLost: as Channel.rpc. A refused declaration ends the channel.
         """
-        topology = self._topology
-        wanted: dict[tuple[str, str], None] = {("common", ""): None}
-        for one in publications:
-            is_named = topology.routes_by_name or one.queue == topology.default_queue
-            if one.queue and (is_named or one.dead):
-                wanted[("queue", one.queue)] = None
-            if one.delayed:
-                wanted |= {("levels", ""): None, ("due", one.queue): None}
-            if one.dead:
-                wanted[("dead", one.queue)] = None
+        wanted = dict.fromkeys([("common", ""), *needs])
         with self._lock:
             if self._declared_on is not publisher:
                 self._declared.clear()
@@ -311,12 +306,10 @@ class MessagePublisher:
             PublishRefused, BrokerUnavailable: some of it may be there; doing it again is safe.
         """
         self._forget()
-        nothing = AddressedMessage("", "", b"", {})
+        kinds = ("queue", "due", "dead")
+        needs = [(kind, queue) for queue in queues for kind in kinds]
         with self._refusing():
-            self._declare(
-                self._open(),
-                [Publication(nothing, queue, delayed=True, dead=True) for queue in queues],
-            )
+            self._declare(self._open(), [("levels", ""), *needs])
         self.register(queues)
 
     # Registry and marks

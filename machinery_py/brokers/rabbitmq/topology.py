@@ -31,7 +31,7 @@ Step = tuple[str, dict[str, Any]]
 
 
 class Topology:
-    """Declarations for each queue. Pure, but for `carry_out`."""
+    """Names and declarations for the queues of one configuration. Asks no server."""
 
     def __init__(self, config: AMQPConfig, default_queue: str) -> None:
         self.config = config
@@ -73,11 +73,11 @@ class Topology:
         return f"{self._named('delay')}.{level}"
 
     def _named(self, what: str) -> str:
-        """The name of a queue of ours, which is another one where queues are quorum queues."""
+        """Return the name of a queue of ours: another one where queues are quorum queues."""
         return f"machinery.{what}.quorum" if self.is_quorum else f"machinery.{what}"
 
     def delay_route(self, queue: str, delay: float) -> tuple[str, str]:
-        """Return (exchange, routing key) for a message that comes to the queue after `delay` seconds."""
+        """Return exchange and routing key for a delay of so many seconds."""
         ticks = max(1, min(-int(-delay // TICK), (1 << LEVELS) - 1))
         bits = format(ticks, f"0{LEVELS}b")
         return self.level_name(ticks.bit_length() - 1), f"{'.'.join(bits)}.{digest(queue)}"
@@ -156,12 +156,12 @@ class Topology:
         ]
 
     def pause(self, queue: str, *, shut: bool) -> Step:
-        """Set or take away the mark of a paused queue: a binding, known to all nodes of a cluster."""
+        """Set or take away the mark of a paused queue: a binding, known to all nodes."""
         method = "exchange_bind" if shut else "exchange_unbind"
         return method, {"destination": PAUSED_SINK, "source": PAUSED, "routing_key": digest(queue)}
 
     def levels(self) -> list[Step]:
-        """The levels, from below, and the sign that all are there."""
+        """Return the declarations of all levels, the lowest first; `levels_ready` comes last."""
         steps = [_exchange(DUE, "topic")]
         for level in range(LEVELS):
             name, below = self.level_name(level), self.level_name(level - 1) if level else DUE
@@ -206,7 +206,7 @@ class Topology:
 
 
 def digest(queue: str) -> str:
-    """A word of a routing key that stands for a queue, whatever is in its name."""
+    """Return a word of a routing key for a queue, whatever is in its name."""
     return hashlib.blake2s(queue.encode(errors="surrogatepass"), digest_size=10).hexdigest()
 
 

@@ -45,7 +45,7 @@ _LARGER = re.compile(r"is larger than .*?(\d+)")
 
 
 class AmqpDriver:
-    """The servers behind one or several URLs, connected when needed. May be used from any thread."""
+    """The servers behind one or several URLs, connected when needed. For any thread."""
 
     def __init__(
         self,
@@ -168,13 +168,13 @@ class AmqpDriver:
         refused.retire()
 
     def open_publisher(self) -> Publisher | None:
-        """Return the open connection to publish on, if any. For I/O threads, which must not wait."""
+        """Return the open publishing connection, if any. For I/O threads, which must not wait."""
         publisher = self._publisher
         return publisher if publisher is not None and publisher.is_open else None
 
     @contextmanager
     def visit(self, doing: str) -> Iterator[Channel]:
-        """A channel on a connection of its own for a `with`, after which unsettled messages go back.
+        """A channel on a connection of its own; unsettled messages go back after the `with`.
 
         Raises:
             BrokerUnavailable, StoreUnusable: also in place of pika's errors inside the `with`.
@@ -249,7 +249,7 @@ def largest_of(error: object) -> int | None:
 
 
 def explained(error: ChannelLost) -> str:
-    """The server's text, with what to do about it."""
+    """Return the server's text, with what to do about it."""
     text = error.text
     if error.code == 406 and "inequivalent arg" in text:
         return (

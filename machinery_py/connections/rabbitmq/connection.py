@@ -10,6 +10,7 @@ read deliveries by itself, correctly and slower.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from pika import frame
@@ -32,31 +33,24 @@ READ = 65_536  # bytes of one system call; pika reads 4,096
 PROTOCOL = b"AMQP"  # no frame, but the answer of a server that speaks another version
 
 
+@dataclass(slots=True)
 class _PartialDelivery:
-    """A delivery whose frames are not all there yet."""
+    """A delivery that is not complete. `left`: missing bytes of the body."""
 
-    __slots__ = ("body", "channel", "left", "method", "properties", "take")
-
-    def __init__(self, channel: Any, take: Any, method: Any) -> None:
-        self.channel = channel
-        self.take = take
-        self.method = method
-        self.properties: Any = None
-        self.body: list[bytes] = []
-        self.left = 0  # bytes of the body
+    channel: Any
+    take: Any
+    method: Any
+    properties: Any = None
+    body: list[bytes] = field(default_factory=list)
+    left: int = 0
 
     def deliver(self) -> None:
-        body = self.body
-        self.take(
-            self.channel,
-            self.method,
-            self.properties,
-            body[0] if len(body) == 1 else b"".join(body),
-        )
+        body = self.body[0] if len(self.body) == 1 else b"".join(self.body)
+        self.take(self.channel, self.method, self.properties, body)
 
 
 class Connection(SelectConnection):  # type: ignore[misc]  # pika has no types for mypy
-    """A SelectConnection for much traffic. Belongs to the thread that runs its loop, as that does.
+    """A SelectConnection for much traffic. Belongs to the thread that runs its loop.
 
     A delivery is handed to its subscriber with a `DeliveryFields` and `Properties` instead of
     pika's objects.
@@ -96,7 +90,7 @@ class Connection(SelectConnection):  # type: ignore[misc]  # pika has no types f
             self._frame_buffer = buffer[begin:]
 
     def _takes(self, buffer: bytes, at: int, after: int) -> bool:
-        """Whether the frame was one of a delivery to a subscriber, and was dealt with here."""
+        """Deal with a frame of a delivery to a subscriber; return whether it was one."""
         kind, number, size = read_frame(buffer, at)
         payload = at + OVERHEAD - 1
         if kind == METHOD and buffer.startswith(DELIVER, payload) and buffer[after - 1] == END:
@@ -129,7 +123,7 @@ class Connection(SelectConnection):  # type: ignore[misc]  # pika has no types f
 
 
 def _end_of_frame(buffer: bytes, at: int) -> int:
-    """Where the frame ends that begins there; 0 if it is not all there."""
+    """Return where the frame at `at` ends; 0 if it is not complete."""
     left = len(buffer) - at
     if left < OVERHEAD:
         return 0

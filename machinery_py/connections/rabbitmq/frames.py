@@ -120,7 +120,7 @@ class Writer:
         return pieces
 
     def _address(self, exchange: str, key: str) -> bytes:
-        """The method frame, which most messages share with others."""
+        """Return the method frame, which most messages share with others."""
         found = self._addresses.get((exchange, key))
         if found is None:
             payload = b"\x00\x3c\x00\x28\x00\x00" + short(exchange) + short(key) + b"\x01"
@@ -132,7 +132,7 @@ class Writer:
 
 
 def short(text: str) -> bytes:
-    """A short string.
+    """Return a short string.
 
     Raises:
         ValueError: it is longer than LONGEST bytes, or has no UTF-8.
@@ -151,12 +151,12 @@ def acks(channel: int, tags: Iterable[int], *, up_to: int = 0) -> bytes:
 
 
 def nacks(channel: int, tags: Iterable[int]) -> bytes:
-    """Frames that give each of the tags back to its queue."""
+    """Return frames that give each of the tags back to its queue."""
     return b"".join([_settled(METHOD, channel, 13, 60, 120, tag, 2, END) for tag in tags])
 
 
 def _table_of(headers: Mapping[str, Any]) -> list[bytes]:
-    """A table, as pika writes it."""
+    """Return a table, as pika writes it."""
     pieces = [b""]
     for key, value in headers.items():
         pieces.append(short(key))
@@ -169,7 +169,7 @@ def _table_of(headers: Mapping[str, Any]) -> list[bytes]:
 
 
 def read_delivery(buffer: bytes, at: int) -> tuple[bytes, DeliveryFields]:
-    """The consumer's tag and the delivery of a DELIVER frame whose payload begins at `at`."""
+    """Return the consumer's tag and the fields of the DELIVER frame with its payload at `at`."""
     begin = at + 5
     end = begin + buffer[at + 4]
     tag, redelivered = _read_tag(buffer, end)
@@ -224,7 +224,7 @@ def _text(buffer: bytes, at: int) -> tuple[str, int]:
 
 
 def _table(buffer: bytes, at: int) -> tuple[dict[str, Any], int]:
-    """A table, and where it ends."""
+    """Return a table, and where it ends."""
     place = at + 4
     end = place + _read_size(buffer, at)[0]
     table: dict[str, Any] = {}

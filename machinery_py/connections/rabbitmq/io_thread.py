@@ -102,7 +102,7 @@ class AmqpConnection:
         try:
             self._connection = Connection(
                 self._parameters,
-                on_open_callback=self._on_open,
+                on_open_callback=lambda _: resolve(self._opened, None),
                 on_open_error_callback=self._on_end,
                 on_close_callback=self._on_end,
             )
@@ -114,9 +114,6 @@ class AmqpConnection:
         self._end(ended or AmqpConnectionLost("closed"))
         if self._connection is not None:
             self._connection.ioloop.close()  # its poller and its pair of sockets
-
-    def _on_open(self, _: object) -> None:
-        resolve(self._opened, None)
 
     def _on_end(self, connection: Any, error: Any) -> None:
         self._end(error if isinstance(error, Exception) else AmqpConnectionLost(str(error)))
@@ -274,7 +271,7 @@ class Channel:
         return self.link.ask(begin, timeout)
 
     def rpc(self, method: str, *, timeout: float, **arguments: Any) -> Any:
-        """Call one of pika's methods that has a `callback`, and return the frame that comes back."""
+        """Call a method of pika's that has a `callback`, and return the frame that comes back."""
         return self.ask(
             lambda future: getattr(self.raw, method)(
                 callback=lambda frame: resolve(future, frame), **arguments
@@ -373,7 +370,7 @@ class Channel:
 
 
 def resolve(future: Future[Any], value: Any) -> None:
-    """Fill a future that may have been given up."""
+    """Set the result of a future that may be done."""
     if not future.done():
         future.set_result(value)
 

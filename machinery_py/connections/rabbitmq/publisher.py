@@ -25,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -43,7 +44,7 @@ PIECE = 65_536  # bytes, about, of one system call
 
 
 class End(Enum):
-    """Result of publishing a message."""
+    """How the publishing of a message ended."""
 
     UNKNOWN = "unknown"
     CONFIRMED = "confirmed"
@@ -98,16 +99,20 @@ class Batch:
             return not self._left
 
 
+@dataclass(slots=True)
 class _Run:
-    """Messages of a batch that were written together, and so have consecutive numbers."""
+    """Messages of a batch that were written together, and so have consecutive numbers.
 
-    __slots__ = ("batch", "first", "index", "last", "low")
+    Attributes:
+        index: of the message whose number is `first`.
+        low: all below it have an end.
+    """
 
-    def __init__(self, batch: Batch, index: int, first: int, last: int) -> None:
-        self.batch = batch
-        self.index = index  # of the message whose number is `first`
-        self.first = self.low = first  # all below `low` have an end
-        self.last = last
+    batch: Batch
+    index: int
+    first: int
+    last: int
+    low: int
 
 
 class Confirms:
@@ -119,8 +124,8 @@ class Confirms:
 
     def wrote(self, batch: Batch, index: int, count: int) -> None:
         """Number `count` messages of the batch, from that index on: they were written."""
-        self._runs.append(_Run(batch, index, self._next, self._next + count - 1))
-        self._next += count
+        first, self._next = self._next, self._next + count
+        self._runs.append(_Run(batch, index, first, self._next - 1, low=first))
 
     def hear(self, number: int, end: End, *, multiple: bool) -> None:
         """Note the end of a message, or with `multiple` of all up to it that have none yet."""
@@ -215,7 +220,7 @@ class Publisher:
         return pieces
 
     def _write(self, batch: Batch, start: int, count: int, pieces: Sequence[bytes]) -> None:
-        """In the I/O thread."""
+        """Write a chunk; in the I/O thread."""
         if self.channel.lost is not None:
             batch.fail(self.channel.lost)
             return

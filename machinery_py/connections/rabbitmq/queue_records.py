@@ -67,9 +67,9 @@ OTHER_ARGUMENTS = 406
 REFUSALS = (403, 405, OTHER_ARGUMENTS)  # no right to it; another's alone; made in another way
 _QUEUE = re.compile(r"queue '(.*)' in vhost")
 
-#: Of a queue that is a lock: its consumers come one after the other, and spare tokens do not pile up.
+#: Of a lock queue: consumers get it one after the other, and spare tokens do not pile up.
 LOCK_ARGUMENTS = {"x-queue-type": "classic", "x-single-active-consumer": True, "x-max-length": 1}
-#: Of our queues that stay. The server's default may be another type, without messages of no lifetime.
+#: Of our queues that stay. The server's default type may know no messages of no lifetime.
 OURS = {"x-queue-type": "classic"}
 
 _tags = itertools.count(1)
@@ -96,7 +96,7 @@ class Queue(NamedTuple):
 
 
 class QueueMoved(Exception):
-    """A queue went away between two looks; nothing was written."""
+    """A queue was deleted during a transaction, which has written nothing."""
 
 
 class QueueTransactionLost(BackendUnavailable):
@@ -155,7 +155,7 @@ class QueueTransaction:
     # Locks
 
     def lock(self, locks: Iterable[str]) -> None:
-        """Hold these locks until the end. By name, all of them come after those that are held.
+        """Hold these locks until the end. Their names come after those of locks that are held.
 
         Raises:
             LockTaken: somebody else has one of them for too long.
@@ -199,7 +199,7 @@ class QueueTransaction:
     # Reading
 
     def read(self, queues: Iterable[Queue]) -> None:
-        """Take what lies in these queues, if they are there."""
+        """Take the messages of these queues, if they are there."""
         wanted = {one.queue: one for one in queues}
         names = wanted.keys() - self._held.keys() - self._absent
         unknown = names - self._known
@@ -254,7 +254,7 @@ class QueueTransaction:
         self._dropped.update(one.tag for one in held)
 
     def delete(self, queue: Queue) -> None:
-        """Delete a queue, once all the rest is true."""
+        """Delete a queue, once the transaction is committed."""
         if not queue.is_ours:
             self.count(queue)
         self._deleted.append(queue.queue)
@@ -338,9 +338,7 @@ class QueueTransactions:
                 transaction.commit(lambda: self._free.append(transaction))
             except LockTaken as error:
                 transaction.close()
-                with self._visit() as channel:
-                    # It may have no token: somebody has purged it.
-                    declare_lock(channel, error.lock, self.driver.timeout, is_stuck=True)
+                self._repair([error.lock], is_stuck=True)  # it may be purged: without a token
                 raise BackendUnavailable(
                     f"RabbitMQ at {self.driver.place}: {doing}: others have held {error.lock!r}"
                     f" for {PATIENCE:g} s"
@@ -353,17 +351,14 @@ class QueueTransactions:
         try:
             transaction.lock(locks)
         except ChannelLost as error:
-            if error.code == NOT_FOUND:  # somebody has deleted one
-                with self._visit() as channel:
-                    for lock in locks:
-                        declare_lock(channel, lock, self.driver.timeout)
+            if error.code == NOT_FOUND:  # one was deleted
+                self._repair(locks)
             raise
 
-    @contextmanager
-    def _visit(self) -> Iterator[Channel]:
-        """A channel for something else than a transaction. Raises as `link`."""
+    def _repair(self, locks: Iterable[str], *, is_stuck: bool = False) -> None:
         channel = self.link().channel(self.driver.timeout)
-        yield channel
+        for lock in locks:
+            declare_lock(channel, lock, self.driver.timeout, is_stuck=is_stuck)
         channel.close()
 
     def _new(self, doing: str) -> QueueTransaction:
@@ -382,7 +377,7 @@ class QueueTransactions:
                 return free
 
     def link(self) -> AmqpConnection:
-        """The connection, with all that transactions need declared on its server.
+        """Return the connection, with all that transactions need declared on its server.
 
         Raises:
             BackendUnavailable, StoreUnusable, and what `translated` translates.
@@ -456,7 +451,7 @@ def queue_of_others(error: ChannelLost) -> str:
 
 
 def declare_lock(channel: Channel, lock: str, timeout: float, *, is_stuck: bool = False) -> None:
-    """Make a lock of this name, with a token in it if nobody has or wants one, or it `is_stuck`.
+    """Declare a lock, and put a token in it if it has no holder and no waiter, or `is_stuck`.
 
     A token that comes while consumers change can end the queue's process (RabbitMQ 3.10, a match of
     `BQ:is_empty`), so none is put beside consumers without need.

@@ -23,7 +23,7 @@ class UnsettledMessage(NamedTuple):
 
 
 class QueueReader:
-    """Takes all messages of queues on a channel. Requests are pipelined: the server answers in order.
+    """Takes all messages of queues on a channel, by pipelined requests.
 
     pika would have each request wait for the answer to the one before. A test names its members
     that this touches.
