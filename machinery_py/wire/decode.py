@@ -55,6 +55,36 @@ class ReceivedArg(
         return hash(Arg(type=self.type, value=self.value, name=self.name))
 
 
+class KnownFields(msgspec.Struct, gc=False):
+    """Fields of a message that another program may have written, for listings."""
+
+    UUID: str = ""
+    Name: str = ""
+    RoutingKey: str = ""
+    ETA: str | None = None
+    Priority: int = 0
+
+    @property
+    def eta(self) -> dt.datetime | None:
+        try:
+            return None if self.ETA is None else parse_time(self.ETA)
+        except DecodeError:
+            return None
+
+
+_decode_known = Decoder(KnownFields).decode
+
+
+def known_fields(body: bytes) -> KnownFields | None:
+    """Read some fields of a message; None if it is no signature, or nested too deep for a glance."""
+    if is_deep(body):
+        return None
+    try:
+        return _decode_known(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
+        return None
+
+
 class _Head(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     UUID: str
     Name: str

@@ -117,7 +117,7 @@ class AMQPBroker(Broker):
     def pending(self, queue: str, limit: int) -> list[Message]:
         queue = self.topology.queue_of(queue)
         with self._inspecting(f"listing {queue!r}") as inspection:
-            return [message_of(one) for one in inspection.taken(queue, limit)]
+            return [message_of(one) for one in inspection.take(queue, limit)]
 
     def delayed(self, limit: int) -> list[Message]:
         with self._inspecting("listing delayed messages") as inspection:

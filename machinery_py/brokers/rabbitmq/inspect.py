@@ -55,17 +55,17 @@ class Inspection:
         self._topology = topology
         self._timeout = timeout
 
-    def taken(self, queue: str, limit: int = ALL) -> list[ReceivedMessage]:
+    def take(self, queue: str, limit: int = ALL) -> list[ReceivedMessage]:
         """Take messages of a queue, if it is there."""
         return self._drained(queue, limit) if self.count(queue) else []
 
     def delayed(self) -> Iterator[ReceivedMessage]:
         for level in range(LEVELS):
-            yield from self.taken(self._topology.level_name(level))
+            yield from self.take(self._topology.level_name(level))
 
     def letters(self, queues: Sequence[str]) -> Iterator[tuple[ReceivedMessage, DeadLetter]]:
         for queue in queues:
-            for one in self.taken(self._topology.dead_queue(queue)):
+            for one in self.take(self._topology.dead_queue(queue)):
                 yield one, letter_of(one)
 
     def delete(self, messages: Sequence[ReceivedMessage]) -> None:
@@ -85,7 +85,7 @@ class Inspection:
         """Return all queues that were ever used, and those to which delayed messages were sent."""
         seen: set[tuple[str, bool]] = set()
         spare: list[ReceivedMessage] = []
-        for one in self.taken(self._topology.registry):
+        for one in self.take(self._topology.registry):
             note = one.body.decode(errors="replace"), bool(one.headers.get(LATE))
             if note in seen:
                 spare.append(one)

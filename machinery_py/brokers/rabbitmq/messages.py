@@ -26,10 +26,8 @@ import msgspec
 from machinery_py.brokers.base import DeadLetter, Message
 from machinery_py.clock import micros, moment_of
 from machinery_py.connections.rabbitmq.frames import AddressedMessage
-from machinery_py.errors import DecodeError
 from machinery_py.texts import printable
-from machinery_py.wire.depth import is_deep
-from machinery_py.wire.times import parse_time
+from machinery_py.wire.decode import KnownFields, known_fields
 
 SENT, QUEUE, ETA, PARKS = "machinery_sent", "machinery_queue", "machinery_eta", "machinery_parks"
 FENCE, STRIKES, COPY = "machinery_fence", "machinery_strikes", "machinery_copy"
@@ -133,29 +131,13 @@ def _is_short(text: str) -> bool:
 # Listing
 
 
-class _ForeignBody(msgspec.Struct, gc=False):
-    """Fields that are read of a body that another program has written."""
-
-    UUID: str = ""
-    Name: str = ""
-    ETA: str | None = None
-
-
-_decode = msgspec.json.Decoder(_ForeignBody).decode
-
-
 def message_of(one: ReceivedMessage, *, queue: str = "") -> Message:
     """Return the message as it was put; what a foreign sender left out is read from its body."""
     uuid, name = one.uuid or one.text(UUID), one.name or one.text(NAME)
     eta = one.moment(ETA)
     if not uuid and not name:
-        body = _foreign_body(one.body)
-        uuid, name = body.UUID, body.Name
-        if eta is None and body.ETA is not None:
-            try:
-                eta = parse_time(body.ETA)
-            except DecodeError:
-                pass
+        fields = known_fields(one.body) or KnownFields()
+        uuid, name, eta = fields.UUID, fields.Name, eta or fields.eta
     return Message(
         uuid=uuid,
         name=name,
@@ -165,15 +147,6 @@ def message_of(one: ReceivedMessage, *, queue: str = "") -> Message:
         priority=one.priority,
         parks=one.number(PARKS),
     )
-
-
-def _foreign_body(body: bytes) -> _ForeignBody:
-    if is_deep(body):
-        return _ForeignBody()
-    try:
-        return _decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
-        return _ForeignBody()
 
 
 def letter_of(one: ReceivedMessage) -> DeadLetter:

@@ -35,7 +35,6 @@ from machinery_py.brokers.redis.messages import (
     Queues,
     bodies_for,
     head_of,
-    known,
     label_of,
     letter_of,
     message_of,
@@ -55,6 +54,7 @@ from machinery_py.connections.session_files import host_folder, remove
 from machinery_py.errors import BrokerUnavailable, NameRefused, PublishUnknown
 from machinery_py.names import REASON, check_queue
 from machinery_py.texts import get_logger
+from machinery_py.wire.decode import known_fields
 
 logger = get_logger(__name__)
 
@@ -195,7 +195,7 @@ class RedisBroker(Broker):
         queues = Queues()
         rows: list[Packed] = []
         for body in bodies:
-            said = known(body)
+            said = known_fields(body)
             # Bytes that name no queue come to one that workers look at, and are buried there.
             queue = (said.RoutingKey if said else "") or FIRST_QUEUE
             check_queue(queue)

@@ -32,7 +32,6 @@ from machinery_py.brokers.redis.messages import (
     Packed,
     Queues,
     bodies_for,
-    known,
     message_of_go,
     named,
     packed,
@@ -48,6 +47,7 @@ from machinery_py.connections.redis.slots import slot_of
 from machinery_py.errors import BrokerUnavailable, NameRefused, PublishRefused, PublishUnknown
 from machinery_py.names import queue_problem
 from machinery_py.texts import get_logger
+from machinery_py.wire.decode import known_fields
 
 MOVE_WITHIN = 300_000_000  # µs between the look at Go's set and the move; clocks differ by less
 FOR_EVER = 2**53  # µs
@@ -221,7 +221,7 @@ class ClusterBroker(Broker):
                 return interval if due_in < 0 else min(interval, max(due_in / 1e6, 0.01))
             parts: dict[str, list[tuple[_Move, tuple[bytes, bytes]]]] = {}
             for body, score in due:
-                said = known(body)
+                said = known_fields(body)
                 move = (name_of_move(body, score), packed_go(body, said, 0))
                 queue = self._queue_for(said.RoutingKey if said else "")
                 parts.setdefault(queue, []).append((move, (body, score)))

@@ -22,7 +22,7 @@ import msgspec
 from machinery_py.brokers.base import WAITING, Consumer, Delivery, Disposal, Fate
 from machinery_py.brokers.liveness import own_record
 from machinery_py.brokers.redis import scripts
-from machinery_py.brokers.redis.messages import EMPTY, head_of, printable
+from machinery_py.brokers.redis.messages import EMPTY, head_of
 from machinery_py.clock import micros
 from machinery_py.connections.redis.client import RedisConnection, RedisDriver, command, raw
 from machinery_py.connections.redis.errors import Kind, kind_of, log_spoilt
@@ -30,6 +30,7 @@ from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.connections.redis.scripts import pack
 from machinery_py.connections.session_files import SessionFile, host_file, host_folder, ran
 from machinery_py.errors import BrokerUnavailable, MachineryError
+from machinery_py.texts import printable
 
 BLOCK = 1.0  # seconds of one sleep; shorter than half a lease
 LINK_TIMEOUT = 3.0  # seconds for the reply to a claim, beyond its sleep

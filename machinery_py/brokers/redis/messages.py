@@ -15,29 +15,17 @@ import msgspec
 from machinery_py.brokers.base import DeadLetter, Message
 from machinery_py.clock import micros, moment_of
 from machinery_py.connections.redis.client import raw
-from machinery_py.connections.redis.keys import encoded, queue_keys
+from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.connections.redis.scripts import pack
-from machinery_py.errors import DecodeError
-from machinery_py.wire.depth import is_deep
+from machinery_py.texts import printable
+from machinery_py.wire.decode import KnownFields, known_fields
 from machinery_py.wire.signatures import encode
-from machinery_py.wire.times import parse_time
 
 Packed = tuple[int, int, int, msgspec.Raw, int, msgspec.Raw]
 
 EMPTY = raw(b"")
 
 _label = msgspec.msgpack.Decoder(tuple[str, str]).decode
-
-
-class _KnownFields(msgspec.Struct, gc=False):
-    UUID: str = ""
-    Name: str = ""
-    RoutingKey: str = ""
-    ETA: str | None = None
-    Priority: int = 0
-
-
-_known = msgspec.json.Decoder(_KnownFields).decode
 
 
 @functools.lru_cache(maxsize=4096)
@@ -94,21 +82,6 @@ def label_of(message: Message) -> bytes:
         return pack((printable(message.uuid), printable(message.name)))
 
 
-def printable(text: str) -> str:
-    """Return the text with what has no UTF-8 written out: half a surrogate pair."""
-    return encoded(text).decode()
-
-
-def known(body: bytes) -> _KnownFields | None:
-    """Read the known fields of a body; None if it is no signature, or too deep."""
-    if is_deep(body):
-        return None
-    try:
-        return _known(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
-        return None
-
-
 def message_of(
     body: bytes,
     *,
@@ -123,13 +96,9 @@ def message_of(
     if label:
         uuid, name = _label(label)
     else:
-        said = known(body) or _KnownFields()
+        said = known_fields(body) or KnownFields()
         uuid, name = said.UUID, said.Name
-        if eta is None and said.ETA is not None:
-            try:
-                eta = parse_time(said.ETA)
-            except DecodeError:
-                eta = None
+        eta = eta or said.eta
     return Message(
         uuid=uuid,
         name=name,
@@ -144,7 +113,7 @@ def message_of(
 # Messages in Go's delayed set
 
 
-def packed_go(body: bytes, said: _KnownFields | None, place: int) -> Packed:
+def packed_go(body: bytes, said: KnownFields | None, place: int) -> Packed:
     """Pack one that is due now, for the queue at this place."""
     priority = said.Priority if said and 0 <= said.Priority <= 255 else 0
     return place, priority, 0, EMPTY, 0, raw(body)
@@ -152,14 +121,14 @@ def packed_go(body: bytes, said: _KnownFields | None, place: int) -> Packed:
 
 def message_of_go(body: bytes, due: int) -> Message:
     """Read one that is due at this moment, in µs."""
-    said = known(body)
+    said = known_fields(body)
     queue, priority = (said.RoutingKey, said.Priority) if said else ("", 0)
     return message_of(body, queue=queue, priority=priority, due=due)
 
 
 def bodies_for(queue: str, members: Iterable[bytes]) -> list[bytes]:
     """Return the members that are for this queue."""
-    return [one for one in members if (said := known(one)) and said.RoutingKey == queue]
+    return [one for one in members if (said := known_fields(one)) and said.RoutingKey == queue]
 
 
 # Names and entries, as the scripts return them

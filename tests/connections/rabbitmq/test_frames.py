@@ -43,14 +43,14 @@ values = st.one_of(
     st.lists(st.integers(-5, 5), max_size=3),
     st.dictionaries(shorts, st.integers(-5, 5), max_size=2),
 )
-parcel_bodies = st.one_of(
+message_bodies = st.one_of(
     st.binary(max_size=50), st.just(b"x" * (2 * MOST + 1)), st.just(b"y" * MOST)
 )
-parcels = st.builds(
+messages = st.builds(
     AddressedMessage,
     exchange=shorts,
     key=shorts,
-    body=parcel_bodies,
+    body=message_bodies,
     headers=st.dictionaries(shorts, values, max_size=4),
     uuid=shorts,
     name=shorts,
@@ -69,48 +69,48 @@ def by_pika(data: bytes) -> list[Any]:
     return frames
 
 
-@given(parcels)
-def test_pika_reads_the_parcel_that_was_written(parcel: AddressedMessage) -> None:
-    method, header, *body = by_pika(b"".join(Writer(3, MOST).message(parcel, "7.1")))
+@given(messages)
+def test_pika_reads_the_message_that_was_written(message: AddressedMessage) -> None:
+    method, header, *body = by_pika(b"".join(Writer(3, MOST).message(message, "7.1")))
 
     assert {one.channel_number for one in (method, header, *body)} == {3}
     said, properties = method.method, header.properties
     assert (said.NAME, said.exchange, said.routing_key) == (
         "Basic.Publish",
-        parcel.exchange,
-        parcel.key,
+        message.exchange,
+        message.key,
     )
     assert said.mandatory and not said.immediate
-    assert header.body_size == len(parcel.body)
-    assert b"".join(one.fragment for one in body) == parcel.body
+    assert header.body_size == len(message.body)
+    assert b"".join(one.fragment for one in body) == message.body
     assert all(len(one.fragment) <= MOST for one in body)
-    assert properties.headers == parcel.headers
-    assert (properties.message_id or "", properties.type or "") == (parcel.uuid, parcel.name)
-    assert (properties.priority, properties.delivery_mode) == (parcel.priority, 2)
+    assert properties.headers == message.headers
+    assert (properties.message_id or "", properties.type or "") == (message.uuid, message.name)
+    assert (properties.priority, properties.delivery_mode) == (message.priority, 2)
     assert (properties.content_type, properties.correlation_id) == ("application/json", "7.1")
 
 
-@given(parcels)
-def test_publish_frames_are_those_of_pika(parcel: AddressedMessage) -> None:
+@given(messages)
+def test_publish_frames_are_those_of_pika(message: AddressedMessage) -> None:
     properties = pika.BasicProperties(
         content_type="application/json",
         delivery_mode=2,
-        priority=parcel.priority,
-        headers=parcel.headers,
-        message_id=parcel.uuid or None,
-        type=parcel.name or None,
+        priority=message.priority,
+        headers=message.headers,
+        message_id=message.uuid or None,
+        type=message.name or None,
         correlation_id="1.0",
     )
-    method = spec.Basic.Publish(exchange=parcel.exchange, routing_key=parcel.key, mandatory=True)
+    method = spec.Basic.Publish(exchange=message.exchange, routing_key=message.key, mandatory=True)
     expected = (
-        frame.Method(9, method).marshal() + frame.Header(9, len(parcel.body), properties).marshal()
+        frame.Method(9, method).marshal() + frame.Header(9, len(message.body), properties).marshal()
     )
 
-    assert b"".join(Writer(9, 2**20).message(parcel, "1.0")).startswith(expected)
+    assert b"".join(Writer(9, 2**20).message(message, "1.0")).startswith(expected)
 
 
 @pytest.mark.parametrize(
-    "parcel",
+    "message",
     [
         AddressedMessage("", "k" * 256, b"", {}),
         AddressedMessage("", "q", b"", {}, uuid="\ud800"),
@@ -120,9 +120,9 @@ def test_publish_frames_are_those_of_pika(parcel: AddressedMessage) -> None:
     ],
     ids=["long", "surrogate", "type", "number", "priority"],
 )
-def test_headers_that_amqp_cannot_encode_are_refused(parcel: AddressedMessage) -> None:
+def test_headers_that_amqp_cannot_encode_are_refused(message: AddressedMessage) -> None:
     with pytest.raises(Exception):  # noqa: B017 - whatever it is, nothing is written
-        Writer(1, MOST).message(parcel, "1")
+        Writer(1, MOST).message(message, "1")
 
 
 def test_acknowledgements_are_those_that_pika_reads() -> None:
@@ -157,7 +157,7 @@ def test_each_publish_ends_as_confirmed_in_any_batching(
         [Batch([AddressedMessage("", "", b"", {})] * (2 * size)) for size in sizes],
     )
     numbers: list[tuple[Batch, int]] = []
-    for part in (0, 1):  # the chunks of several threads meet in the link's thread
+    for part in (0, 1):  # the chunks of several threads meet in the I/O thread
         for batch, size in zip(batches, sizes, strict=True):
             confirms.wrote(batch, part * size, size)
             numbers += [(batch, part * size + index) for index in range(size)]
@@ -178,7 +178,7 @@ def test_each_publish_ends_as_confirmed_in_any_batching(
     assert not confirms._runs
 
 
-def test_a_returned_parcel_stays_returned_when_its_confirm_comes() -> None:
+def test_a_returned_message_stays_returned_when_its_confirm_comes() -> None:
     confirms, batch = Confirms(), Batch([AddressedMessage("", "", b"", {})] * 3)
     confirms.wrote(batch, 0, 3)
 
