@@ -80,11 +80,12 @@ def run(
     if not broker.startswith("memory"):
         _kill_a_worker(broker, backend)
     members = [add.signature(n, n) for n in range(3)]
+    held: Any = chord([add.signature(1), known["slow"].signature()], add.partial()).send()
     results = [
         deadly,
         chord(members, add.partial()).send(),
         chord([add.signature(1, 2), fail.signature()], add.partial()).send(),
-        held := chord([add.signature(1), known["slow"].signature()], add.partial()).send(),
+        held,
         group(*members).send(),
         add.options(priority=7).send(5, 5),
         add.options(delay=0.3).send(1, 1),
