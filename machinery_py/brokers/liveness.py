@@ -18,6 +18,7 @@ import msgspec
 
 from machinery_py.brokers.base import WorkerInfo
 from machinery_py.clock import Clock, micros, moment_of
+from machinery_py.connections import proc
 
 #: Leases. After a longer pause we may have been suspended ourselves: declare nobody dead.
 STALE_LOOK = 1.5
@@ -94,22 +95,13 @@ def has_ended(info: SessionInfo) -> bool:
 
 def is_suspended(pid: int, pid_place: str) -> bool:
     """Return whether that process is stopped (SIGSTOP, a debugger); False if unknown."""
-    return pid_place == place() and _stat(pid)[:1] in (["T"], ["t"])
+    return pid_place == place() and proc.stat(pid)[:1] in (["T"], ["t"])
 
 
 def _started(pid: int) -> str:
     """Return when the process began, in ticks since the boot; "" if it has ended."""
-    fields = _stat(pid)
-    return "" if not fields or fields[0] in ("Z", "X") else fields[19]
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat from the state on; [] if there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return []
+    fields = proc.stat(pid)
+    return "" if not fields or fields[proc.STATE] in ("Z", "X") else fields[proc.STARTED]
 
 
 class HeartbeatJudge(Generic[SessionKey]):

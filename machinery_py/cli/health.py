@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from machinery_py.cli.output import answer, length, note
-from machinery_py.connections import descriptors
+from machinery_py.connections import descriptors, proc
 from machinery_py.errors import ConfigError
 from machinery_py.texts import get_logger
 
@@ -186,11 +186,8 @@ def clear(place: HeartbeatPlace) -> None:
 
 def started_at(pid: int) -> str:
     """Return the start of a process in the system's unit; "" if there is none or it is unknown."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
+    fields = proc.stat(pid)
+    return fields[proc.STARTED] if fields else ""
 
 
 # Reading

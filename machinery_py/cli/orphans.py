@@ -19,7 +19,7 @@ import sys
 import time
 from contextlib import suppress
 
-from machinery_py.connections import descriptors
+from machinery_py.connections import descriptors, proc
 
 GRACE = 2.0  # seconds between SIGTERM and SIGKILL
 SET_SIGNAL = 10  # F_SETSIG, which Python does not name
@@ -65,7 +65,7 @@ def below(spared: frozenset[int] = frozenset()) -> frozenset[int]:
     """
     if not os.path.isdir("/proc/self"):
         return frozenset()
-    parents = {int(name): _parent(name) for name in os.listdir("/proc") if name.isdigit()}
+    parents = {int(name): _parent(int(name)) for name in os.listdir("/proc") if name.isdigit()}
     tracker = sys.modules.get("multiprocessing.resource_tracker")
     spared |= {getattr(getattr(tracker, "_resource_tracker", None), "_pid", 0)}
     found, last = frozenset[int](), frozenset({os.getpid()})
@@ -77,14 +77,10 @@ def below(spared: frozenset[int] = frozenset()) -> frozenset[int]:
     return found
 
 
-def _parent(pid: str) -> int:
+def _parent(pid: int) -> int:
     """Return the parent of a process; 0 if it runs no more."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            state, parent = file.read().rpartition(")")[2].split()[:2]
-    except (OSError, ValueError):
-        return 0
-    return 0 if state in "ZX" else int(parent)
+    fields = proc.stat(pid)
+    return 0 if not fields or fields[proc.STATE] in "ZX" else int(fields[proc.PARENT])
 
 
 def hold_lifeline() -> None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
 
-from machinery_py.connections import descriptors, forks
+from machinery_py.connections import descriptors, forks, proc
 from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
@@ -113,14 +113,11 @@ class Child:
 
     def used(self) -> float | None:
         """Return the seconds of processor that it has used; None if unknown or if it is stopped."""
-        try:
-            with open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as file:
-                parts = file.read().rpartition(")")[2].split()
-        except OSError:
+        fields = proc.stat(self.pid)
+        if not fields or fields[proc.STATE] in "Tt":  # SIGSTOP, or a debugger
             return None
-        if parts[0] in "Tt":  # SIGSTOP, or a debugger
-            return None
-        return (int(parts[11]) + int(parts[12])) / os.sysconf("SC_CLK_TCK")
+        ticks = int(fields[proc.USER_TIME]) + int(fields[proc.SYSTEM_TIME])
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def kill(self) -> None:
         self.process.kill()
