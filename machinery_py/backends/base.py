@@ -231,9 +231,7 @@ class RecordKeeper:
         Raises:
             Unsupported: this backend keeps none.
         """
-        raise Unsupported(
-            f"the {self.features.name} backend keeps no schedules (name another result backend)"
-        )
+        raise self._keeps_no("schedules")
 
     def amend(self, amendment: Amendment) -> bool:
         """Change a record as one step with all that goes with it. False: it did not hold what was expected, and nothing
@@ -242,9 +240,7 @@ class RecordKeeper:
         Raises:
             Unsupported: this backend keeps none.
         """
-        raise Unsupported(
-            f"the {self.features.name} backend keeps no schedules (name another result backend)"
-        )
+        raise self._keeps_no("schedules")
 
     def claims(self, names: Sequence[str]) -> list[bytes | None]:
         """Return the content of each of these claims.
@@ -252,14 +248,15 @@ class RecordKeeper:
         Raises:
             Unsupported: this backend keeps none.
         """
-        raise Unsupported(
-            f"the {self.features.name} backend keeps no keys of unique tasks (name another result backend)"
-        )
+        raise self._keeps_no("keys of unique tasks")
 
     def release(self, claims: Sequence[tuple[str, bytes]]) -> None:
         """Forget each claim that holds just this. Raises as `claims`."""
-        raise Unsupported(
-            f"the {self.features.name} backend keeps no keys of unique tasks (name another result backend)"
+        raise self._keeps_no("keys of unique tasks")
+
+    def _keeps_no(self, what: str) -> Unsupported:
+        return Unsupported(
+            f"the {self.features.name} backend keeps no {what} (name another result backend)"
         )
 
 

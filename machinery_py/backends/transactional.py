@@ -22,7 +22,6 @@ from machinery_py.backends.base import (
     OutboxBackend,
     Verdict,
 )
-from machinery_py.errors import Unsupported
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState, advance
 
 
@@ -78,9 +77,7 @@ class TransactionalBackend(Backend, OutboxBackend):
         self, name: str, expected: bytes | None, body: bytes | None, life: float
     ) -> bool:
         """As `_swap_record`, for a claim, which is forgotten after so many seconds."""
-        raise Unsupported(
-            f"the {self.features.name} backend keeps no keys of unique tasks (name another result backend)"
-        )
+        raise self._keeps_no("keys of unique tasks")
 
     def amend(self, amendment: Amendment) -> bool:
         with self._transaction():

@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NamedTuple
 
 FORK_PATIENCE = 30.0  # seconds that a fork waits for other threads
@@ -43,12 +43,7 @@ class ForkLock:
     def __enter__(self) -> None:
         self._held.acquire()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._held.release()
 
 

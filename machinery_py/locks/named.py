@@ -13,7 +13,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 
 from machinery_py.async_twins import twin
 from machinery_py.errors import LockLost, LockNotAcquired, MachineryError
@@ -282,12 +281,7 @@ class NamedLock:
             raise LockNotAcquired(self.name, self._timeout)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """
         Raises:
             LockLost: it was lost inside the block, which raised nothing itself.
@@ -299,12 +293,7 @@ class NamedLock:
             raise LockNotAcquired(self.name, self._timeout)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         import asyncio
 
         self._left(await asyncio.shield(asyncio.to_thread(self._released, self.release)), error)

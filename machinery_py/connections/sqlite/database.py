@@ -24,7 +24,6 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 from machinery_py.clock import SYSTEM_CLOCK, Clock, micros
 from machinery_py.connections.sqlite import wakeup
@@ -296,12 +295,7 @@ class Transaction:
             handles.lock.release()
             raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         handles = self._handles
         if handles.pid != os.getpid():
             return  # forked inside of it: the transaction is the parent's
@@ -336,11 +330,6 @@ class Reading:
         self._lent = lent = self._driver.borrow()
         return lent[1]
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._lent is not None:
             self._driver.give_back(*self._lent, error)

@@ -21,7 +21,6 @@ import threading
 import time
 import weakref
 from collections.abc import Collection
-from types import TracebackType
 from typing import Literal
 
 from machinery_py.connections import descriptors
@@ -94,12 +93,7 @@ class Notifier:
         self._make_pipe()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._remove_pipe()
 
     def _make_pipe(self) -> None:
