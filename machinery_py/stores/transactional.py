@@ -9,7 +9,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
-from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Amendment, Change, Verdict
+from machinery_py.backends.base import (
+    ALREADY,
+    FENCED,
+    SETTLED,
+    Amendment,
+    Change,
+    Verdict,
+    outbox_of,
+)
 from machinery_py.backends.transactional import TransactionalBackend
 from machinery_py.brokers.base import (
     Broker,
@@ -40,7 +48,7 @@ class OneStore(Store):
         self, broker: Broker, backend: TransactionalBackend, transaction: Transaction
     ) -> None:
         self.broker = broker
-        self.backend: TransactionalBackend = backend
+        self.backend = backend
         self._transaction = transaction
 
     def submit(self, submission: Submission) -> None:
@@ -130,5 +138,5 @@ class OneSession(Session):
     def _not_ours(self, settlement: Settlement) -> Verdict:
         if not settlement.states:
             return FENCED
-        done = self._store.backend.settled_by([settlement.uuid]) == [mark_of(settlement.delivery)]
-        return ALREADY if done else FENCED
+        marks = outbox_of(self._store.backend).settled_by([settlement.uuid])
+        return ALREADY if marks == [mark_of(settlement.delivery)] else FENCED
