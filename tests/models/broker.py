@@ -26,6 +26,7 @@ from tests.models.messages import (
     put,
     return_arrivals,
     unpark,
+    wake,
 )
 from tests.models.redis import Redis, Zset
 
@@ -295,4 +296,18 @@ def bury_due(redis: Redis, now: str, queue: Queue, body: str, head: str) -> int:
 def move(redis: Redis, now: str, queues: Sequence[Queue], messages: Sequence[Message]) -> object:
     check(redis, queues, messages, int(now))
     put(redis, queues, [one for one in messages if redis.unscore(DELAYED, one[5])], int(now))
+    return redis.woken
+
+
+def pause(redis: Redis, queue: Queue) -> object:
+    wake(redis, queue, "v", 100_000)
+    redis.add("mpy:queues", queue[0])
+    redis.add(queue[1] + "u", "")
+    return redis.woken
+
+
+def resume(redis: Redis, queue: Queue) -> object:
+    redis.woken += redis.members(queue[1] + "u") - {""}
+    redis.delete(queue[1] + "u")
+    wake(redis, queue, "v", 100_000)
     return redis.woken

@@ -11,7 +11,7 @@ from hypothesis.stateful import initialize, rule
 
 from machinery_py.brokers.redis import scripts as redis_scripts
 from machinery_py.connections.redis.client import raw
-from tests.models import broker, looking
+from tests.models import broker
 from tests.models.beside import text
 from tests.models.machine import (
     BODIES,
@@ -180,11 +180,11 @@ class Arrivals(ScriptMachine):
 
     @rule(queue=Queue1)
     def pause(self, queue: str) -> None:
-        self.run(redis_scripts.PAUSE, looking.pause, self.queue(queue))
+        self.run(redis_scripts.PAUSE, broker.pause, self.queue(queue))
 
     @rule(queue=Queue1)
     def resume(self, queue: str) -> None:
-        self.run(redis_scripts.RESUME, looking.resume, self.queue(queue))
+        self.run(redis_scripts.RESUME, broker.resume, self.queue(queue))
 
 
 class BrokerMachine(Arrivals):
@@ -247,50 +247,3 @@ class BrokerMachine(Arrivals):
                 raw(body.encode("latin-1")),
                 raw(b"head"),
             )
-
-    @rule(queue=Queue1, limit=st.integers(1, 5))
-    def list_what_waits(self, queue: str, limit: int) -> None:
-        self.run(redis_scripts.PENDING, looking.pending, self.queue(queue), limit, reading=packed)
-        self.run(redis_scripts.LATE, looking.late, self.keys, limit, reading=packed)
-        self.run(redis_scripts.DEAD, looking.dead, self.keys, limit)
-
-    @rule(passed=Passed)
-    def count(self, passed: int) -> None:
-        self.run(redis_scripts.STATS, looking.stats, self.passed(passed), self.keys)
-        for start in (0, 2):
-            self.run(redis_scripts.LATE_NAMES, looking.late_names, start, 2)
-        self.run(redis_scripts.WORKERS, looking.workers, self.keys)
-
-    @rule(queue=Queue1, bodies=st.lists(st.sampled_from(BODIES), max_size=2))
-    def purge(self, queue: str, bodies: list[bytes]) -> None:
-        self.run(
-            redis_scripts.PURGE, looking.purge, self.queue(queue), [raw(body) for body in bodies]
-        )
-
-    @rule(
-        passed=Passed,
-        queue=Queue1,
-        body=st.sampled_from(BODIES),
-        label=st.sampled_from([b"", b"label"]),
-    )
-    def bury(self, passed: int, queue: str, body: bytes, label: bytes) -> None:
-        self.run(
-            redis_scripts.BURY,
-            looking.bury,
-            self.passed(passed),
-            self.queue(queue),
-            raw(b"head"),
-            raw(label),
-            raw(body),
-        )
-
-    @rule(pick=Pick)
-    def take_dead(self, pick: int) -> None:
-        letters = [
-            (queue, id) for queue in self.keys for id in sorted(self.model.fields(queue[1] + "d"))
-        ]
-        self.run(
-            redis_scripts.TAKE_DEAD,
-            looking.take_dead,
-            [*letters[: pick % 3], (self.keys[0], "999")],
-        )

@@ -1,6 +1,6 @@
 """What the scripts of a Redis Cluster do.
 
-Those of backends/redis/cluster_scripts.py, brokers/redis/scripts.py and locks/redis.py, each in one slot. A script of a
+Those of backends/redis/cluster_scripts.py and brokers/redis/scripts.py, each in one slot. A script of a
 shard takes what the names of its keys begin with, as `prefix`.
 """
 
@@ -11,11 +11,10 @@ from collections.abc import Sequence
 
 from machinery_py.backends.redis.cluster_scripts import NOTED_FOR
 from tests.models.broker import used
-from tests.models.messages import DELAYED, SECOND, Message, Queue, check, put
+from tests.models.messages import DELAYED, Message, Queue, check, put
 from tests.models.redis import Bag, Hash, Redis
 from tests.models.states import (
     LONG,
-    RATES_LIFE,
     Arrived,
     Batch,
     changes_of,
@@ -33,7 +32,6 @@ from tests.models.states import (
 )
 
 MOVE_LIFE = 1800  # seconds
-FENCE_LIFE = 86_400  # seconds
 FLAG = '"ChordTriggered": true'  # ours: Go never writes this space
 
 
@@ -162,156 +160,10 @@ def sent(redis: Redis, key: str, outbox: str) -> None:
 # Schedules
 
 
-def amend(
-    redis: Redis,
-    prefix: str,
-    now: str,
-    name: str,
-    expected: str,
-    body: str,
-    key: str,
-    record: str,
-    noted: int,
-) -> str:
-    schedules = prefix + "all"
-    if record and int(now) > noted + NOTED_FOR:
-        return "l"
-    if redis.fields(schedules).get(name, "") != expected:
-        return "f"
-    if record:
-        redis.keep(key, record)
-    if body:
-        redis.write(schedules, {name: body})
-    else:
-        redis.erase(schedules, name)
-    redis.count(prefix + "n")
-    return "s"
-
-
-def schedules(redis: Redis, prefix: str, now: str, known: str) -> object:
-    version = redis.get(prefix + "n") or "0"
-    if version == known:
-        return [now, version]
-    return [now, version, Bag([name, body] for name, body in redis.fields(prefix + "all").items())]
-
-
 # Claims: the length of the key of a record in four bytes, that key, and what the claim holds
 
 
-def claim(redis: Redis, key: str) -> object:
-    kept = redis.get(key)
-    if kept is None:
-        return [None, None]
-    record, holds = parts_of_claim(kept)
-    return [holds, redis.get(record) if record else None]
-
-
-def amend_claim(
-    redis: Redis,
-    now: str,
-    claimed: str,
-    expected: str,
-    body: str,
-    life: int,
-    key: str,
-    record: str,
-    noted: int,
-) -> str:
-    """A claim with which nothing is sent names the record of the one before."""
-    if record and int(now) > noted + NOTED_FOR:
-        return "l"
-    named, holds = parts_of_claim(redis.get(claimed) or claim_text("", ""))
-    if holds != expected:
-        return "f"
-    if record:
-        redis.keep(key, record)
-        named = key
-    if body:
-        redis.keep(claimed, claim_text(named, body), seconds=life)
-    else:
-        redis.delete(claimed)
-    return "s"
-
-
-def release(redis: Redis, key: str, body: str) -> None:
-    """Whoever holds another claim by now keeps it."""
-    kept = redis.get(key)
-    if kept is not None and parts_of_claim(kept)[1] == body:
-        redis.delete(key)
-
-
-def parts_of_claim(kept: str) -> tuple[str, str]:
-    """The key of a record, or "", and what the claim holds."""
-    end = 4 + int.from_bytes(kept[:4].encode("latin-1"), "big")
-    return kept[4:end], kept[end:]
-
-
-def claim_text(record: str, holds: str) -> str:
-    return len(record).to_bytes(4, "big").decode("latin-1") + record + holds
-
-
 # Listings
-
-
-def note(redis: Redis, prefix: str, now: str, keys: Sequence[str]) -> object:
-    """A later note of the same key is told from an earlier one."""
-    stamps: list[str] = []
-    for key in keys:
-        stamp = max(int(now), int(redis.scores(prefix + "outbox").get(key, 0)) + 1)
-        redis.score(prefix + "outbox", key, stamp)
-        stamps.append(str(stamp))
-    return stamps
-
-
-def drop(redis: Redis, prefix: str, notes: Sequence[tuple[str, str]]) -> None:
-    for key, stamp in notes:
-        if redis.scores(prefix + "outbox").get(key) == float(stamp):
-            redis.unscore(prefix + "outbox", key)
-
-
-def records(redis: Redis, prefix: str, now: str, limit: int, age: int) -> object:
-    old = [
-        (key, at) for key, at in redis.scores(prefix + "outbox").in_order() if at <= int(now) - age
-    ]
-    return [now, [word for key, at in old[:limit] for word in (key, str(int(at)))]]
-
-
-def list_states(
-    redis: Redis,
-    prefix: str,
-    now: str,
-    done: Sequence[str],
-    names: Sequence[str],
-    open: Sequence[str],
-    replayed: bool,
-) -> None:
-    moment = int(now)
-    for uuid, name in zip(done, names, strict=True):
-        redis.unscore(prefix + "open", uuid)
-        if uuid not in redis.scores(prefix + "done"):
-            rates = f"{prefix}rate:{moment // SECOND}"
-            redis.write(rates, {name: str(int(redis.fields(rates).get(name, "0")) + 1)})
-            redis.expire(rates, RATES_LIFE)
-        redis.score(prefix + "done", uuid, moment)
-    for uuid in open:
-        if replayed:
-            redis.unscore(prefix + "done", uuid)
-        if uuid not in redis.scores(prefix + "done"):
-            redis.score(prefix + "open", uuid, moment)
-
-
-def rates(redis: Redis, prefix: str, now: str, since: int) -> object:
-    last = int(now) // SECOND
-    return Bag(
-        [name, int(count)]
-        for second in range(max(since, last - RATES_LIFE), last + 1)
-        for name, count in redis.fields(f"{prefix}rate:{second}").items()
-    )
-
-
-def expire(redis: Redis, prefix: str, now: str, seconds: int, others: int) -> None:
-    redis.unscore_up_to(prefix + "done", int(now) - seconds * SECOND)
-    redis.unscore_up_to(prefix + "open", int(now) - others * SECOND)
 
 
 # Messages
@@ -347,16 +199,3 @@ def take_in(
 
 
 # Locks
-
-
-def acquire(redis: Redis, now: str, name: str, token: str, ms: int) -> int | None:
-    """The fence is the time, but for that it always grows."""
-    key, last = f"mpy:lock:{{{name}}}", f"mpy:fence:{{{name}}}"
-    held = redis.get(key)
-    if held is not None:
-        owner, fence = held.split()
-        return int(fence) if owner == token else None
-    number = max(int(now), int(redis.get(last) or 0) + 1)
-    redis.keep(last, str(number), seconds=ms / 1000 + FENCE_LIFE)
-    redis.keep(key, f"{token} {number}", seconds=ms / 1000)
-    return number

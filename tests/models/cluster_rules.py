@@ -8,47 +8,36 @@ import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from machinery_py.backends.base import Amendment, Change, sending_key
+from machinery_py.backends.base import Change
 from machinery_py.backends.redis import cluster_scripts as scripts
 from machinery_py.backends.redis import scripts as redis_scripts
-from machinery_py.backends.redis.cluster import _REVOKED
 from machinery_py.backends.redis.cluster_documents import (
-    SCHEDULES,
     SCRIPTS,
     Effect,
-    claim_key,
-    claim_name,
-    claim_prefix,
     framed,
     name_of,
     parts_of,
-    parts_of_tick,
     prefix_of,
     record_key,
 )
-from machinery_py.backends.redis.cluster_steps import PREFIXES
 from machinery_py.brokers.redis import scripts as broker_scripts
 from machinery_py.brokers.redis.cluster import name_of_move
 from machinery_py.clock import moment_of
 from machinery_py.connections.redis.client import raw
 from machinery_py.connections.redis.keys import queue_keys
-from machinery_py.connections.redis.slots import local_key, quoted
-from machinery_py.locks import redis as lock_scripts
+from machinery_py.connections.redis.slots import local_key
 from machinery_py.tasks.states import Arrival, GroupMeta, TaskState
 from machinery_py.wire.states import encode_group, encode_state
-from tests.models import backend, cluster, locks
-from tests.models.amend_rules import HELD, paired
+from tests.models import backend, cluster
 from tests.models.backend_rules import GROUPS, TASKS, Expire, GroupUuid, NewChange, States, Task
 from tests.models.beside import unpacked
 from tests.models.broker_rules import BrokerMachine
-from tests.models.lock_rules import Millis, Name, Token
 from tests.models.machine import BODIES, Passed, Pick
 from tests.models.messages import DELAYED
 from tests.models.redis import Zset
 from tests.models.slots import ClusterMachine
 
 BRACED = "a{b}%"  # takes the place of "jobs", which no queue is called here
-SHARDS = list(PREFIXES[:2])
 MODELS = {
     "state": cluster.change,
     "replay": cluster.change,
@@ -60,10 +49,6 @@ AGES = st.sampled_from(
     [0, 0, 0, 0, scripts.NOTED_FOR, scripts.NOTED_FOR + 1]
 )  # µs since the note of a record
 
-Shard = st.sampled_from(SHARDS)
-Claim = st.sampled_from(["nightly", "a}b\u00e9 c"])
-Listed = st.lists(Task, max_size=3, unique=True)
-Ended = st.sampled_from(["SUCCESSjobs", "FAILUREjobs", "SUCCESS"])
 Boxes = st.sampled_from([(), (b"\xc0out",), (b"other", b"")])
 
 
@@ -254,249 +239,6 @@ class ClusterBackendMachine(ClusterMachine):
 
     # Schedules
 
-    @rule(
-        passed=Passed,
-        name=st.sampled_from(["nightly", "\u00e9{}"]),
-        right=st.sampled_from([True, True, True, False]),
-        body=st.sampled_from([b"", b"one", b"\xfftwo"]),
-        box=Boxes,
-        states=st.lists(States, max_size=1),
-        age=AGES,
-        crash=Pick,
-    )
-    def amend(
-        self,
-        passed: int,
-        name: str,
-        right: bool,
-        body: bytes,
-        box: tuple[bytes, ...],
-        states: list[TaskState],
-        age: int,
-        crash: int,
-    ) -> None:
-        now, key = self.passed(passed), name.encode()
-        there = (
-            self.model.fields(f"{SCHEDULES.decode()}all")
-            .get(key.decode("latin-1"), "")
-            .encode("latin-1")
-        )
-        expected = there if right else there + b"?"
-        amendment = Amendment(
-            name=name,
-            expected=expected,
-            body=body,
-            outbox=box,
-            outbox_key="tick 1",
-            states=[renamed(state) for state in states],
-        )
-        part = parts_of_tick(amendment, moment_of(self.now), now, 3600)
-        letter = self.run_in(
-            SCHEDULES,
-            scripts.AMEND,
-            cluster.amend,
-            now,
-            raw(key),
-            raw(expected),
-            raw(body),
-            raw(record_key(part.name)),
-            raw(part.record),
-            self.now - age,
-        )
-        if letter == "s":
-            self.effects += part.effects
-            for effect in part.effects[:crash]:
-                self.carry_out(effect)
-
-    @rule(passed=Passed, behind=st.integers(0, 1))
-    def read_schedules(self, passed: int, behind: int) -> None:
-        known = int(self.model.get(f"{SCHEDULES.decode()}n") or 0) - behind
-        self.run_in(
-            SCHEDULES,
-            scripts.SCHEDULES,
-            cluster.schedules,
-            self.passed(passed),
-            str(known),
-            reading=paired,
-        )
-
-    @rule(box=Boxes)
-    def a_tick_is_sent(self, box: tuple[bytes, ...]) -> None:
-        name = parts_of_tick(
-            Amendment(name="", expected=None, body=None, outbox_key="tick 1"), moment_of(0), "", 1
-        ).name
-        self.run_at(
-            prefix_of(name), scripts.SENT, cluster.sent, raw(record_key(name)), raw(framed(box))
-        )
-
-
-class ClusterClaimMachine(ClusterMachine):
-    """The keys of unique tasks, each in a slot of its own with the records of what was sent with it."""
-
-    @rule(
-        passed=Passed,
-        claim=Claim,
-        right=st.sampled_from([True, True, True, False]),
-        body=st.sampled_from(HELD),
-        token=st.sampled_from(["t1", "t2"]),
-        box=Boxes,
-        states=st.lists(States, max_size=1),
-        life=st.sampled_from([600, 7200]),
-        age=AGES,
-    )
-    def amend(
-        self,
-        passed: int,
-        claim: str,
-        right: bool,
-        body: bytes,
-        token: str,
-        box: tuple[bytes, ...],
-        states: list[TaskState],
-        life: int,
-        age: int,
-    ) -> None:
-        now, there = self.passed(passed), self.model.keys.get(claim_key(claim).decode(), "")
-        held = cluster.parts_of_claim(there)[1] if isinstance(there, str) else ""
-        expected = held.encode("latin-1") + (b"" if right else b"?")
-        amendment = Amendment(
-            name=claim,
-            expected=expected,
-            body=body,
-            life=life,
-            outbox=box,
-            outbox_key=sending_key(claim, token),
-            states=[renamed(state) for state in states],
-        )
-        part = parts_of_tick(amendment, moment_of(self.now), now, 3600)
-        self.run_at(
-            claim_prefix(claim),
-            scripts.AMEND_CLAIM,
-            cluster.amend_claim,
-            now,
-            raw(claim_key(claim)),
-            raw(expected),
-            raw(body),
-            life,
-            raw(record_key(part.name) if part.record else b""),
-            raw(part.record),
-            self.now - age,
-        )
-
-    @rule(claim=Claim)
-    def read(self, claim: str) -> None:
-        self.run_at(claim_prefix(claim), scripts.CLAIM, cluster.claim, raw(claim_key(claim)))
-
-    @rule(claim=Claim, body=st.sampled_from(HELD[1:]))
-    def release(self, claim: str, body: bytes) -> None:
-        self.run_at(
-            claim_prefix(claim), scripts.RELEASE, cluster.release, raw(claim_key(claim)), raw(body)
-        )
-
-    @rule(
-        passed=Passed,
-        claim=Claim,
-        box=Boxes,
-        body=st.sampled_from(HELD[1:]),
-        released=st.sampled_from(HELD[1:]),
-    )
-    def a_claim_is_made_read_and_released(
-        self, passed: int, claim: str, box: tuple[bytes, ...], body: bytes, released: bytes
-    ) -> None:
-        self.expire(claim)
-        self.amend(passed, claim, True, body, "t1", box, [], 600, 0)
-        self.read(claim)
-        self.release(claim, released)
-
-    @rule(claim=Claim, token=st.sampled_from(["t1", "t2"]))
-    def a_record_is_done_with(self, claim: str, token: str) -> None:
-        self.beside.both("DEL", record_key(claim_name(sending_key(claim, token))).decode())
-
-    @rule(claim=Claim)
-    def expire(self, claim: str) -> None:
-        self.spoil(claim_key(claim).decode(), "none")
-
-    @rule(claim=Claim, kind=st.sampled_from(["list", "set", "none"]))
-    def spoil_a_claim(self, claim: str, kind: str) -> None:
-        self.spoil(claim_key(claim).decode(), kind)
-
-    @rule(claim=Claim, token=st.sampled_from(["t1", "t2"]), kind=st.sampled_from(["list", "none"]))
-    def spoil_a_record(self, claim: str, token: str, kind: str) -> None:
-        self.spoil(record_key(claim_name(sending_key(claim, token))).decode(), kind)
-
-
-class ClusterListsMachine(ClusterMachine):
-    """The listings, which are in shards."""
-
-    @rule(passed=Passed, shard=Shard, keys=Listed)
-    def note(self, passed: int, shard: bytes, keys: list[str]) -> None:
-        self.run_in(shard, scripts.NOTE, cluster.note, self.passed(passed), keys)
-
-    @rule(shard=Shard, picks=st.lists(st.tuples(Pick, st.sampled_from([0, 0, 1, -1])), max_size=2))
-    def drop(self, shard: bytes, picks: list[tuple[int, int]]) -> None:
-        there = sorted(self.model.scores(f"{shard.decode()}outbox").items()) or [("none", 1.0)]
-        notes = [(there[pick % len(there)], off) for pick, off in picks]
-        self.run_in(
-            shard,
-            scripts.DROP,
-            cluster.drop,
-            [(key, str(int(stamp) + off)) for (key, stamp), off in notes],
-        )
-
-    @rule(
-        passed=Passed,
-        shard=Shard,
-        limit=st.integers(1, 2),
-        age=st.sampled_from([0, 250_000, 60_000_000]),
-    )
-    def look(self, passed: int, shard: bytes, limit: int, age: int) -> None:
-        now, since = self.passed(passed), self.now // 1_000_000
-        self.run_in(shard, scripts.RECORDS, cluster.records, now, limit, age)
-        self.run_in(shard, scripts.RATES, cluster.rates, now, since - limit)
-        sets = [f"{shard.decode()}{name}" for name in ("open", "done")]
-        self.run_at(shard, redis_scripts.NEWEST, backend.newest, sets, self.now - age, limit - 1, 2)
-
-    @rule(
-        passed=Passed,
-        shard=Shard,
-        done=st.dictionaries(Task, Ended, max_size=3),
-        open=Listed,
-        replayed=st.booleans(),
-    )
-    def list_states(
-        self, passed: int, shard: bytes, done: dict[str, str], open: list[str], replayed: bool
-    ) -> None:
-        self.run_in(
-            shard,
-            scripts.LIST,
-            cluster.list_states,
-            self.passed(passed),
-            [*done],
-            [*done.values()],
-            open,
-            replayed,
-        )
-
-    @rule(
-        passed=st.sampled_from([0, 3_599_000_000, 3_601_000_000, 86_400_000_000]),
-        shard=Shard,
-        seconds=st.sampled_from([1, 3600]),
-        others=st.sampled_from([1, 3600]),
-    )
-    def expire(self, passed: int, shard: bytes, seconds: int, others: int) -> None:
-        self.run_in(shard, scripts.EXPIRE, cluster.expire, self.passed(passed), seconds, others)
-
-    @rule(
-        passed=Passed,
-        seconds=st.sampled_from([1, 3 * 86400, 366 * 86400]),
-        uuids=st.lists(Task, max_size=2),
-    )
-    def revoke(self, passed: int, seconds: int, uuids: list[str]) -> None:
-        self.run_at(
-            _REVOKED, redis_scripts.REVOKE, backend.revoke, self.passed(passed), seconds, uuids
-        )
-        self.run_at(_REVOKED, redis_scripts.REVOKED, backend.revoked, list(TASKS))
-
 
 class ClusterQueueMachine(ClusterMachine, BrokerMachine):
     """A queue with the scripts of one Redis, and Go's delayed set, which is in another slot."""
@@ -591,35 +333,3 @@ class ClusterQueueMachine(ClusterMachine, BrokerMachine):
             cluster.gone,
             [(raw(body), raw(score)) for body, score in rows],
         )
-
-
-class ClusterLockMachine(ClusterMachine):
-    @rule(passed=Passed, name=Name, token=Token, ms=Millis)
-    def acquire(self, passed: int, name: str, token: str, ms: int) -> None:
-        now = self.passed(passed)
-        self.run_local(
-            self.at(name),
-            lock_scripts.ACQUIRE_IN_CLUSTER,
-            cluster.acquire,
-            now,
-            quoted(name),
-            token,
-            ms,
-        )
-
-    @rule(name=Name, token=Token, ms=st.one_of(st.just(0), Millis))
-    def renew_or_release(self, name: str, token: str, ms: int) -> None:
-        self.run_local(self.at(name), lock_scripts.RENEW, locks.change, quoted(name), token, ms)
-
-    @rule(name=Name)
-    def expire(self, name: str) -> None:
-        self.beside.both("DEL", f"mpy:lock:{{{quoted(name)}}}")
-
-    @rule(passed=Passed, name=Name, token=Token, ms=Millis)
-    def expires_and_is_taken(self, passed: int, name: str, token: str, ms: int) -> None:
-        self.expire(name)
-        self.acquire(passed, name, token, ms)
-
-    @staticmethod
-    def at(name: str) -> bytes:
-        return f"mpy:{{{quoted(name)}}}:".encode()

@@ -96,22 +96,6 @@ class ClusterMachine(ScriptMachine):
         self.beside.prefix = prefix
         return self.beside.run(script, model, *values, reading=reading)
 
-    def run_in(
-        self,
-        prefix: bytes,
-        script: Script,
-        model: Any,
-        *values: Any,
-        reading: Reading = lambda reply: reply,
-    ) -> Any:
-        """A script whose keys begin with the prefix."""
-
-        @functools.wraps(model)
-        def prefixed(redis: Redis, *more: Any) -> Any:
-            return model(redis, prefix.decode(), *more)
-
-        return self.run_at(prefix, script, prefixed, *values, reading=reading)
-
     def run_local(
         self,
         prefix: bytes,
