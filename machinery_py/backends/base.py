@@ -119,6 +119,15 @@ class Amendment(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     outbox: Sequence[bytes] = ()
     outbox_key: str = ""
 
+    @property
+    def change(self) -> Change | None:
+        """Return what becomes true besides the record; None: nothing."""
+        if not (self.states or self.groups or self.outbox):
+            return None
+        return Change(
+            key=self.outbox_key, states=self.states, groups=self.groups, outbox=self.outbox
+        )
+
 
 def tick_key(name: str, token: str) -> str:
     """The key of what is sent with the change of a record. `token`: without a space."""

@@ -88,17 +88,8 @@ class TransactionalBackend(Backend, OutboxBackend):
             )
             if not swapped:
                 return False
-            if amendment.states or amendment.groups or amendment.outbox:
-                self.apply(
-                    [
-                        Change(
-                            key=amendment.outbox_key,
-                            states=amendment.states,
-                            groups=amendment.groups,
-                            outbox=amendment.outbox,
-                        )
-                    ]
-                )
+            if change := amendment.change:
+                self.apply([change])
             return True
 
     def release(self, claims: Sequence[tuple[str, bytes]]) -> None:

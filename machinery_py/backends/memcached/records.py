@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from machinery_py.backends.base import Amendment, Change, Records, claim_of, record_of
+from machinery_py.backends.base import Amendment, Records, claim_of, record_of
 from machinery_py.backends.memcached.documents import CHORD_LIFE, Commit, Todo, key_of, pack
 from machinery_py.backends.memcached.index import Index
 from machinery_py.backends.memcached.transitions import todo_of
@@ -125,10 +125,10 @@ class MemcachedRecords:
         return True
 
     def _outbox(self, amendment: Amendment) -> RecordOutbox | None:
-        change = Change(key="", states=amendment.states, groups=amendment.groups)
-        todo = todo_of(change, change.states)
-        if not (todo or amendment.outbox):
+        change = amendment.change
+        if change is None:
             return None
+        todo = todo_of(change, change.states)
         key = printable(amendment.outbox_key)
         return RecordOutbox(key, self._now(), tuple(amendment.outbox), todo)
 

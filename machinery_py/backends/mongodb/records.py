@@ -128,19 +128,14 @@ class MongoRecords(DriverUser):
         """
         finish = finish or self.finish
         name, stamp, is_claim = printable(amendment.name), secrets.randbits(40), amendment.life > 0
-        change = Change(
-            key=amendment.outbox_key,
-            states=amendment.states,
-            groups=amendment.groups,
-            outbox=amendment.outbox,
-        )
+        change = amendment.change or (Change(key=amendment.outbox_key) if send else None)
         now = self.driver.now()
         held: Document = {"kept": int(amendment.body is not None), "body": amendment.body or b""}
         if is_claim:
             life = int(amendment.life * 1e6) if amendment.body is not None else 0
             held |= {"turn": stamp, "expires_at": now + life}
         intent = None
-        if change.states or change.groups or change.outbox or send:
+        if change is not None:
             intent = RecordIntent(
                 name=name, stamp=stamp, change=change, send=send, is_claim=is_claim
             )
@@ -148,7 +143,7 @@ class MongoRecords(DriverUser):
             **held,
             "stamp": stamp,
             "at": now,
-            "deed": packed_changes([change]) if intent else b"",
+            "deed": packed_changes([intent.change]) if intent else b"",
             "send": send,
             "deed_at": now if intent else 0,
         }
