@@ -33,16 +33,12 @@ class BackendFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     shared: bool = True
     embedded: bool = False
     listing: bool = True  # states can be listed by name and state
-    conditional: bool = (
-        True  # a change can depend on the epoch: completion once, also with two stores
-    )
+    conditional: bool = True  # a change can depend on the epoch: no task completes twice
     keeps: bool = True  # False: the null backend
     keeps_unfinished: bool = True  # what is not finished does not expire
     foreign: bool = False  # Go programs may change the states in it
     claims: bool = False  # it keeps the keys of unique tasks
-    forgets: bool = (
-        False  # any single thing that it was given may be gone, at any time: see its documentation
-    )
+    forgets: bool = False  # anything stored may be lost at any time: see its documentation
     schedules: bool = True  # it keeps records, which schedules are kept in
     foreign_time: float = 0.0  # seconds that a group which Go shares is left to Go, since Go does not ask who has settled it
 

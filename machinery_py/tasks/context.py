@@ -16,9 +16,7 @@ INTERRUPTIBLE = True  # calls user code and takes no lock, see worker/executors.
 
 T = TypeVar("T")
 
-PROGRESS_INTERVAL = (
-    0.1  # seconds; progress reported more often than that is kept back, but for the last
-)
+PROGRESS_INTERVAL = 0.1  # seconds; more frequent progress is held back, except the last
 
 Report = Callable[[float, float], None]
 

@@ -22,23 +22,15 @@ S = TypeVar("S")
 
 # What we add to a message travels in Headers, as strings; Go keeps them.
 HEADER_RUN = "machinery_run"  # how many runs ended before this one, retries of every kind
-HEADER_ATTEMPT = (
-    "machinery_attempt"  # which try this is, 1 for the first; RetryTaskLater does not count
-)
+HEADER_ATTEMPT = "machinery_attempt"  # which try, 1 for the first; not counted by RetryTaskLater
 HEADER_EXPIRES = "machinery_expires"  # unix seconds; not started after that
 HEADER_DELAY = "machinery_delay"  # of what is not sent yet: seconds from the sending to its ETA
-HEADER_EXPIRES_IN = (
-    "machinery_expires_in"  # of what is not sent yet: seconds from the sending to machinery_expires
-)
+HEADER_EXPIRES_IN = "machinery_expires_in"  # unsent: seconds from sending to expiry
 HEADER_UNIQUE = "machinery_unique"  # the key that a unique task holds, hashed; "" for none, whatever the task says
-HEADER_UNIQUE_START = (
-    "machinery_unique_start"  # what becomes of the key when the task starts: "free" or "keep"
-)
+HEADER_UNIQUE_START = "machinery_unique_start"  # the key when the task starts: "free" or "keep"
 HEADER_ON_DUPLICATE = "machinery_on_duplicate"  # for the sender: what to do when the key is held
 HEADER_COLLECT = "machinery_collect"  # on a chord's callback: all results as one list
-HEADER_LAST = (
-    "machinery_last"  # on a step of a chain: the UUID of the last one, which fails with it
-)
+HEADER_LAST = "machinery_last"  # in a chain: UUID of its last step, which fails with this one
 HEADER_SCHEDULE = "machinery_schedule"  # the name of the schedule that sent it
 HEADER_TICK = "machinery_tick"  # the time at which that was due
 

@@ -67,11 +67,10 @@ def state_named(word: str) -> State:
     return State(text)
 
 
-#: What may follow what within one run. Early states may be left out: a fast task goes from PENDING to SUCCESS in one write.
+#: What may follow what within one run. A fast task goes from PENDING to SUCCESS in one write. None: no state is known,
+#: because it has expired, or a Go program published the task without one.
 LEGAL: dict[State | None, frozenset[State]] = {
-    None: frozenset(
-        State
-    ),  # the first one we see; a Go program may have published without a state, or it expired
+    None: frozenset(State),
     _P: frozenset({_RC, _S, _RT, _OK, _F}),
     _RC: frozenset({_S, _RT, _OK, _F}),
     _S: frozenset({_RT, _OK, _F}),
@@ -80,14 +79,10 @@ LEGAL: dict[State | None, frozenset[State]] = {
     _F: frozenset(),
 }
 
-#: Between runs: RETRY is followed by the states of the next run, and a replay of a dead letter or a failed task starts anew.
+#: Between runs: RETRY is followed by the next run, and a replay of a dead letter or failed task starts anew.
 _NEXT_RUN: dict[State, frozenset[State]] = {
-    _P: frozenset({_RC, _S, _RT, _OK, _F}),
-    _RC: frozenset({_RC, _S, _RT, _OK, _F}),
-    _S: frozenset({_RC, _S, _RT, _OK, _F}),
-    _RT: frozenset({_RC, _S, _RT, _OK, _F}),
-    _OK: frozenset(),
-    _F: frozenset(),
+    **dict.fromkeys((_P, _RC, _S, _RT), frozenset({_RC, _S, _RT, _OK, _F})),
+    **dict.fromkeys((_OK, _F), frozenset[State]()),
 }
 
 

@@ -22,9 +22,7 @@ import msgspec
 from machinery_py.errors import ArgumentError
 from machinery_py.values.go_conversions import INT64_MAX, INT64_MIN, UINT64_MAX, read_base64, single
 
-MAX_DEPTH = (
-    200  # levels of JSON in a value, sent or received; far below where recursion ends on any Python
-)
+MAX_DEPTH = 200  # levels of JSON in a value; far below the recursion limit of any Python
 
 
 class NeedsTags(Exception):

@@ -25,9 +25,7 @@ from machinery_py.wire.depth import is_deep
 from machinery_py.wire.go_json import SIGNATURE, GoJsonReader, read_record
 from machinery_py.wire.times import parse_time
 
-MAX_CALLBACKS = (
-    64  # chord callbacks inside of each other; Go has no limit, nobody has a use for two
-)
+MAX_CALLBACKS = 64  # nested chord callbacks; Go has no limit, and two are of no use
 
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Uint8 = Annotated[int, msgspec.Meta(ge=0, le=255)]

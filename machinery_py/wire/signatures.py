@@ -27,9 +27,7 @@ __all__ = ["decode_exact", "decode_list", "decode_signature", "encode_signature"
 
 _INT64 = range(-(2**63), 2**63)
 _SMALL = 2**31  # what needs no closer look
-_LONG = (
-    4000  # signatures inside of each other, from where we look whether Go's limit of levels is kept
-)
+_LONG = 4000  # nested signatures from which the limit of levels is checked
 
 
 class WrittenArg(msgspec.Struct, gc=False):

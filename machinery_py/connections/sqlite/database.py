@@ -179,9 +179,7 @@ class SQLiteDriver:
         failure = error or handles.failure
         try:
             if handles.depth:
-                handles.failure = (
-                    failure  # whoever catches it further out: half of a step is not committed
-                )
+                handles.failure = failure  # an outer level may catch it; it is not committed
             elif failure is None:
                 self._commit(handles, unavailable)
                 return
