@@ -90,17 +90,9 @@ class RedisStore(Store):
                 groups=submission.groups,
                 force=submission.replay,
             )
-        to_wake = self.driver.run(
-            SUBMIT,
-            self.driver.now(),
-            self.states.seconds,
-            submission.token,
-            *batch,
-            change.changes,
-            change.states,
-            again=bool(submission.token),
-            lost=PublishUnknown,
-        )
+        token = submission.token
+        values = (self.driver.now(), self.states.seconds, token, *batch, *change.packed())
+        to_wake = self.driver.run(SUBMIT, *values, again=bool(token), lost=PublishUnknown)
         if to_wake:
             self.driver.unblock(to_wake)
 
@@ -116,15 +108,9 @@ class RedisStore(Store):
             groups=firing.groups,
             arrivals=firing.arrivals,
         )
-        to_wake = self.driver.run(
-            FIRE,
-            self.driver.now(),
-            self.states.seconds,
-            *packed_batch(firing.send),
-            change.changes,
-            change.states,
-            again=False,
-        )
+        batch = packed_batch(firing.send)
+        values = (self.driver.now(), self.states.seconds, *batch, *change.packed())
+        to_wake = self.driver.run(FIRE, *values, again=False)
         if to_wake is None:
             return False
         self.driver.unblock(to_wake)
@@ -205,17 +191,9 @@ class RedisSession(Session):
                 seen += (*place_of(mark.delivery), change)
         if not ends and not seen:
             return []
-        letters, to_wake = driver.run(
-            SETTLE,
-            driver.now(),
-            backend.seconds,
-            consumer.session,
-            queues.keys if queues is not None else consumer.keys,
-            ends,
-            seen,
-            changes.changes,
-            changes.states,
-        )
+        keys = queues.keys if queues is not None else consumer.keys
+        values = (driver.now(), backend.seconds, consumer.session, keys, ends, seen)
+        letters, to_wake = driver.run(SETTLE, *values, *changes.packed())
         if to_wake:
             driver.unblock(to_wake)
         return [VERDICTS[letter] for letter in letters]

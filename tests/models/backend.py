@@ -157,14 +157,14 @@ def find(
     return [len(looked), last, skip + same if last == high else same, times, found]
 
 
-def rates(redis: Redis, now: str, since: int) -> object:
+def rates(redis: Redis, now: str, since: int, key: str) -> object:
     last = int(now) // SECOND
     seconds = range(max(since, last - RATES_LIFE), last + 1)
-    there = [second for second in seconds if redis.exists(f"mpy:rate:{second}")]
+    there = [second for second in seconds if redis.exists(f"{key}{second}")]
     return Bag(
         [name, int(count)]
         for second in there
-        for name, count in redis.fields(f"mpy:rate:{second}").items()
+        for name, count in redis.fields(f"{key}{second}").items()
     )
 
 

@@ -232,7 +232,9 @@ class BackendMachine(StateRules):
             "",
             reading=rows_last,
         )
-        self.run(redis_scripts.RATES, backend.rates, now, self.now // 1_000_000 + since)
+        self.run(
+            redis_scripts.RATES, backend.rates, now, self.now // 1_000_000 + since, "mpy:rate:"
+        )
         self.run(redis_scripts.REVOKED, backend.revoked, TASKS)
 
     @rule(

@@ -112,7 +112,7 @@ WITHOUT_MODEL = {
     "locks": {"ACQUIRE", "ACQUIRE_IN_CLUSTER", "RELEASE", "RENEW"},
     "cluster": {
         *("AMEND", "AMEND_CLAIM", "CLAIM", "DROP", "EXPIRE", "LIST"),
-        *("NOTE", "RATES", "RECORDS", "RELEASE", "SCHEDULES"),
+        *("NOTE", "RECORDS", "RELEASE"),
     },
 }
 
@@ -219,7 +219,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "backend CLEAR": ([("task_2", raw(b"out")), ("task_1", raw(b"out"))],),
     "backend NEWEST": (["mpy:open", "mpy:done"], 0, 0, 10),
     "backend FIND": ("mpy:open", "+inf", 0, 0, 10, 10, "PENDING", '"add"'),
-    "backend RATES": (NOW, START // 1_000_000),
+    "backend RATES": (NOW, START // 1_000_000, "mpy:rate:"),
     "backend REVOKE": (NOW, 3 * 86400, ["task_1"]),
     "backend REVOKED": (["task_1"],),
     "backend FORGET_TASK": (["task_2", "task_1"], []),
@@ -229,7 +229,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "settlement SETTLE": (NOW, 3600, "s1", QUEUES, ENDS, [], *changes(arrivals=[ARRIVAL])),
     "settlement FIRE": (NOW, 3600, QUEUES, FULL, *changes(fires="group_1")),
     "backend AMEND": (NOW, 3600, "nightly", raw(b"old"), raw(b"new"), 0, *changes(outbox=b"out")),
-    "backend RECORDS": (NOW, "0"),
+    "backend RECORDS": (NOW, "0", "mpy:records", "mpy:records:n"),
     "backend RELEASE": ([("claimed", raw(b"mine"))],),
     "settlement AMEND": (
         NOW,

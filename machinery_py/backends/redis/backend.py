@@ -44,16 +44,10 @@ from machinery_py.backends.redis.documents import (
 from machinery_py.backends.redis.listener import RedisListener
 from machinery_py.clock import micros
 from machinery_py.connections.durability import Concern
+from machinery_py.connections.redis import keys as redis_keys
 from machinery_py.connections.redis.client import RedisDriver, raw
 from machinery_py.connections.redis.errors import log_spoilt
-from machinery_py.connections.redis.keys import (
-    CLAIM,
-    PARTIAL,
-    companion_key,
-    document_key,
-    encoded,
-    outbox_key,
-)
+from machinery_py.connections.redis.keys import companion_key, document_key, encoded
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.wire.states import decode_group
 
@@ -103,10 +97,8 @@ class RedisBackend(Backend, OutboxBackend):
                     outbox=_pack_outbox(tuple(one.outbox)) if one.outbox else b"",
                 )
                 again = again and bool(one.mark) and not one.fires
-            now_text = self.driver.now()
-            letters = self.driver.run(
-                scripts.APPLY, now_text, self.seconds, rows.changes, rows.states, again=again
-            )
+            values = (self.driver.now(), self.seconds, *rows.packed())
+            letters = self.driver.run(scripts.APPLY, *values, again=again)
             verdicts += [VERDICTS[letter] for letter in letters]
         return verdicts
 
@@ -120,7 +112,9 @@ class RedisBackend(Backend, OutboxBackend):
     def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:
         if not keys:
             return []
-        boxes = self.driver.ask(b"MGET", *map(outbox_key, keys), doing="reading outboxes")
+        boxes = self.driver.ask(
+            b"MGET", *map(redis_keys.outbox_key, keys), doing="reading outboxes"
+        )
         return [_outbox(box) if box else () for box in boxes]
 
     def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
@@ -132,7 +126,8 @@ class RedisBackend(Backend, OutboxBackend):
         return [(key.decode(), _outbox(box) if box else ()) for key, box in found]
 
     def records(self, known: str = "") -> Records:
-        return records_of(*self.driver.run(scripts.RECORDS, self.driver.now(), known))
+        place = redis_keys.RECORDS, redis_keys.RECORDS_VERSION
+        return records_of(*self.driver.run(scripts.RECORDS, self.driver.now(), known, *place))
 
     def amend(self, amendment: Amendment) -> bool:
         return bool(self.driver.run(scripts.AMEND, *self.packed_amendment(amendment)))
@@ -155,12 +150,11 @@ class RedisBackend(Backend, OutboxBackend):
             raw(amendment.expected or b""),
             raw(amendment.body or b""),
             math.ceil(amendment.life),
-            change.changes,
-            change.states,
+            *change.packed(),
         )
 
     def claims(self, names: Sequence[str]) -> list[bytes | None]:
-        keys = [CLAIM + name.encode() for name in names]
+        keys = [redis_keys.CLAIM + name.encode() for name in names]
         return list(self.driver.ask(b"MGET", *keys, doing="reading claims")) if keys else []
 
     def release(self, claims: Sequence[tuple[str, bytes]]) -> None:
@@ -208,7 +202,7 @@ class RedisBackend(Backend, OutboxBackend):
 
     def drop_partial(self, group_uuids: Sequence[str]) -> None:
         names = map(encoded, group_uuids)
-        self.driver.ask(b"ZREM", PARTIAL, *names, doing="forgetting incomplete groups")
+        self.driver.ask(b"ZREM", redis_keys.PARTIAL, *names, doing="forgetting incomplete groups")
 
     def list_states(
         self,
@@ -219,9 +213,9 @@ class RedisBackend(Backend, OutboxBackend):
         limit: int = 100,
     ) -> list[TaskState]:
         # A task that ends in between is met twice; in the other order it would be missed.
-        sets = ["mpy:open", "mpy:done"]
+        sets = [redis_keys.OPEN, redis_keys.DONE]
         if state is not None:
-            sets = ["mpy:done"] if state.is_finished else ["mpy:open"]
+            sets = [redis_keys.DONE] if state.is_finished else [redis_keys.OPEN]
         low = 0 if since is None else micros(since)
         found: dict[str, tuple[int, TaskState]] = {}
         for key in sets:
@@ -252,7 +246,7 @@ class RedisBackend(Backend, OutboxBackend):
     def find(self, prefix: str, limit: int = 2) -> list[str]:
         match = (b"MATCH", pattern_of(encoded(prefix)), b"COUNT", b"5000")
         found: set[str] = set()
-        for key in (b"mpy:open", b"mpy:done"):
+        for key in (redis_keys.OPEN.encode(), redis_keys.DONE.encode()):
             cursor = b"0"
             while True:
                 cursor, rows = self.driver.ask(
@@ -266,7 +260,9 @@ class RedisBackend(Backend, OutboxBackend):
     def finished_since(self, moment: dt.datetime) -> dict[str, tuple[int, int]]:
         second = micros(moment) // 1_000_000
         counts: dict[str, tuple[int, int]] = {}
-        add_counts(counts, self.driver.run(scripts.RATES, self.driver.now(), second))
+        add_counts(
+            counts, self.driver.run(scripts.RATES, self.driver.now(), second, redis_keys.RATE)
+        )
         return counts
 
     def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:

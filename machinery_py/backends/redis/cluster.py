@@ -49,7 +49,15 @@ from machinery_py.backends.redis.cluster_documents import (
 from machinery_py.backends.redis.cluster_steps import PAGE, PREFIXES, Newest, Steps, shard_of
 from machinery_py.backends.redis.documents import add_counts, pattern_of, records_of, state_of
 from machinery_py.backends.redis.listener import RedisListener
-from machinery_py.backends.redis.scripts import BEGIN, CHORD_LIFE, LOOKS, MARKS, REVOKE
+from machinery_py.backends.redis.scripts import (
+    BEGIN,
+    CHORD_LIFE,
+    LOOKS,
+    MARKS,
+    RATES,
+    RECORDS,
+    REVOKE,
+)
 from machinery_py.backends.redis.scripts import REVOKED as LOOK_FOR_REVOKED
 from machinery_py.clock import micros
 from machinery_py.connections.durability import Concern
@@ -86,9 +94,7 @@ class ClusterBackend(Backend, OutboxBackend):
         now, text = self.now(), self.cluster.now()
         parts = [parts_of(change, now, text, self.seconds) for change in changes]
         again = all(change.mark and not change.fires for change in changes)
-        gone = self._steps.refused_by_go(
-            [part.name for change, part in zip(changes, parts, strict=True) if change.fires]
-        )
+        gone = self._steps.refused_by_go([part.name for part in parts if part.fires])
         letters = self._steps.decide(parts, again=again, refused=gone)
         done = [part for part, letter in zip(parts, letters, strict=True) if letter == "s"]
         self._steps.carry_out([effect for part in done for effect in part.effects])
@@ -169,8 +175,9 @@ class ClusterBackend(Backend, OutboxBackend):
         return unsent[:limit]
 
     def records(self, known: str = "") -> Records:
-        calls = [(SCHEDULES, (self.cluster.now(), known))]
-        return records_of(*self.cluster.run(scripts.SCHEDULES, calls)[0])
+        slot = SCHEDULES.decode()
+        values = (self.cluster.now(), known, f"{slot}all", f"{slot}n")
+        return records_of(*self.cluster.run(RECORDS, [(SCHEDULES, values)])[0])
 
     def amend(self, amendment: Amendment) -> bool:
         part = parts_of_tick(amendment, self.now(), self.cluster.now(), self.seconds)
@@ -288,7 +295,10 @@ class ClusterBackend(Backend, OutboxBackend):
     def finished_since(self, moment: dt.datetime) -> dict[str, tuple[int, int]]:
         second = micros(moment) // 1_000_000
         counts: dict[str, tuple[int, int]] = {}
-        for rows in self._steps.in_shards(scripts.RATES, self.cluster.now(), second):
+        calls = [
+            (shard, (self.cluster.now(), second, f"{shard.decode()}rate:")) for shard in PREFIXES
+        ]
+        for rows in self.cluster.run(RATES, calls):
             add_counts(counts, rows)
         return counts
 

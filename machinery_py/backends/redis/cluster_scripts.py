@@ -30,7 +30,6 @@ AMEND = _lua.script("amend", "changing a schedule")
 CLAIM = _lua.script("claim", "reading claims")
 AMEND_CLAIM = _lua.script("amend_claim", "changing a claim")
 RELEASE = _lua.script("release", "releasing claims")
-SCHEDULES = _lua.script("schedules", "reading schedules")
 
 # The listings: they are in shards, whose prefix is that of the guard.
 
@@ -38,5 +37,4 @@ NOTE = _lua.script("note", "noting what follows")
 DROP = _lua.script("drop", "clearing outboxes")
 RECORDS = _lua.script("records", "looking for outboxes")
 LIST = _lua.script("list")
-RATES = _lua.script("rates", "counting what has finished")
 EXPIRE = _lua.script("expire", "looking for what is over")

@@ -166,6 +166,10 @@ class Changes:
         )
         return place
 
+    def packed(self) -> tuple[list[object], list[object]]:
+        """Return C and S."""
+        return self.changes, self.states
+
 
 def state_of(document: bytes, companion: bytes | None) -> TaskState:
     """Read the state in a document and its companion."""

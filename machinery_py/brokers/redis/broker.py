@@ -82,7 +82,7 @@ class RedisBroker(Broker):
         self._own: dict[str, None] = {}  # queues that this process has consumers of
         self._cursor = b"0"  # where the next look at queues of others begins
         # The server says whose beat is late; a second look, a little later, makes sure.
-        self._judge: HeartbeatJudge[bytes] = HeartbeatJudge(patience=lease / 8, lease=lease)
+        self.judge: HeartbeatJudge[bytes] = HeartbeatJudge(patience=lease / 8, lease=lease)
         self._doubtful: list[str] = []  # the queues of the suspects
         self._records: dict[bytes, SessionInfo | None] = {}
         self._consumers: weakref.WeakSet[RedisConsumer] = weakref.WeakSet()
@@ -129,7 +129,7 @@ class RedisBroker(Broker):
         self._condemn_dead(sessions)
         self._doubtful = [queue.decode(errors="replace") for queue, _, _ in late]
         beats = {session: beat for _, session, beat in late}
-        for session in self._judge.dead(beats, self.driver.clock.monotonic()):
+        for session in self.judge.dead(beats, self.driver.clock.monotonic()):
             info = self._records.get(session)
             if info is not None:
                 self._condemn(session, info.queues, beats[session].decode())
@@ -160,16 +160,10 @@ class RedisBroker(Broker):
 
     def _give_up(self, session: str, queues: Sequence[str], beat: str) -> bool:
         """Give back what it held. False: it has beaten since, or another worker was faster."""
-        began = began_by(session, queues)
-        held, to_wake = self.driver.run(
-            scripts.CONDEMN,
-            self.driver.now(),
-            session,
-            list(map(queue_keys, queues)),
-            beat,
-            False if began is None else began,
-            scripts.TOMBSTONE,
-        )
+        keys, began = list(map(queue_keys, queues)), began_by(session, queues)
+        strikes = False if began is None else began
+        values = (self.driver.now(), session, keys, beat, strikes, scripts.TOMBSTONE)
+        held, to_wake = self.driver.run(scripts.CONDEMN, *values)
         self.driver.unblock(to_wake)
         return bool(held >= 0)
 
@@ -207,13 +201,9 @@ class RedisBroker(Broker):
         logger.error(
             "a delayed message goes to the dead letters of %r: %s: %s", FIRST_QUEUE, REASON, error
         )
-        self.driver.run(
-            scripts.BURY_DELAYED,
-            self.driver.now(),
-            queue_keys(FIRST_QUEUE),
-            raw(body),
-            head_of("", "", REASON, error),
-        )
+        head = head_of("", "", REASON, error)
+        keys = queue_keys(FIRST_QUEUE)
+        self.driver.run(scripts.BURY_DELAYED, self.driver.now(), keys, raw(body), head)
 
     # Inspection
 
@@ -320,14 +310,9 @@ class RedisBroker(Broker):
         return letters[:limit]
 
     def bury(self, message: Message, *, queue: str, reason: str, error: str) -> None:
-        self.driver.run(
-            scripts.BURY,
-            self.driver.now(),
-            queue_keys(queue),
-            head_of(message.uuid, message.name, reason, error),
-            raw(label_of(message)),
-            raw(message.body),
-        )
+        head = head_of(message.uuid, message.name, reason, error)
+        label, body = raw(label_of(message)), raw(message.body)
+        self.driver.run(scripts.BURY, self.driver.now(), queue_keys(queue), head, label, body)
 
     def take_dead(self, ids: Sequence[str]) -> list[DeadLetter]:
         places = [

@@ -75,11 +75,6 @@ class QueueBroker(RedisBroker):
         self.driver.unblock(to_wake)
         return True
 
-    @property
-    def has_suspects(self) -> bool:
-        """Whether late sessions must be looked at again soon."""
-        return bool(self._judge)
-
     def _queues(self) -> list[tuple[str, str]]:
         return [queue_keys(self.queue)]
 
@@ -192,7 +187,7 @@ class ClusterBroker(Broker):
         self._cursor, names = self._ask(
             b"SSCAN", QUEUES, self._cursor, b"COUNT", b"%d" % OTHERS, doing="listing queues"
         )
-        doubtful = [queue for queue, broker in list(self._brokers.items()) if broker.has_suspects]
+        doubtful = [queue for queue, broker in list(self._brokers.items()) if broker.judge]
         return list(map(self._of, dict.fromkeys([*self._own, *doubtful, *named(names)])))
 
     def tend(self) -> float:

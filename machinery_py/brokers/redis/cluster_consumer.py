@@ -58,10 +58,6 @@ class QueueConsumer(RedisConsumer):
     def _shown_queues(self) -> tuple[str, ...]:
         return self._owner.queues
 
-    def beat_request(self) -> Request:
-        """Make the request that is answered with 0 if this session was given up."""
-        return self.driver.request(scripts.BEAT, self.driver.now(), self.session, self.keys)
-
     def restart(self) -> None:
         """Give everything back, if that was not done, and register as the owner's next session."""
         self._give_up(scripts.TOMBSTONE)
@@ -285,7 +281,10 @@ class ClusterConsumer(Consumer):
         # All in one round trip, with little patience: a node that is away must not delay the beats
         # of others.
         registered = self._parts[0].driver.cluster.ask(
-            [part.beat_request() for part in self._parts],
+            [
+                part.driver.request(scripts.BEAT, part.driver.now(), part.session, part.keys)
+                for part in self._parts
+            ],
             doing=scripts.BEAT.doing,
             away=BrokerUnavailable,
             patience=self._patience,

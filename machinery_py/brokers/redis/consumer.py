@@ -145,20 +145,9 @@ class RedisConsumer(Consumer):
         try:
             link = self._open_link()
             client, is_apart = self._blocked_client(link)
-            argument = pack(
-                (
-                    self._driver.now(),
-                    session,
-                    keys,
-                    limit,
-                    claim,
-                    [number for number, _ in self._lost],
-                    client,
-                    will_sleep or bool(sleep),
-                    self._noted,
-                    is_apart,
-                )
-            )
+            lost = [number for number, _ in self._lost]
+            blocks = (client, will_sleep or bool(sleep), self._noted, is_apart)
+            argument = pack((self._driver.now(), session, keys, limit, claim, lost, *blocks))
             self._noted = True  # until the reply says that it is not
             reply = self._ask(link, argument, sleep)
         except MachineryError:
@@ -326,15 +315,8 @@ class RedisConsumer(Consumer):
     def _give_up(self, tombstone: int) -> None:
         """Leave the registries; what is still held goes back."""
         no_strikes = [()] * len(self.keys)
-        _, to_wake = self._driver.run(
-            scripts.CONDEMN,
-            self._driver.now(),
-            self.session,
-            self.keys,
-            "",
-            no_strikes,
-            tombstone,
-        )
+        values = (self._driver.now(), self.session, self.keys, "", no_strikes, tombstone)
+        _, to_wake = self._driver.run(scripts.CONDEMN, *values)
         self._driver.unblock(to_wake)
         self._file.end()
 

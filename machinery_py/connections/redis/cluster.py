@@ -83,7 +83,7 @@ class RedisClusterDriver:
         self._slots: dict[bytes, SlotDriver] = {}
         self._changing = ForkLock()
         self._quota, self._pid = Quota(limits), os.getpid()
-        self._checked: set[str] = set()  # masters whose settings were checked
+        self.checked: set[str] = set()  # masters whose settings were checked
         self._are_all_checked = not strict
 
     def now(self) -> str:
@@ -120,14 +120,11 @@ class RedisClusterDriver:
             if driver.drop_idle():
                 return
 
-    def was_checked(self, place: str) -> bool:
-        return place in self._checked
-
     def is_news(self, place: str) -> bool:
         """Whether this master is checked for the first time by this process."""
         with self._changing:
-            is_news = place not in self._checked
-            self._checked.add(place)
+            is_news = place not in self.checked
+            self.checked.add(place)
             return is_news
 
     def concerns(self) -> list[Concern]:
@@ -283,7 +280,7 @@ class _PartDriver(RedisDriver):
         return link is not None
 
     def _check(self, link: RedisConnection) -> None:
-        if self.cluster.was_checked(self.servers.place):
+        if self.servers.place in self.cluster.checked:
             self._checked = link.server
         else:
             super()._check(link)

@@ -79,7 +79,7 @@ class Nodes:
         self.url = url
         self.timeout = timeout
         self.client_name = client_name
-        self._any_node = NodeServers(url, self._first, timeout=timeout, client_name=client_name)
+        self._any_node = self.servers(lambda: (self._known or self.seeds)[0])
         self.seeds = parse_redis_url(url).hosts
         self._slots: list[Address | None] = [None] * SLOTS
         self._known: tuple[Address, ...] = ()
@@ -172,9 +172,6 @@ class Nodes:
                 self._learn(ranges, address)
                 return None
         return failure
-
-    def _first(self) -> Address:
-        return (self._known or self.seeds)[0]
 
     def _ask(self, address: Address, patience: float) -> list[Any]:
         connection = self._any_node.open_any(address, patience)

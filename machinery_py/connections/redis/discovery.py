@@ -110,9 +110,15 @@ class Servers:
                 following = self._after(current)
                 self._report(current, error, following, len(failures))
                 self._current = current = following
-                if len(failures) == len(self.urls):
-                    raise self._nobody(error, failures) from error
-                continue
+                if len(failures) < len(self.urls):
+                    continue
+                if len(self.urls) == 1:
+                    raise
+                import redis
+
+                raise redis.ConnectionError(
+                    f"none of {len(self.urls)} servers can be used: {'; '.join(failures)}"
+                ) from error
             self._moved(current, address)
             set_timeout(connection, timeout)
             return connection, self.number
@@ -168,15 +174,6 @@ class Servers:
             total,
             self.attempts,
             then,
-        )
-
-    def _nobody(self, error: Exception, failures: Sequence[str]) -> Exception:
-        if len(self.urls) == 1:
-            return error
-        import redis
-
-        return redis.ConnectionError(
-            f"none of {len(self.urls)} servers can be used: {'; '.join(failures)}"
         )
 
     def _moved(self, url: str, address: tuple[str, int] | str) -> None:

@@ -22,6 +22,13 @@ GO_MUTEX = b"TriggerChordMutex"
 TOKENS = b"mpy:p:"  # before the token of a submission
 CLAIM = b"mpy:u:"  # before the name of a claim
 
+# As scripts take them.
+OPEN = "mpy:open"
+DONE = "mpy:done"
+RATE = "mpy:rate:"  # before a second
+RECORDS = "mpy:records"
+RECORDS_VERSION = "mpy:records:n"
+
 # Sessions have no expiry: maintenance removes one that has stopped beating, and requeues its
 # messages.
 _SESSION = "until the consumer closes or is given up"

@@ -7,14 +7,10 @@
 
 local text, expire, name, expected, body, life, queues, messages
 text, expire, name, expected, body, life, C, S, queues, messages = unpack(unpacked)
-local now, to_wake, plan, _ = now_of(text), {}, nil, nil
+local now, to_wake = now_of(text), {}
 if not holds(name, expected, life) then return false end
 check(queues, messages, now)
-if C[1] then
-  listable({1})
-  look_at({1})
-  _, plan = decide(1)
-end
+local _, plan = decide_first()
 swap(name, body, life)
 if plan then commit(1, plan, now, expire) end
 note_states(now)

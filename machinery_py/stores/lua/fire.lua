@@ -7,9 +7,7 @@ local text, expire, queues, messages
 text, expire, queues, messages, C, S = unpack(unpacked)
 local now, to_wake = now_of(text), {}
 check(queues, messages, now)
-listable({1})
-look_at({1})
-local verdict, plan = decide(1)
+local verdict, plan = decide_first()
 if verdict ~= 's' then
   if C[1 + $FIRES] ~= '' then settled_elsewhere(C[1 + $FIRES]) end
   return false

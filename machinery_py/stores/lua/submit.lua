@@ -5,13 +5,9 @@
 
 local text, expire, token, queues, messages
 text, expire, token, queues, messages, C, S = unpack(unpacked)
-local now, to_wake, plan, _ = now_of(text), {}, nil, nil
+local now, to_wake = now_of(text), {}
 check(queues, messages, now)
-if C[1] then
-  listable({1})
-  look_at({1})
-  _, plan = decide(1)
-end
+local _, plan = decide_first()
 if token ~= '' and not call('SET', 'mpy:p:' .. token, '1', 'NX', 'EX', '$TOKEN_LIFE') then return 0 end
 put(queues, messages, now, to_wake)
 if plan then commit(1, plan, now, expire) end

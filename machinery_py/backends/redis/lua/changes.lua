@@ -17,6 +17,7 @@
 -- nothing of others is ever written over.
 -- decide: what a change would write, and its verdict (s, a, f); writes nothing, and the next change
 -- sees it in `known`.
+-- decide_first: decides the change at place 1, if there is one.
 -- listable: raises, before anything is written, if a set from which these changes are to be found
 -- again is something else.
 -- commit: writes it. note_states: writes the listings and the groups, once for all that a script
@@ -239,6 +240,12 @@ local function listable(changes)
     if C[c + $GROUPS] then key_type('mpy:groups', 'zset') end
     if C[c + $OUTBOX] ~= '' then key_type('mpy:outbox', 'zset') end
   end
+end
+local function decide_first()
+  if not C[1] then return nil end
+  listable({1})
+  look_at({1})
+  return decide(1)
 end
 local function write(row, force, held)
   local s = row.state

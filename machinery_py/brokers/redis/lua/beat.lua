@@ -5,13 +5,13 @@
 
 local text, session, queues = unpack(unpacked)
 local now = now_of(text)
-local sound = {}
+local intact = {}
 for _, q in ipairs(queues) do
   local fine, beat = pcall(call, 'ZSCORE', q[2] .. 's', session)
   if fine and not beat then return 0 end
-  if fine then sound[#sound + 1] = q end
+  if fine then intact[#intact + 1] = q end
 end
-for _, q in ipairs(sound) do
+for _, q in ipairs(intact) do
   call('ZREM', q[2] .. 's', session)
   call('ZADD', q[2] .. 's', now, session)
 end

@@ -1,5 +1,5 @@
 -- In: now, session, queues, limit, number of this claim, numbers of lost ones, connection, true if
--- it will sleep, true if it may be noted as a blocked client, true if it sleeps at none of these
+-- it will block, true if it may be noted as a blocked client, true if it blocks at none of these
 -- queues.
 -- Out: what is left of the session (1, or 0 if it was given up); µs until something is due (-1:
 -- nothing is); how many tasks are revoked; connections to be woken; msgpack of (queue, first
@@ -12,7 +12,7 @@
 local text, session, queues, limit, claim, lost, number, will_sleep, noted, apart = unpack(unpacked)
 local now, to_wake, found, runs, count, with_notes, places, problems = now_of(text), {}, {}, 0, 0, {}, {}, {}
 local function reply() return '\221' .. struct.pack('>I4', runs) .. table.concat(found) end
-local function tell(index, receipt, fence, strikes, parks, level, bodies)
+local function report(index, receipt, fence, strikes, parks, level, bodies)
   found[#found + 1] = '\151' .. cmsgpack.pack(places[index] - 1, receipt, fence, strikes, parks, level)
     .. '\221' .. struct.pack('>I4', #bodies)
   for _, body in ipairs(bodies) do
@@ -21,7 +21,7 @@ local function tell(index, receipt, fence, strikes, parks, level, bodies)
   end
   runs, count = runs + 1, count + #bodies
 end
-local function fly(index, q, level, bodies)
+local function deliver(index, q, level, bodies)
   if #bodies == 0 then return end
   local first = call('INCRBY', q[2] .. 'n', #bodies) - #bodies
   local a, entries, plain = q[2] .. 'a', {}, wrap(claim, level, 1, 0, 0, '', '')
@@ -34,13 +34,13 @@ local function fly(index, q, level, bodies)
       call('HDEL', a, redis.sha1hex(body))
       fence, strikes, parks = fence + 1, tonumber(strikes), tonumber(parks)
       entries[2 * i] = wrap(claim, level, fence, strikes, parks, string.sub(note, at), body)
-      tell(index, first + i, fence, strikes, parks, level, {body})
+      report(index, first + i, fence, strikes, parks, level, {body})
     else
       entries[2 * i] = plain .. body
-      if noted then tell(index, first + i, 1, 0, 0, level, {body}) end
+      if noted then report(index, first + i, 1, 0, 0, level, {body}) end
     end
   end
-  if not noted then tell(index, first + 1, 1, 0, 0, level, bodies) end
+  if not noted then report(index, first + 1, 1, 0, 0, level, bodies) end
   rows('HSET', q[2] .. 'f:' .. session, entries)
 end
 local alive, arrived, levels, firsts, stopped, blocking_queue = true, {}, {}, {}, {}, 0
@@ -50,7 +50,7 @@ local function expect(kind, ...)
     if not fine then problems[#problems + 1] = words(problem) end
   end
 end
-local function sight(index, q)
+local function read_queue(index, q)
   local p = q[2]
   key_type(q[1], 'list')
   counter(p .. 'n')
@@ -74,7 +74,7 @@ local all = queues
 queues = {}
 for place, q in ipairs(all) do
   local index = #queues + 1
-  local fine, problem = pcall(sight, index, q)
+  local fine, problem = pcall(read_queue, index, q)
   if fine then
     queues[index], places[index] = q, place
     -- From a paused queue nothing is taken, and nobody sleeps at its list; resuming it wakes those who noted themselves.
@@ -115,12 +115,12 @@ for index, q in ipairs(queues) do
     for _, one in ipairs(again) do
       local m = one[2]
       call('HSET', flight, int(one[1]), wrap(claim, m.level, m.fence, m.strikes, m.parks, m.label, m.body))
-      tell(index, one[1], m.fence, m.strikes, m.parks, m.level, {m.body})
+      report(index, one[1], m.fence, m.strikes, m.parks, m.level, {m.body})
     end
   end
   if #arrived[index] > 0 then
     call('DEL', q[2] .. 'i:' .. session)
-    if stopped[index] then return_arrivals(q, arrived[index]) else fly(index, q, 0, arrived[index]) end
+    if stopped[index] then return_arrivals(q, arrived[index]) else deliver(index, q, 0, arrived[index]) end
   end
 end
 for index, q in ipairs(queues) do
@@ -131,11 +131,11 @@ for index, q in ipairs(queues) do
     for _, level in ipairs(levels[index]) do
       if count < limit then
         local list = q[2] .. 'p:' .. level
-        fly(index, q, tonumber(level), call('LPOP', list, limit - count) or {})
+        deliver(index, q, tonumber(level), call('LPOP', list, limit - count) or {})
         if call('EXISTS', list) == 0 then call('ZREM', q[2] .. 'l', level) end
       end
     end
-    if count < limit then fly(index, q, 0, call('LPOP', q[1], limit - count) or {}) end
+    if count < limit then deliver(index, q, 0, call('LPOP', q[1], limit - count) or {}) end
   end
 end
 if will_sleep and count == 0 then

@@ -5,23 +5,23 @@
 --! include brokers/redis/lua/messages.lua
 
 local text, session, queues, seen, began, tombstone = unpack(unpacked)
-local now, to_wake, held, sound = now_of(text), {}, 0, {}
+local now, to_wake, held, intact = now_of(text), {}, 0, {}
 local there = false
-local function sight(index, q)
+local function check_session(index, q)
   local beat = call('ZSCORE', q[2] .. 's', session)
   there = there or beat
   if beat and seen ~= '' and int(tonumber(beat)) ~= seen then return true end
   key_type(q[1], 'list')
   key_type(q[2] .. 't', 'zset')
   can_empty(q, session)
-  sound[#sound + 1] = index
+  intact[#intact + 1] = index
 end
 for index, q in ipairs(queues) do
-  local _, lives = pcall(sight, index, q)
+  local _, lives = pcall(check_session, index, q)
   if lives == true then return {-1, to_wake} end
 end
 if not there then return {-1, to_wake} end
-for _, index in ipairs(sound) do
+for _, index in ipairs(intact) do
   local q = queues[index]
   call('ZREM', q[2] .. 's', session)
   call('DEL', q[2] .. 'b:' .. session)

@@ -3,7 +3,7 @@
 --! include brokers/redis/lua/messages.lua
 
 local text, queues, lease = unpack(unpacked)
-local now, to_wake, late, all, sound = now_of(text), {}, {}, {}, {}
+local now, to_wake, late, all, intact = now_of(text), {}, {}, {}, {}
 local function read(q)
   return {z = call('ZRANGE', q[2] .. 'z', 0, 0, 'WITHSCORES'), s = call('ZRANGE', q[2] .. 's', 0, -1, 'WITHSCORES'),
           t = call('ZRANGE', q[2] .. 't', 0, -1)}
@@ -13,7 +13,7 @@ for _, q in ipairs(queues) do
   -- Where somebody keeps something else under one of its keys, the other queues are still looked after.
   local fine, found = pcall(read, q)
   if fine then
-    sound[#sound + 1] = q
+    intact[#intact + 1] = q
     parked(q, now, to_wake, found.z)
     for i = 1, #found.s, 2 do
       local session, beat = found.s[i], tonumber(found.s[i + 1])
@@ -29,4 +29,4 @@ for _, q in ipairs(queues) do
     if emptied then call('ZREMRANGEBYSCORE', q[2] .. 't', '-inf', now) end
   end
 end
-return {due_in(sound, now), late, all, to_wake}
+return {due_in(intact, now), late, all, to_wake}

@@ -5,13 +5,9 @@
 
 local text, expire, name, expected, body, life
 text, expire, name, expected, body, life, C, S = unpack(unpacked)
-local now, plan, _ = now_of(text), nil, nil
+local now = now_of(text)
 if not holds(name, expected, life) then return 0 end
-if C[1] then
-  listable({1})
-  look_at({1})
-  _, plan = decide(1)
-end
+local _, plan = decide_first()
 swap(name, body, life)
 if plan then commit(1, plan, now, expire) end
 note_states(now)

@@ -1,8 +1,8 @@
--- In: now, version known to the caller. Out: now, version, and names and bodies in turn, unless the
--- version is known.
+-- In: now, version known to the caller, key of the records, of their version. Out: now, version, and
+-- names and bodies in turn, unless the version is known.
 --! include connections/redis/lua/prelude.lua
 
-local version = call('GET', 'mpy:records:n') or '0'
-local now = int(now_of(unpacked[1]))
-if version == unpacked[2] then return {now, version} end
-return {now, version, call('HGETALL', 'mpy:records')}
+local text, known, records, count = unpack(unpacked)
+local version, now = call('GET', count) or '0', int(now_of(text))
+if version == known then return {now, version} end
+return {now, version, call('HGETALL', records)}
