@@ -78,7 +78,7 @@ chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos.run --url sqlite --tasks 20000 --kill-every 1
 	$(BIN)/python -m tests.chaos.run --url redis --tasks 100000 --kill-every 2 --lease 10
 	$(BIN)/python -m tests.chaos.run --url amqp+redis --tasks 25000 --kill-every 1.5
-	MACHINERY_TEST_FULL=1 $(BIN)/python -m pytest tests/backends/rabbitmq/test_restart.py tests/interop/test_amqp_results.py -v
+	MACHINERY_TEST_FULL=1 $(BIN)/python -m pytest tests/backends/rabbitmq/test_restart.py tests/system/test_peers.py tests/interop/test_amqp_results.py -v
 
 matrix: $(STAMP)
 	MACHINERY_TEST_PAIRS=1 $(BIN)/python -m pytest -p no:xdist --write-matrix tests/backends tests/brokers tests/locks tests/stores tests/system/test_workflows*.py tests/system/test_pairs.py
