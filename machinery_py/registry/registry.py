@@ -70,7 +70,7 @@ class Registry:
             self._tasks[task.name] = task
 
     def get(self, name: str) -> Task[..., Any]:
-        """The task.
+        """Return the task.
 
         Raises:
             TaskNotRegistered: with the names that there are.
