@@ -1,4 +1,4 @@
-"""The scripts of the Redis backend. Their keys stand in docs/explanation/redis-protocol.md.
+"""The scripts of the Redis backend. connections/redis/keys.py lists the keys.
 
 Each takes one msgpack array; its file in `lua/` says what is in it (In) and what it returns (Out).
 `now` is "" for the server's clock, else microseconds. Changes are as changes.lua says.

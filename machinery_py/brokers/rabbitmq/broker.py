@@ -7,6 +7,8 @@ Limits: a batch is not put whole: others see it grow. A token is known to the pr
 it; to others, and after a lost reply, two messages with one UUID are possible. Priorities need
 `x-max-priority` in amqp.queue_declare_args, as with Go; without it they are carried along and
 change nothing. Go's own delay queues are not listed.
+
+Dead letters: topology.py has their queue, publisher.py writes one, messages.py reads it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Messages in Redis, in Go Machinery's keys; docs/explanation/redis-protocol.md lists all keys.
+"""Messages in Redis, in Go Machinery's keys; connections/redis/keys.py lists all keys.
 
 A consumer that has not beaten for a lease, by the server's clock, is given up at the second look;
 one whose process on this host has ended, at the first.

@@ -1,4 +1,4 @@
-"""A consumer of Redis queues. Its keys stand in docs/explanation/redis-protocol.md.
+"""A consumer of Redis queues. connections/redis/keys.py lists the keys.
 
 It has a connection of its own for claims. When nothing is to be had, that blocks in BLMOVE at the
 first queue that is not paused, with the next claim behind it in the same packet; `wake` unblocks

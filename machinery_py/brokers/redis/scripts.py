@@ -1,4 +1,4 @@
-"""The scripts of the Redis broker. Their keys stand in docs/explanation/redis-protocol.md.
+"""The scripts of the Redis broker. connections/redis/keys.py lists the keys.
 
 Each takes one msgpack array; its file in `lua/` says what is in it (In) and what it returns (Out).
 `now` is "" for the server's clock, else microseconds. Queues and messages are as putting.lua says.

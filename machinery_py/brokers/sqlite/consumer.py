@@ -1,4 +1,6 @@
-"""A consumer of a SQLite file: it claims, disposes, beats and sleeps. The tables are described in sqlite.py.
+"""A consumer of a SQLite file: it claims, disposes, beats and sleeps.
+
+The tables are listed in connections/sqlite/schema.py.
 
 Claims and beats are committed without fsync (`SQLiteDriver.claiming`), disposals with it.
 
