@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import functools
 import graphlib
 import importlib
@@ -275,3 +276,18 @@ def _abstract_classes() -> Iterator[tuple[str, type]]:
             for value in vars(importlib.import_module(module.name)).values():
                 if inspect.isabstract(value) and value.__module__ == module.name:
                     yield f"{value.__module__}.{value.__name__}", value
+
+
+#: An error that a caller catches, and the event of the same end: both are the name a user looks for.
+TWICE = {"TaskFailed"}
+
+
+def test_no_class_name_stands_for_two_things() -> None:
+    names = collections.Counter(
+        node.name
+        for _, path in modules()
+        for node in parsed(path).body
+        if isinstance(node, ast.ClassDef)
+    )
+
+    assert {name for name, count in names.items() if count > 1} == TWICE

@@ -36,14 +36,14 @@ class BadUrl(ValueError):
 # Options behind '?'
 
 
-class Kind(NamedTuple):
+class OptionKind(NamedTuple):
     """The values of an option: `read` raises ValueError or KeyError for what is not `expected`."""
 
     read: Callable[[str], object]
     expected: str
 
 
-def number(low: int, high: int, unit: str, of: Callable[[str], float] = float) -> Kind:
+def number(low: int, high: int, unit: str, of: Callable[[str], float] = float) -> OptionKind:
     """Return the kind of numbers in these limits."""
 
     def read(text: str) -> float:
@@ -52,12 +52,12 @@ def number(low: int, high: int, unit: str, of: Callable[[str], float] = float) -
             raise ValueError(text)
         return value
 
-    return Kind(read, f"{low} to {high} {unit}")
+    return OptionKind(read, f"{low} to {high} {unit}")
 
 
-def choice(**values: object) -> Kind:
+def choice(**values: object) -> OptionKind:
     """Return the kind of these words, in any case, each of which stands for a value."""
-    return Kind(lambda text: values[text.lower()], " or ".join(values))
+    return OptionKind(lambda text: values[text.lower()], " or ".join(values))
 
 
 def _filled(text: str) -> str:
@@ -66,7 +66,11 @@ def _filled(text: str) -> str:
     return text
 
 
-FILE, NAME, SECRET = Kind(_filled, "a path"), Kind(_filled, "a name"), Kind(_filled, "a text")
+FILE, NAME, SECRET = (
+    OptionKind(_filled, "a path"),
+    OptionKind(_filled, "a name"),
+    OptionKind(_filled, "a text"),
+)
 
 
 class UrlOption(NamedTuple):
@@ -79,7 +83,7 @@ class UrlOption(NamedTuple):
 
     meaning: str
     default: object
-    kind: Kind
+    kind: OptionKind
     needs: str = ""
     is_secret: bool = False
 

@@ -317,7 +317,7 @@ class MongoConsumer(DriverUser, Consumer):
         self.driver.notify("messages")
 
 
-class End(Protocol):
+class DeliveryEnd(Protocol):
     """Fate of a message at the end of a delivery, as of a `Disposal`."""
 
     @property
@@ -334,7 +334,7 @@ class End(Protocol):
     def name(self) -> str: ...
 
 
-def update_at_end(end: End, now: int, **more: object) -> Document:
+def update_at_end(end: DeliveryEnd, now: int, **more: object) -> Document:
     """Return the update of a message that is not done. `more`: fields that are set as well."""
     fields: Document = {**FREE, "status": Status.WAITING}
     if end.fate is Fate.LATER:

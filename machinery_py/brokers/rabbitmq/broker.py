@@ -37,7 +37,7 @@ from machinery_py.brokers.rabbitmq.messages import (
     headers_of,
     message_of,
 )
-from machinery_py.brokers.rabbitmq.publisher import Attempts, MessagePublisher
+from machinery_py.brokers.rabbitmq.publisher import MessagePublisher, PublishAttempts
 from machinery_py.brokers.rabbitmq.topology import Topology, digest
 from machinery_py.connections.durability import Concern
 from machinery_py.connections.rabbitmq.client import NOT_FOUND, AmqpDriver
@@ -67,7 +67,7 @@ class AMQPBroker(Broker):
         self.topology = topology
         self._consumer_timeout = consumer_timeout
         self._publisher = MessagePublisher(driver, topology)
-        self._attempts = Attempts()
+        self._attempts = PublishAttempts()
         self._split = DelayedSplit()
         self._consumers: weakref.WeakSet[AMQPConsumer] = weakref.WeakSet()
 

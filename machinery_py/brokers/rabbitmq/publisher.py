@@ -36,7 +36,7 @@ from machinery_py.connections.forks import ForkLock
 from machinery_py.connections.rabbitmq.client import AmqpDriver, explained, largest_of, passes
 from machinery_py.connections.rabbitmq.frames import AddressedMessage
 from machinery_py.connections.rabbitmq.io_thread import AmqpConnectionLost, ChannelLost
-from machinery_py.connections.rabbitmq.publisher import End, Publisher
+from machinery_py.connections.rabbitmq.publisher import Confirmation, Publisher
 from machinery_py.connections.rabbitmq.queues import PAUSED
 from machinery_py.connections.recent_tokens import TOKEN_LIFE
 from machinery_py.errors import BrokerUnavailable, PublishRefused, PublishUnknown, for_good
@@ -46,7 +46,7 @@ SMALLER = "send an id and load the data in the task, or raise max_message_size i
 SIZE_KNOWN = 60.0  # seconds that a max_message_size is believed; somebody may raise it
 
 
-class Attempt:
+class PublishAttempt:
     """Progress of a submission that may be repeated."""
 
     def __init__(self, count: int, born: float) -> None:
@@ -56,21 +56,21 @@ class Attempt:
         self.born = born
 
 
-class Attempts:
+class PublishAttempts:
     """The submissions of this process, by token. They are forgotten after TOKEN_LIFE."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Attempt] = {}
+        self._known: dict[str, PublishAttempt] = {}
         self._lock = ForkLock()
 
-    def of(self, token: str, count: int, now: float) -> Attempt:
+    def of(self, token: str, count: int, now: float) -> PublishAttempt:
         if not token:
-            return Attempt(count, now)
+            return PublishAttempt(count, now)
         with self._lock:
             known = self._known
             while known and known[oldest := next(iter(known))].born <= now - TOKEN_LIFE:
                 del known[oldest]
-            return known.setdefault(token, Attempt(count, now))
+            return known.setdefault(token, PublishAttempt(count, now))
 
 
 class MessagePublisher:
@@ -86,14 +86,14 @@ class MessagePublisher:
         self._largest = sys.maxsize  # bytes of a body; the server tells when it refuses one
         self._largest_until = 0.0
 
-    def send(self, wanted: Sequence[Publication], attempt: Attempt | None = None) -> None:
+    def send(self, wanted: Sequence[Publication], attempt: PublishAttempt | None = None) -> None:
         """Store all messages; of an attempt that was made before, those that are left.
 
         Raises:
             PublishRefused: nothing was stored, or only messages that are not among its `left`.
             PublishUnknown: some of it may have been.
         """
-        attempt = attempt or Attempt(len(wanted), 0.0)
+        attempt = attempt or PublishAttempt(len(wanted), 0.0)
         self._try(wanted, attempt)
         if attempt.left:
             # Returned: a queue or a binding was deleted behind our back.
@@ -101,7 +101,7 @@ class MessagePublisher:
             self._try(wanted, attempt, last=True)
 
     def _try(
-        self, publications: Sequence[Publication], attempt: Attempt, *, last: bool = False
+        self, publications: Sequence[Publication], attempt: PublishAttempt, *, last: bool = False
     ) -> None:
         publisher = self._open()
         todo = attempt.left
@@ -121,18 +121,22 @@ class MessagePublisher:
             self._largest, self._largest_until = largest, now + SIZE_KNOWN
             attempt.stored |= len(wanted) > 1
             self._check_sizes(wanted, attempt)
-        if all(end is End.CONFIRMED for end in noted):
+        if all(end is Confirmation.CONFIRMED for end in noted):
             self._registered.update(news)
         attempt.left = [
-            index for index, end in zip(todo, ends, strict=True) if end is not End.CONFIRMED
+            index
+            for index, end in zip(todo, ends, strict=True)
+            if end is not Confirmation.CONFIRMED
         ]
-        attempt.stored |= any(end in (End.CONFIRMED, End.UNKNOWN) for end in ends)
-        if End.REFUSED in ends and (self._topology.is_quorum or not self._topology.limits_length):
+        attempt.stored |= any(end in (Confirmation.CONFIRMED, Confirmation.UNKNOWN) for end in ends)
+        if Confirmation.REFUSED in ends and (
+            self._topology.is_quorum or not self._topology.limits_length
+        ):
             self._driver.renew_publisher(publisher)
         keys = [one.message.key for one in wanted]
         self._raise_for(ends, keys, attempt, batch.failure, last=last)
 
-    def _check_sizes(self, wanted: Sequence[Publication], attempt: Attempt) -> None:
+    def _check_sizes(self, wanted: Sequence[Publication], attempt: PublishAttempt) -> None:
         """Refuse a message that is known to be too large: the server would end the channel."""
         size = max((len(one.message.body) for one in wanted), default=0)
         if size > self._largest and self._driver.clock.monotonic() < self._largest_until:
@@ -150,29 +154,29 @@ class MessagePublisher:
 
     def _raise_for(
         self,
-        ends: Sequence[End],
+        ends: Sequence[Confirmation],
         keys: Sequence[str],
-        attempt: Attempt,
+        attempt: PublishAttempt,
         failure: Exception | None,
         *,
         last: bool,
     ) -> None:
-        if End.UNKNOWN in ends:
+        if Confirmation.UNKNOWN in ends:
             self._forget()
             why = str(failure) if failure else f"no confirm within {self._driver.timeout:g} s"
             raise PublishUnknown(
-                f"{self._place}: {ends.count(End.UNKNOWN)} of {len(ends)} messages may or may not"
+                f"{self._place}: {ends.count(Confirmation.UNKNOWN)} of {len(ends)} messages may or may not"
                 f" have been stored: {why}"
             ) from failure
-        if End.REFUSED in ends:
+        if Confirmation.REFUSED in ends:
             is_limited = self._topology.limits_length
             full = "is full (x-max-length)"
             why = full if is_limited else "has no leader just now, or is full by a policy"
-            key = keys[ends.index(End.REFUSED)]
+            key = keys[ends.index(Confirmation.REFUSED)]
             text = f"{self._place} took no message for {key!r}: its queue {why}"
             raise _partly(attempt, PublishRefused(text) if is_limited else BrokerUnavailable(text))
         if last and attempt.left:
-            config, key = self._topology.config, keys[ends.index(End.RETURNED)]
+            config, key = self._topology.config, keys[ends.index(Confirmation.RETURNED)]
             text = (
                 f"{self._place}: exchange {config.exchange!r} ({config.exchange_type}) "
                 f"leads to no queue for the routing key {key!r}"
@@ -342,18 +346,20 @@ class MessagePublisher:
             self._declare(publisher, [])
         probes = [AddressedMessage(PAUSED, digest(queue), b"", {}) for queue in queues]
         batch = publisher.publish(probes)
-        if End.UNKNOWN in batch.ends:
+        if Confirmation.UNKNOWN in batch.ends:
             self._forget()
             raise BrokerUnavailable(
                 f"{self._place}: it cannot be told which queues are paused: "
                 f"{batch.failure or 'no answer'}"
             )
         return frozenset(
-            queue for queue, end in zip(queues, batch.ends, strict=True) if end is not End.RETURNED
+            queue
+            for queue, end in zip(queues, batch.ends, strict=True)
+            if end is not Confirmation.RETURNED
         )
 
 
-def _partly(attempt: Attempt, refusal: PublishRefused) -> PublishRefused | PublishUnknown:
+def _partly(attempt: PublishAttempt, refusal: PublishRefused) -> PublishRefused | PublishUnknown:
     """Return the error for the messages that are left; it is unknown if others are stored."""
     error = PublishUnknown(str(refusal)) if attempt.stored else refusal
     error.left = frozenset(attempt.left)

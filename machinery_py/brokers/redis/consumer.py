@@ -25,7 +25,7 @@ from machinery_py.brokers.redis import scripts
 from machinery_py.brokers.redis.messages import EMPTY, head_of
 from machinery_py.clock import micros
 from machinery_py.connections.redis.client import RedisConnection, RedisDriver, command, raw
-from machinery_py.connections.redis.errors import Kind, kind_of, log_spoilt
+from machinery_py.connections.redis.errors import ErrorKind, kind_of, log_spoilt
 from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.connections.redis.scripts import pack
 from machinery_py.connections.session_files import SessionFile, host_file, host_folder, ran
@@ -193,7 +193,7 @@ class RedisConsumer(Consumer):
                     link.read()
                 except Exception as error:
                     # Of a full Redis or a key of another type the claim behind it says more.
-                    if kind_of(str(error)) not in (Kind.FULL, Kind.TYPE):
+                    if kind_of(str(error)) not in (ErrorKind.FULL, ErrorKind.TYPE):
                         raise
         finally:
             self._asleep = b""

@@ -43,7 +43,7 @@ CHUNK = 250  # messages written in one turn of the I/O loop, which has heartbeat
 PIECE = 65_536  # bytes, about, of one system call
 
 
-class End(Enum):
+class Confirmation(Enum):
     """How the publishing of a message ended."""
 
     UNKNOWN = "unknown"
@@ -57,7 +57,7 @@ class Batch:
 
     def __init__(self, messages: Sequence[AddressedMessage]) -> None:
         self.messages = messages
-        self.ends = [End.UNKNOWN] * len(messages)
+        self.ends = [Confirmation.UNKNOWN] * len(messages)
         self.failure: Exception | None = None
         self._left = len(messages)
         self._heard_at = time.monotonic()
@@ -68,12 +68,12 @@ class Batch:
         """Whether all ends are known."""
         return not self._left
 
-    def note(self, first: int, last: int, end: End) -> None:
+    def note(self, first: int, last: int, end: Confirmation) -> None:
         """Note the end of the messages from `first` to `last` that have none yet."""
         ends = self.ends
         with self._over:
             for index in range(first, last + 1):
-                if ends[index] is End.UNKNOWN:
+                if ends[index] is Confirmation.UNKNOWN:
                     ends[index] = end
                     self._left -= 1
             self._heard_at = time.monotonic()
@@ -127,7 +127,7 @@ class Confirms:
         first, self._next = self._next, self._next + count
         self._runs.append(_Run(batch, index, first, self._next - 1, low=first))
 
-    def hear(self, number: int, end: End, *, multiple: bool) -> None:
+    def hear(self, number: int, end: Confirmation, *, multiple: bool) -> None:
         """Note the end of a message, or with `multiple` of all up to it that have none yet."""
         runs = self._runs
         for run in runs:
@@ -242,14 +242,14 @@ class Publisher:
 
     def _on_confirm(self, frame: Any) -> None:
         method = frame.method
-        end = End.CONFIRMED if method.NAME == "Basic.Ack" else End.REFUSED
+        end = Confirmation.CONFIRMED if method.NAME == "Basic.Ack" else Confirmation.REFUSED
         self._confirms.hear(method.delivery_tag, end, multiple=method.multiple)
 
     def _on_return(self, _: Any, method: Any, properties: Any, body: bytes) -> None:
         number, _, index = str(properties.correlation_id or "").partition(".")
         batch = self._batches.get(int(number or 0))
         if batch is not None and index:
-            batch.note(int(index), int(index), End.RETURNED)
+            batch.note(int(index), int(index), Confirmation.RETURNED)
 
     def _on_lost(self, error: Exception) -> None:
         self._confirms.clear()

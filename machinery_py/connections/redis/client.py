@@ -31,7 +31,7 @@ from machinery_py.connections.redis.durability import (
     read_info,
     version_of,
 )
-from machinery_py.connections.redis.errors import TRANSIENT, Kind, as_ours, kind_of
+from machinery_py.connections.redis.errors import TRANSIENT, ErrorKind, as_ours, kind_of
 from machinery_py.connections.redis.keys import DELAYED
 from machinery_py.connections.redis.pool import NO_LIMITS, Limits, Quota
 from machinery_py.connections.redis.scripts import Script, pack, with_delayed_key
@@ -369,7 +369,7 @@ class RedisDriver:
 
         is_reply = isinstance(error, redis.ResponseError)
         kind = kind_of(str(error))
-        if is_reply and link is not None and kind not in (*TRANSIENT, Kind.FATAL):
+        if is_reply and link is not None and kind not in (*TRANSIENT, ErrorKind.FATAL):
             if "Protocol error" in str(error):  # behind which the server closes the connection
                 link.close()
             else:
@@ -381,7 +381,7 @@ class RedisDriver:
             stale, self._idle = self._idle, []
             for one in stale:
                 one.close()
-        return link is not None and not is_reply and kind is Kind.OTHER
+        return link is not None and not is_reply and kind is ErrorKind.OTHER
 
     def fail(self, error: Exception, *, doing: str, away: type[MachineryError]) -> NoReturn:
         """Raise our error for one of redis-py's."""
@@ -394,8 +394,8 @@ class RedisDriver:
         cause = error if text == said else None  # a server that does not know AUTH repeats it
         kind = kind_of(said)
         is_reply = isinstance(error, redis.ResponseError | redis.AuthenticationError)
-        if kind is Kind.OTHER and not is_reply:
-            kind, text = Kind.AWAY, plain(text)
+        if kind is ErrorKind.OTHER and not is_reply:
+            kind, text = ErrorKind.AWAY, plain(text)
             if away is PublishUnknown:
                 text = f"no reply: {text}"
         self.servers.refused(text)
@@ -445,6 +445,6 @@ def read_script(link: RedisConnection, script: Script, argument: bytes, *keys: b
     try:
         return link.read()
     except Exception as error:
-        if kind_of(str(error)) is not Kind.SCRIPT:
+        if kind_of(str(error)) is not ErrorKind.SCRIPT:
             raise
     return link.ask(b"EVAL", script.body, b"%d" % len(keys), *keys, argument)

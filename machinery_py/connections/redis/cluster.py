@@ -32,12 +32,12 @@ from machinery_py.connections.redis.client import (
     command,
 )
 from machinery_py.connections.redis.cluster_nodes import Address, Nodes, NodeServers
-from machinery_py.connections.redis.errors import Kind, as_ours, kind_of
+from machinery_py.connections.redis.errors import ErrorKind, as_ours, kind_of
 from machinery_py.connections.redis.keys import DELAYED
 from machinery_py.connections.redis.pool import NO_LIMITS, Limits, Quota
 from machinery_py.connections.redis.requests import (
-    Attempt,
     Request,
+    RequestAttempt,
     command_at,
     connection_errors,
     described,
@@ -206,7 +206,7 @@ class RedisClusterDriver:
         deadline = time.monotonic() + (self.timeout if patience is None else patience)
         unknown = False  # whether something was carried out, perhaps, whose reply was lost
         while left:
-            attempt = Attempt(self.nodes, self._driver, again=again)
+            attempt = RequestAttempt(self.nodes, self._driver, again=again)
             for start in range(0, len(left), STEP):
                 attempt.ask(left[start : start + STEP])
             left, unknown = attempt.left, unknown or attempt.unknown
@@ -236,8 +236,8 @@ class RedisClusterDriver:
         said = described(error)
         text, kind = without_secrets(said, self.nodes.url), kind_of(said)
         is_reply = isinstance(error, redis.ResponseError | redis.AuthenticationError)
-        if kind is Kind.OTHER and (not is_reply or is_refused_for_now(error)):
-            kind, text = Kind.AWAY, plain(text)
+        if kind is ErrorKind.OTHER and (not is_reply or is_refused_for_now(error)):
+            kind, text = ErrorKind.AWAY, plain(text)
         raise as_ours(kind, text, place=self.nodes.place, doing=doing, away=away) from error
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from machinery_py.config.urls import redact
 from machinery_py.connections import descriptors
 from machinery_py.connections.failover import Strategy, following, round_robin
 from machinery_py.connections.plain_words import plain
-from machinery_py.connections.redis.errors import Kind, kind_of
+from machinery_py.connections.redis.errors import ErrorKind, kind_of
 from machinery_py.errors import MachineryError, StoreUnusable
 from machinery_py.texts import get_logger
 
@@ -125,7 +125,7 @@ class Servers:
 
     def refused(self, text: str) -> None:
         """Begin the next connection with another server if this error says that it helps."""
-        if len(self.urls) > 1 and kind_of(text) is Kind.ROLE:
+        if len(self.urls) > 1 and kind_of(text) is ErrorKind.ROLE:
             before = self._current
             self._current = self._after(before)
             logger.warning(
@@ -378,4 +378,4 @@ def said_by(error: Exception) -> str:
 
 def fatal(error: Exception) -> bool:
     """Whether somebody must change a setting: nothing is won by trying again."""
-    return kind_of(str(error)) is Kind.FATAL
+    return kind_of(str(error)) is ErrorKind.FATAL

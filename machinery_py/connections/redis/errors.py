@@ -21,7 +21,7 @@ LOG_EVERY = 60.0  # seconds between two log lines about the same key
 _logged: dict[bytes, float] = {}  # when
 
 
-class Kind(Enum):
+class ErrorKind(Enum):
     """Kinds of error replies, by what to do about them."""
 
     AWAY = "away"  # it will pass: a new connection, later
@@ -36,18 +36,18 @@ class Kind(Enum):
     OTHER = "other"
 
 
-_WORDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
-    (Kind.SCRIPT, ("NOSCRIPT", "No matching script")),
-    (Kind.FULL, ("OOM ", "command not allowed when used memory")),
-    (Kind.TYPE, ("WRONGTYPE", "against a key holding the wrong kind of value")),
-    (Kind.DISK, ("MISCONF", "unable to persist on disk")),
-    (Kind.ROLE, (
+_WORDS: tuple[tuple[ErrorKind, tuple[str, ...]], ...] = (
+    (ErrorKind.SCRIPT, ("NOSCRIPT", "No matching script")),
+    (ErrorKind.FULL, ("OOM ", "command not allowed when used memory")),
+    (ErrorKind.TYPE, ("WRONGTYPE", "against a key holding the wrong kind of value")),
+    (ErrorKind.DISK, ("MISCONF", "unable to persist on disk")),
+    (ErrorKind.ROLE, (
         "READONLY", "You can't write against a read only", "LOADING", "Redis is loading", "MASTERDOWN", "Link with MASTER",
     )),
-    (Kind.SLOT, ("CLUSTERDOWN", "UNBLOCKED")),
-    (Kind.AWAY, ("TRYAGAIN", "BUSY ", "Redis is busy", "NOREPLICAS", "max number of clients")),
-    (Kind.NEVER, ("one of the keys", "permissions to access a key", "invalid bulk length", "exceeds proto-max-bulk-len")),
-    (Kind.FATAL, (
+    (ErrorKind.SLOT, ("CLUSTERDOWN", "UNBLOCKED")),
+    (ErrorKind.AWAY, ("TRYAGAIN", "BUSY ", "Redis is busy", "NOREPLICAS", "max number of clients")),
+    (ErrorKind.NEVER, ("one of the keys", "permissions to access a key", "invalid bulk length", "exceeds proto-max-bulk-len")),
+    (ErrorKind.FATAL, (
         "NOAUTH", "Authentication required", "WRONGPASS", "invalid username-password", "invalid password", "NOPERM",
         "has no permissions", "unknown command", "Unknown Redis command", "without any password configured", "DB index",
         "without any username", "CERTIFICATE_VERIFY_FAILED", "certificate",
@@ -55,7 +55,7 @@ _WORDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 
-TRANSIENT = (Kind.AWAY, Kind.ROLE, Kind.SLOT)
+TRANSIENT = (ErrorKind.AWAY, ErrorKind.ROLE, ErrorKind.SLOT)
 
 # As key_type and the other checks of the scripts say it.
 _SPOILT = re.compile(
@@ -69,37 +69,37 @@ _HINTS = (
 )  # fmt: skip
 
 
-def kind_of(text: str) -> Kind:
+def kind_of(text: str) -> ErrorKind:
     """Return the kind of an error reply; client libraries cut off the first word of some."""
     for kind, words in _WORDS:
         if any(word in text for word in words):
             return kind
-    return Kind.OTHER
+    return ErrorKind.OTHER
 
 
 def as_ours(
-    kind: Kind, text: str, *, place: str, doing: str, away: type[MachineryError]
+    kind: ErrorKind, text: str, *, place: str, doing: str, away: type[MachineryError]
 ) -> MachineryError:
     """Return our error for a refused command: nothing was written."""
     where = f"Redis at {place}: {doing}"
     match kind:
-        case Kind.FULL:
+        case ErrorKind.FULL:
             return PublishRefused(f"{where}: broker full: its memory is used up (see maxmemory)")
-        case Kind.DISK:
+        case ErrorKind.DISK:
             return away(f"{where}: it cannot write to its disk: {text}")
-        case Kind.FATAL:
+        case ErrorKind.FATAL:
             hints = (hint for word, hint in _HINTS if word in text)
             hint = next(hints, "user, password, rights and version")
             return StoreUnusable(f"{where}: {text} (check {hint})")
-        case Kind.NEVER:
+        case ErrorKind.NEVER:
             error = PublishRefused if issubclass(away, PublishRefused) else StoreUnusable
             hint = "check the keys in the user's ACL"
             if "bulk" in text:
                 hint = "it is larger than proto-max-bulk-len"
             return for_good(error(f"{where}: {text} ({hint})"))
-        case Kind.TYPE:
+        case ErrorKind.TYPE:
             return spoilt(text, where)
-        case Kind.AWAY | Kind.ROLE | Kind.SLOT:
+        case ErrorKind.AWAY | ErrorKind.ROLE | ErrorKind.SLOT:
             return away(f"{where}: {text}")
         case _:
             return MachineryError(f"{where}: {text}")

@@ -15,7 +15,7 @@ from typing import Any
 from machinery_py.connections.redis.client import RedisConnection, RedisDriver, command, evalsha
 from machinery_py.connections.redis.cluster_nodes import Address, Nodes
 from machinery_py.connections.redis.discovery import fatal
-from machinery_py.connections.redis.errors import Kind, kind_of
+from machinery_py.connections.redis.errors import ErrorKind, kind_of
 from machinery_py.connections.redis.scripts import Script
 from machinery_py.connections.redis.slots import guard, slot_of
 from machinery_py.errors import MachineryError
@@ -43,7 +43,7 @@ def command_at(*parts: bytes) -> Request:
     return Request(slot_of(parts[1]), command(*parts))
 
 
-class Attempt:
+class RequestAttempt:
     """One attempt at some requests. Those in `left` may be repeated."""
 
     def __init__(
@@ -101,7 +101,7 @@ class Attempt:
         driver._give(link)
 
     def _sort(self, driver: RedisDriver, request: Request, error: Exception) -> None:
-        if request.full and kind_of(str(error)) is Kind.SCRIPT:
+        if request.full and kind_of(str(error)) is ErrorKind.SCRIPT:
             self.left.append(request)
             # The first one brings the script, and the others find it: their order stays the same.
             if (driver, request.script) not in self._sent_in_full:
@@ -141,7 +141,7 @@ def is_refused_for_now(error: Exception) -> bool:
     if isinstance(error, AskError | ClusterDownError | TryAgainError):  # and MOVED, MASTERDOWN
         return True
     return isinstance(error, redis.ResponseError | redis.ConnectionError) and (
-        kind_of(str(error)) in (Kind.ROLE, Kind.SLOT) or "MOVED " in str(error)
+        kind_of(str(error)) in (ErrorKind.ROLE, ErrorKind.SLOT) or "MOVED " in str(error)
     )
 
 

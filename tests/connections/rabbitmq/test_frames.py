@@ -26,7 +26,7 @@ from machinery_py.connections.rabbitmq.frames import (
 )
 from machinery_py.connections.rabbitmq.io_thread import AmqpConnection, Channel
 from machinery_py.connections.rabbitmq.io_thread import resolve as fill
-from machinery_py.connections.rabbitmq.publisher import Batch, Confirms, End
+from machinery_py.connections.rabbitmq.publisher import Batch, Confirmation, Confirms
 from machinery_py.testing.waiting import HANG
 from tests.support.proxy import REPLIES, Proxy
 from tests.support.servers import RabbitMQServer
@@ -161,11 +161,11 @@ def test_each_publish_ends_as_confirmed_in_any_batching(
         for batch, size in zip(batches, sizes, strict=True):
             confirms.wrote(batch, part * size, size)
             numbers += [(batch, part * size + index) for index in range(size)]
-    expected = {(id(batch), index): End.UNKNOWN for batch, index in numbers}
+    expected = {(id(batch), index): Confirmation.UNKNOWN for batch, index in numbers}
     open_numbers = set(range(1, len(numbers) + 1))
     while open_numbers:
         number, multiple = rng.choice(sorted(open_numbers)), rng.random() < 0.4
-        end = rng.choice([End.CONFIRMED, End.REFUSED])
+        end = rng.choice([Confirmation.CONFIRMED, Confirmation.REFUSED])
         said = {one for one in open_numbers if one <= number} if multiple else {number}
         open_numbers -= said
         for one in said:
@@ -182,16 +182,16 @@ def test_a_returned_message_stays_returned_when_its_confirm_comes() -> None:
     confirms, batch = Confirms(), Batch([AddressedMessage("", "", b"", {})] * 3)
     confirms.wrote(batch, 0, 3)
 
-    batch.note(1, 1, End.RETURNED)
-    confirms.hear(3, End.CONFIRMED, multiple=True)
+    batch.note(1, 1, Confirmation.RETURNED)
+    confirms.hear(3, Confirmation.CONFIRMED, multiple=True)
 
-    assert batch.ends == [End.CONFIRMED, End.RETURNED, End.CONFIRMED]
+    assert batch.ends == [Confirmation.CONFIRMED, Confirmation.RETURNED, Confirmation.CONFIRMED]
     assert batch.wait(0.0)
 
 
 def test_batch_is_waited_for_while_the_server_answers() -> None:
     batch = Batch([AddressedMessage("", "", b"", {})] * 2)
-    batch.note(0, 0, End.CONFIRMED)
+    batch.note(0, 0, Confirmation.CONFIRMED)
 
     assert not batch.wait(0.01)
     batch.fail(ValueError("gone"))
