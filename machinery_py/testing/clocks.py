@@ -27,7 +27,7 @@ class ManualClock:
             return self._passed.total_seconds()
 
     def advance(self, seconds: float = 0.0, **more: float) -> None:
-        """Let time pass: `advance(90)`, `advance(hours=1, minutes=30)`; the names are those of `timedelta`.
+        """Let time pass, with the arguments of `timedelta`: `advance(90)`, `advance(hours=1)`.
 
         Raises:
             ValueError: the length is negative; a clock never goes back.

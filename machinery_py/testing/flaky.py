@@ -6,10 +6,11 @@ out, or it was carried out and its reply was lost. Wrap a store to test that its
     flaky = FlakyStore(store)
     flaky.next_call("settle", lose_reply=True)  # carried out, then BrokerUnavailable
 
-    flaky = FlakyStore(store, Faults(rng=random.Random(7), probability=0.02))  # 2 % of all calls, half of them each way
+    # 2 % of all calls, half of them each way
+    flaky = FlakyStore(store, Faults(rng=random.Random(7), probability=0.02))
 
-The calls are named after the methods: submit, receive, settle, beat, fire, tend for a store; put, receive, dispose,
-beat, tend for a broker; apply, begin, get_states and the like for a backend.
+The calls are named after the methods: submit, receive, settle, beat, fire, tend for a store; put,
+receive, dispose, beat, tend for a broker; apply, begin, get_states and the like for a backend.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ class FlakySession(Session):
 
 
 class FlakyBroker(Broker):
-    """Broker with faults in put and tend, and in the calls of its consumers, for tests of two stores."""
+    """Broker with faults in put, in tend and in the calls of its consumers: tests of two stores."""
 
     def __init__(self, broker: Broker, faults: Faults | None = None) -> None:
         self.inner = broker

@@ -45,10 +45,14 @@ _numbers = itertools.count(1)
 
 
 class _Clock(ManualClock):
-    """Clock whose date stands still. Its monotonic time also runs: a `get(timeout=5)` without a result ends after 5 s."""
+    """Clock whose date stands still.
+
+    Its monotonic time also runs: a `get(timeout=5)` without a result ends after 5 s.
+    """
 
     def __init__(self) -> None:
-        # Code under test may compute an ETA from datetime.now(): with the lead, it is due after `advance` by its length.
+        # The code under test may compute an ETA from datetime.now(): with the lead, that ETA is due
+        # after `advance` by the same length.
         super().__init__(dt.datetime.now(UTC) + LEAD)
         self._made = time.monotonic()
 
@@ -59,12 +63,14 @@ class _Clock(ManualClock):
 class Harness:
     """Server under test. No task runs and no time passes by itself. Belongs to one thread.
 
-    Use it in a `with` block: inside, the server uses memory stores and `clock`; after it, its own again, also
-    after an exception. Calls go through the wire format, so a value that cannot be sent fails here, too.
+    Use it in a `with` block: inside, the server uses memory stores and `clock`; after it, its own
+    again, also after an exception. Calls go through the wire format, so a value that cannot be sent
+    fails here, too.
 
     Attributes:
         server: the server under test.
-        clock: the clock of `delay`, `eta`, `expires`, retries and the expiry of results; near the real time at the start.
+        clock: the clock of `delay`, `eta`, `expires`, retries and the expiry of results; starts
+            near the real time.
     """
 
     def __init__(self, server: Server) -> None:
@@ -93,7 +99,8 @@ class Harness:
         Retries and delayed tasks that are due later are not run: see `advance`.
 
         Raises:
-            TaskFailed: of the first task that failed for good, from its original exception. All due tasks have run.
+            TaskFailed: of the first task that failed for good, from its original exception. All
+                due tasks have run.
         """
         done: list[Execution] = []
         while ran := self._inline.drain():
@@ -110,7 +117,7 @@ class Harness:
         return sum(execution.started_at is not None for execution in done)
 
     def advance(self, **length: float) -> None:
-        """Move the clock, with the arguments of `timedelta`: `advance(hours=1, minutes=30)`. Runs no task.
+        """Move the clock, with the arguments of `timedelta`: `advance(hours=1)`. Runs no task.
 
         Sends the ticks of schedules, each at its time.
 
@@ -133,7 +140,9 @@ class Harness:
 
     @property
     def sent(self) -> list[Signature[Any]]:
-        """Signatures sent since the start, oldest first: by the test, by tasks, and as callbacks; no retries.
+        """Signatures sent since the start, oldest first.
+
+        These are sent by the test, by tasks, and as callbacks; no retries.
 
         Signatures are as a worker would get them; the value of each Arg is the Python value.
         """
@@ -141,7 +150,7 @@ class Harness:
 
     @property
     def results(self) -> dict[str, Any]:
-        """UUID → result of each task that `drain` ran and that succeeded, in the order in which they ended."""
+        """Results by UUID, of the tasks that `drain` ran and that succeeded, in order of ending."""
         return dict(self._results)
 
     def state(self, task: str | AsyncResult[Any]) -> TaskState:
@@ -160,8 +169,8 @@ class Harness:
     def assert_sent(self, name: str | Task[..., Any], *args: Any, **kwargs: Any) -> Signature[Any]:
         """Check that a task was sent, and return the first such call.
 
-        Without arguments any call of the task matches. With arguments they must equal those of the call,
-        defaults included, by position or by name.
+        Without arguments any call of the task matches. With arguments they must equal those of the
+        call, defaults included, by position or by name.
 
         Raises:
             AssertionError: it was not; the text lists what was sent.
@@ -222,7 +231,9 @@ class Harness:
 
 @contextlib.contextmanager
 def swapped(server: Server, clock: Clock = SYSTEM_CLOCK) -> Iterator[Server]:
-    """Let the server use new memory stores and this clock; restore its own at the end, also after an exception.
+    """Let the server use new memory stores and this clock; restore its own at the end.
+
+    They are restored after an exception, too.
 
     `server.close()` inside does not restore the real stores.
     """
@@ -259,7 +270,7 @@ def _memory_config(config: Config, url: str) -> Config:
 
 @contextlib.contextmanager
 def running_worker(server: Server) -> Iterator[Worker]:
-    """Start a worker on memory stores, in threads and real time; the pytest fixture `machinery_worker`.
+    """Start a worker on memory stores, in threads and real time: the fixture `machinery_worker`.
 
     It serves the configured queues and those of registered tasks.
     """
@@ -313,7 +324,10 @@ def _decoded(arg: Arg) -> Arg:
 def _one_form(
     task: Task[..., Any] | None, signature: Signature[Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments as the function gets them, in their places, with defaults: equal for equal calls."""
+    """Return the arguments by position, with defaults, as the function gets them.
+
+    The form is equal for equal calls.
+    """
     if task is None:
         return _call_of(signature)
     try:

@@ -71,7 +71,9 @@ def _only_one(request: pytest.FixtureRequest) -> None:
 
 
 def find_server(target: str, folder: Path) -> Server:
-    """Return the Server that `module:object` or `module` names, found as by the command line, but from this folder.
+    """Return the Server that `module:object` or `module` names.
+
+    The search is that of the command line, but starts from this folder.
 
     Raises:
         pytest.UsageError: it is not there, or its module cannot be imported.

@@ -20,7 +20,7 @@ def wait_until(
     """Return as soon as the predicate is true.
 
     Raises:
-        AssertionError: the predicate was false for `timeout` seconds; the text names `what` was waited for.
+        AssertionError: the predicate was false for `timeout` seconds; the text names `what`.
     """
     deadline = time.monotonic() + timeout
     never = threading.Event()
@@ -31,7 +31,9 @@ def wait_until(
 
 
 def together(count: int, function: Callable[[int], T], timeout: float = HANG) -> list[T]:
-    """Call `function(0)` … `function(count - 1)` at one moment, each in its own thread; return their results in order.
+    """Call `function(0)` … `function(count - 1)` at one moment; return their results in order.
+
+    Each call has a thread of its own.
 
     The first exception of a call is raised here.
     """

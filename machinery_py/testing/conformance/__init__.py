@@ -13,7 +13,8 @@
     claims       ClaimConformance: the keys of unique tasks
     unique       UniqueConformance: unique tasks of a Server on these stores
     exclusive    ExclusiveConformance: exclusive tasks of a Server on these stores
-    workflows    WorkflowConformance: a Server on these stores with real workers; LinkedConformance for `eager`
+    workflows    WorkflowConformance: a Server on these stores with real workers;
+                 LinkedConformance for `eager`
 
 No test depends on the class of a store. A store declares in its `features` what it cannot do; then
 the suite checks that the call raises Unsupported. A store that uses its server's time overrides

@@ -17,7 +17,9 @@ THREADS = 4
 
 
 class App:
-    """Server with some tasks. `calls` has the arguments of their calls; `gate(name)` holds tasks that wait for it.
+    """Server with some tasks.
+
+    `calls` has the arguments of their calls; `gate(name)` holds tasks that wait for it.
 
     Args:
         first: another App, whose calls and gates are shared.
@@ -63,7 +65,7 @@ class App:
         return self.server.new_worker(**options)
 
     def another(self) -> App:
-        """Return the same application with another Server on the same stores, like a second process."""
+        """Return the same application with another Server on the same stores: a second process."""
         return App(Server(self.server.config), self)
 
     def wait_until_idle(self) -> None:
@@ -80,7 +82,10 @@ class App:
         )
 
     def wait_for(self, tag: str) -> list[tuple[Any, ...]]:
-        """Return the calls of `note` whose last argument is the tag, when there is one and no task is left to run."""
+        """Return the calls of `note` whose last argument is the tag.
+
+        Waits until there is one and no task is left to run.
+        """
         wait_until(
             lambda: any(call[-1:] == (tag,) for call in self.calls), what=f"a call with {tag!r}"
         )

@@ -68,7 +68,10 @@ MARGIN = 0.001  # seconds; some stores round to milliseconds
 
 
 def legal(current: State | None, run: int, state: State) -> bool:
-    """Say whether `state` may follow `current`, `run` runs later: a second statement of the rule in tasks/states.py."""
+    """Say whether `state` may follow `current`, `run` runs later.
+
+    This states the rule of tasks/states.py a second time.
+    """
     if current is None:
         return True
     if run < 0 or current.is_finished:

@@ -1,4 +1,7 @@
-"""Promises of every backend about changes: verdicts, marks, epochs and outboxes. Part of BackendConformance."""
+"""Promises of every backend about changes: verdicts, marks, epochs and outboxes.
+
+Part of BackendConformance.
+"""
 
 from __future__ import annotations
 

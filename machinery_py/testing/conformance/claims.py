@@ -1,4 +1,6 @@
-"""Promises of every store about claims, the keys of unique tasks: one holder, taken in one step with the messages.
+"""Promises of every store about claims, the keys of unique tasks.
+
+A claim has one holder and is taken in one step with the messages.
 
 class TestMyStore(ClaimConformance):
     @pytest.fixture
@@ -52,7 +54,7 @@ def claim(
 
 
 class ClaimConformance(StoreCase):
-    """Tests of the promises of Store.amend, Backend.amend, Backend.claims and Backend.release about claims."""
+    """Tests of claims in Store.amend, Backend.amend, Backend.claims and Backend.release."""
 
     def test_store_declares_that_it_keeps_claims(self, store: Store) -> None:
         assert store.backend.features.claims

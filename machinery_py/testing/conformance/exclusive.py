@@ -1,4 +1,7 @@
-"""Promises of every pair of stores about exclusive tasks, with real workers. Same fixture as UniqueConformance."""
+"""Promises of every pair of stores about exclusive tasks, with real workers.
+
+Same fixture as UniqueConformance.
+"""
 
 from __future__ import annotations
 
@@ -141,9 +144,8 @@ class ExclusiveConformance(AppCase):
             first.revoke()
         assert second.get(timeout=HANG) == 2
         wait_until(first.is_finished)
-        if (
-            end != "time limit"
-        ):  # a function past its time limit may take a moment to notice; the worker does not wait for it
+        # A function past its time limit may take a moment to notice; the worker does not wait.
+        if end != "time limit":
             assert overlap.most == 1
         with app.server.lock("feed", timeout=HANG):
             pass

@@ -1,4 +1,7 @@
-"""Promises of every store about sessions that die while they hold deliveries. Part of SettlementConformance."""
+"""Promises of every store about sessions that die while they hold deliveries.
+
+Part of SettlementConformance.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Promises of every backend about groups: order, arrivals, callbacks settled once. Part of BackendConformance."""
+"""Promises of every backend about groups: order, arrivals, callbacks settled once.
+
+Part of BackendConformance.
+"""
 
 from __future__ import annotations
 

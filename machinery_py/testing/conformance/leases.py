@@ -1,4 +1,7 @@
-"""Promises of every broker about deliveries whose consumer dies, stays alive, or closes. Part of BrokerConformance."""
+"""Promises of every broker about deliveries whose consumer dies, stays alive, or closes.
+
+Part of BrokerConformance.
+"""
 
 from __future__ import annotations
 
@@ -88,10 +91,13 @@ class BrokerCase:
         clock: ManualClock,
         survivors: Sequence[Consumer] = (),
     ) -> None:
-        """Let the process of `consumer` die or freeze; return when its deliveries are back in their queues.
+        """Let the process of `consumer` die or freeze.
 
-        The object can still be called afterwards: then it is the frozen process that continues too late. The
-        survivors stay alive. This version is for stores with leases: only the survivors beat, until a survivor has looked twice.
+        Returns when its deliveries are back in their queues.
+
+        The object can still be called afterwards: then it is the frozen process that continues too
+        late. The survivors stay alive. This version is for stores with leases: only the survivors
+        beat, until a survivor has looked twice.
         """
         for _ in range(2):
             clock.advance(self.lease * 1.1)
@@ -391,7 +397,10 @@ class LeaseConformance(BrokerCase):
     def test_batch_is_put_whole_or_not_at_all(
         self, broker: Broker, open_broker: OpenBroker
     ) -> None:
-        """One receive returns all of a batch or none of it; on a store without that feature, all of it in the end."""
+        """One receive returns all of a batch or none of it.
+
+        On a store without that feature, all of it arrives in the end.
+        """
         batches, size = 20, 25
 
         def work(index: int) -> list[int]:

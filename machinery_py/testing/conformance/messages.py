@@ -1,4 +1,7 @@
-"""Promises of every pair of stores about revoked, unregistered, repeated and broken messages, and about handlers."""
+"""Promises of every pair of stores about messages: revoked, unregistered, repeated and broken.
+
+Handlers are tested here, too.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +146,8 @@ class MessageConformance(NameConformance):
             return "stopped"
 
         result = loop.send()
-        # While the store has it as waiting, revoking ends it at once; see test_one_of_revoking_and_beginning_wins.
+        # Revoking a task that the store has as waiting would end it at once; see
+        # test_one_of_revoking_and_beginning_wins.
         wait_until(lambda: result.get_state().state is State.STARTED)
         result.revoke()
         assert result.get(timeout=HANG) == "stopped"

@@ -1,4 +1,6 @@
-"""Promises of every pair of stores about names: an illegal name is refused at the call, and makes a message a dead letter.
+"""Promises of every pair of stores about illegal names.
+
+An illegal name is refused at the call, and makes a message a dead letter.
 
 Names are keys in the stores. No name in a message may stop other messages.
 """

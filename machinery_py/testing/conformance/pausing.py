@@ -1,4 +1,7 @@
-"""Promises of every broker about paused queues, and about several queues in one call. Part of BrokerConformance."""
+"""Promises of every broker about paused queues, and about several queues in one call.
+
+Part of BrokerConformance.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ class PauseConformance(BrokerCase):
 
     @pytest.fixture
     def pausing(self, broker: Broker) -> Broker:
-        """Return a broker that can pause. For one that cannot, check that it refuses, and skip the rest."""
+        """Return a broker that can pause. One that cannot must refuse; the test is then skipped."""
         if broker.features.pausing:
             return broker
         for act in (broker.pause, broker.resume):
@@ -253,7 +256,7 @@ class PauseConformance(BrokerCase):
     def test_no_claim_is_made_after_pause_has_returned(
         self, pausing: Broker, open_broker: OpenBroker
     ) -> None:
-        """While consumers drain and others pause and send: after `pause` the number of held messages does not grow."""
+        """Pause and send while consumers drain: after `pause` no more messages become held."""
         handles = [open_broker() for _ in range(3)]
         ended = threading.Event()
         put(pausing, *[b"%d" % number for number in range(300)])

@@ -1,4 +1,6 @@
-"""Promises of every store about the records of schedules: one writer succeeds, in one step with the messages.
+"""Promises of every store about the records of schedules.
+
+One writer succeeds, in one step with the messages.
 
 class TestMyStore(ScheduleConformance):
     @pytest.fixture
@@ -62,7 +64,7 @@ def bodies(store: Store) -> dict[str, bytes]:
 
 
 def where_kept(test: Callable[..., None]) -> Callable[..., None]:
-    """Run the test on a store with records; check that another store refuses them and does nothing."""
+    """Run the test on a store with records; on another, check that it refuses and does nothing."""
 
     @functools.wraps(test)
     def tried(self: StoreCase, **fixtures: Any) -> None:

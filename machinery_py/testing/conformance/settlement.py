@@ -1,4 +1,6 @@
-"""Promises of every store: submit, receive and settle, so that no task is lost and none is completed twice.
+"""Promises of every store about submit, receive and settle.
+
+No task is lost, and none is completed twice.
 
     class TestMyStore(SettlementConformance):
         @pytest.fixture

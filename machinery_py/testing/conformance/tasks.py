@@ -1,6 +1,7 @@
 """Promises of every pair of stores about single tasks, also of `eager`.
 
-Tests that need a worker in threads are in workers.py and messages.py, tests of workflows in workflows.py.
+Tests that need a worker in threads are in workers.py and messages.py, tests of workflows in
+workflows.py.
 """
 
 from __future__ import annotations
@@ -240,7 +241,7 @@ class TaskConformance:
             strict.partial(1).send()
         with pytest.raises(ArgumentError, match="strict argument 'a': '1' is no int"):
             app.server.send_task(Signature.of("strict", "1", 2))
-        # A sender that does not know the task cannot check it; the worker refuses it, without a retry.
+        # A sender that does not know the task cannot check it; the worker refuses without a retry.
         for args, text in (
             ((1,), "strict: missing argument 'b'"),
             (("1", 2), "strict argument 'a': '1' is no int"),

@@ -1,4 +1,4 @@
-"""Promises of every pair of stores about workers in threads: time, intermediate states, two workers."""
+"""Promises of every pair of stores on threaded workers: time, intermediate states, two workers."""
 
 from __future__ import annotations
 

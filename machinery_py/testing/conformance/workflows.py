@@ -1,12 +1,12 @@
-"""Promises of every pair of stores about a running application: tasks, chains, groups, chords, with real workers.
+"""Promises of every pair of stores about workflows of a running application, with real workers.
 
     class TestMyStore(WorkflowConformance):
         @pytest.fixture
         def server(self) -> Server:
             return Server("my://localhost")
 
-A second Server in this process with the same URLs must open the same stores. LinkedConformance is the part
-for `eager`. Tests of single tasks are in tasks.py, of chains in chains.py.
+A second Server in this process with the same URLs must open the same stores. LinkedConformance is
+the part for `eager`. Tests of single tasks are in tasks.py, of chains in chains.py.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class LinkedConformance(ChainConformance):
         members = [app.add.signature(1, 1), app.add.signature(2, 2)]
         callback = app.note.partial("cb").replace(immutable=True)
         chord(group(*members), callback).send().get(timeout=HANG)
-        # Immutable on a member does not affect the chord: Go takes the members' results in any case.
+        # Immutable on a member does not affect the chord: Go takes the members' results anyway.
         immutable = [member.replace(immutable=True) for member in members]
         chord(group(*immutable), app.note.partial("cb")).send().get(timeout=HANG)
         assert app.calls == [("cb",), ("cb", 2, 4)]
