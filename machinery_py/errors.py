@@ -2,7 +2,7 @@
 
     MachineryError
     ├── ConfigError (ValueError)              a setting, URL or file cannot be used
-    │   └── AppNotFound                       the command line cannot find or import the user's Server
+    │   └── AppNotFound                       the command line cannot find or import the Server
     ├── TaskNotRegistered (LookupError)       a signature names a task that is not known here
     ├── TaskAlreadyRegistered (ValueError)    two functions want one name
     ├── ArgumentError (TypeError)             a value cannot be sent, or does not fit the task
@@ -14,11 +14,11 @@
     ├── DecodeError (ValueError)              bytes that are no signature or no state
     ├── PublishRefused                        nothing was stored; sending again is safe
     │   ├── BrokerUnavailable (ConnectionError)
-    │   └── NameRefused (ValueError)          a name that cannot be used, or that somebody else's data has
+    │   └── NameRefused (ValueError)          a name is illegal, or belongs to somebody else's data
     ├── DuplicateTask                         a unique task was not sent: its key is held by another
     ├── PublishUnknown                        it may have been stored
     ├── BackendUnavailable (ConnectionError)  the result backend does not answer
-    ├── StoreUnusable                         the store answers but cannot be used (schema, disk, rights)
+    ├── StoreUnusable                         a store answers but is unusable (schema, disk, rights)
     ├── StateNotFound (LookupError)           the backend has no state under this UUID
     ├── Unsupported (NotImplementedError)     this store cannot do that, see its features
     ├── TaskFailed                            the task whose result is wanted ended in FAILURE

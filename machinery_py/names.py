@@ -25,7 +25,10 @@ is_made = re.compile(r"(?:task|group|chord)_[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a
 # On Redis: Go's set of delayed messages, its locks, and all of ours. In RabbitMQ: the server's own,
 # and what we declare.
 _KEYS = r"delayed_tasks\Z|TriggerChordMutex\Z|machinery_lock_|mpy:"
-_QUEUES = r"amq\.|machinery\.(?:control|dead|delay|finished|held|lock|paused|queues|results|revocations|sha256|workers)(?:\.|\Z)"
+_QUEUES = (
+    r"amq\.|machinery\.(?:control|dead|delay|finished|held|lock|paused|queues|results|revocations"
+    r"|sha256|workers)(?:\.|\Z)"
+)
 #: Beginnings that no name of a queue, or no UUID of a task or group, may have.
 RESERVED = {
     "queue": re.compile(f"{_KEYS}|{_QUEUES}"),

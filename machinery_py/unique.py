@@ -2,8 +2,8 @@
 
 A key is a claim in the result backend. It is taken in one step with PENDING and the message
 (`Store.amend`), and stands while its task is not over (`KeyClaim.stands`). So what ends a task
-frees its key in the same step; workers remove claims that stand no more, to save room. States, crash
-points and limits: docs/explanation/unique.md.
+frees its key in the same step; workers remove claims that stand no more, to save room. States,
+crash points and limits: docs/explanation/unique.md.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class _Sending:
         backend = self._app.store.backend
         if not backend.features.claims:
             raise Unsupported(
-                f"{self.signature.name} is unique, and the {backend.features.name} backend keeps no "
-                "keys (name another result backend, or send it with options(unique=False))"
+                f"{self.signature.name} is unique, and the {backend.features.name} backend "
+                "keeps no keys (name another result backend, or send it with options(unique=False))"
             )
         while True:
             [body] = backend.claims([self._key])

@@ -1,9 +1,9 @@
 """Orphans: the processes that tasks started end with the worker that ran the tasks.
 
-    the worker ends in order      it ends all processes below it that are younger than its first task
-                                  (Linux)
-    it is killed, under `-p`      the supervisor ends its process group: each process of `-p` leads one
-    it is killed, without `-p`    the kernel kills forked children, as the lifeline is cut (Linux)
+    the worker ends in order    it ends all processes below it that are younger than its first task
+                                (Linux)
+    it is killed, under `-p`    the supervisor ends its process group; each `-p` process leads one
+    it is killed, without `-p`  the kernel kills forked children, as the lifeline is cut (Linux)
 
 Limits: a process that has left on purpose is not found: without `-p` one whose parent has ended (a
 double fork), with `-p` one in a session or group of its own (`setsid`) when the worker is killed.

@@ -118,7 +118,8 @@ class Config(Section):
     )
     inherited_headers: str = option(
         "",
-        "prefixes of headers that tasks hand on to what they send: `tenant,x-`; trace context always goes on",
+        "prefixes of headers that tasks hand on to what they send: `tenant,x-`; "
+        "trace context always goes on",
     )
     require_server: bool = option(
         False, "refuse the stores that need no server (sqlite, memory, eager)"
@@ -270,8 +271,8 @@ _NOT_PORTED = {
 }
 
 _GO_KEYS = frozenset({
-    "broker", "default_queue", "lock", "multiple_broker_separator", "no_unix_signals", "result_backend",
-    "results_expire_in",
+    "broker", "default_queue", "lock", "multiple_broker_separator", "no_unix_signals",
+    "result_backend", "results_expire_in",
 })  # fmt: skip
 
 _MISSPELT = (

@@ -159,7 +159,7 @@ def serves(url: str, role: Role) -> bool:
 
 
 def add_scheme(scheme: str, roles: Iterable[Role]) -> None:
-    """Accept URLs of this scheme in these roles; only the store that they open reads the rest of them."""
+    """Accept URLs of this scheme in these roles; only the store that opens them reads the rest."""
     SCHEMES[scheme] = frozenset(roles)
     _READERS[scheme] = scheme_of
 
@@ -238,10 +238,11 @@ _USER_FIRST = frozenset({"amqp", "amqps", "mongodb", "mongodb+srv"})
 
 _OPTIONS = {**AMQP_OPTIONS, **REDIS_OPTIONS, **SQLITE_OPTIONS}
 _HARMLESS = frozenset({
-    "authsource", "compressors", "connect", "connecttimeoutms", "connection_attempts", "connection_timeout", "db",
-    "directconnection", "journal", "loadbalanced", "maxpoolsize", "protocol", "readpreference", "replicaset",
-    "retry_delay", "retryreads", "retrywrites", "serverselectiontimeoutms", "socket_timeout", "sockettimeoutms",
-    "ssl", "timeout", "tls", "w", "wtimeoutms",
+    "authsource", "compressors", "connect", "connecttimeoutms", "connection_attempts",
+    "connection_timeout", "db", "directconnection", "journal", "loadbalanced", "maxpoolsize",
+    "protocol", "readpreference", "replicaset", "retry_delay", "retryreads", "retrywrites",
+    "serverselectiontimeoutms", "socket_timeout", "sockettimeoutms", "ssl", "timeout", "tls", "w",
+    "wtimeoutms",
     *(name for name, option in _OPTIONS.items() if not option.is_secret),
 })  # fmt: skip
 """Options whose values may be shown: an incomplete list of secret ones would show a secret."""

@@ -1,1 +1,1 @@
-"""One call of a task and what is known of it: signatures, workflows, states, the context while it runs."""
+"""One call of a task: its signature, workflow and state, and its context while it runs."""

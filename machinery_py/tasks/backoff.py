@@ -10,12 +10,16 @@ LONGEST = (
     100 * 365 * 86400.0
 )  # seconds; nothing waits longer, whatever a message says. Go's clock ends in 2262
 
-#: How a task waits between its tries: "fibonacci" (Go's), "exponential", seconds for each try, or a function.
+#: Pauses between the tries of a task: "fibonacci" (Go's), "exponential", seconds for each try, or
+#: a function.
 Backoff = str | Sequence[float] | Callable[[int], float]
 
 
 def next_fibonacci(after: int) -> int:
-    """The smallest Fibonacci number above `after`: Go's rule for the next RetryTimeout (from 0: 1, 2, 3, 5, 8 …)."""
+    """Return the smallest Fibonacci number above `after`, as Go does for the next RetryTimeout.
+
+    From 0 on: 1, 2, 3, 5, 8 …
+    """
     a, b = 1, 1
     while b <= after:
         a, b = b, a + b
@@ -32,7 +36,8 @@ def full_jitter(delay: float, rng: random.Random | None = None) -> float:
     return (rng or random).uniform(0.0, delay)
 
 
-#: How long a worker waits between two attempts to connect, by the number of the attempt (1 for the first); see `reconnect_delay`.
+#: Seconds between two attempts to connect, by the number of the attempt (1 for the first); see
+#: `reconnect_delay`.
 SCHEDULES: Mapping[str, Callable[[int], float]] = {
     "jitter": lambda attempt: full_jitter(exponential(attempt, base=0.1, cap=10.0)),
     "linear": lambda attempt: min(30.0, 2.0 * attempt),
@@ -48,7 +53,10 @@ def _fibonacci(attempt: int) -> int:
 
 
 def reconnect_delay(schedule: str, attempt: int) -> float:
-    """Seconds: `jitter` up to 0.1 s, doubled to 10 s; `linear` 2, 4 … 30; `fibonacci` 1, 2, 3, 5 … 30."""
+    """Return the seconds to wait before the next attempt to connect.
+
+    `jitter`: up to 0.1 s, doubled to 10 s; `linear`: 2, 4 … 30; `fibonacci`: 1, 2, 3, 5 … 30.
+    """
     return SCHEDULES[schedule](attempt)
 
 

@@ -90,17 +90,20 @@ class Context:
 
     @property
     def is_redelivery(self) -> bool:
-        """Whether this run may be a repeat: an earlier delivery of the same message ended without a verdict."""
+        """Say whether this run may be a repeat: an earlier delivery ended without a verdict."""
         return self._delivery > 1
 
     @property
     def fence(self) -> int:
-        """Grows with every run and every delivery of the task; pass it to systems that can refuse an older number."""
+        """Number that grows with every run and every delivery of the task.
+
+        Pass it to systems that can refuse an older number.
+        """
         return self.signature.run << 32 | (self._epoch or self._delivery)
 
     @property
     def cancelled(self) -> bool:
-        """Whether the task is asked to stop: it was revoked, its lease was lost, or its time is up."""
+        """Say whether the task must stop: it was revoked, lost its lease, or its time is up."""
         return self._cancelled
 
     def cancel(self, *, time_is_up: bool = False) -> None:
@@ -117,7 +120,7 @@ class Context:
             raise TimeLimitExceeded(f"task {self.name} {self.uuid}: its time limit is over")
 
     def progress(self, done: float, total: float) -> None:
-        """Let others see how far it is: `result.get_state().progress`. Cheap enough to be called in a loop."""
+        """Publish the progress as `result.get_state().progress`. Cheap enough for a loop."""
         if self._report is None:
             return
         now = time.monotonic()
@@ -149,9 +152,9 @@ leave = RUNNING.reset
 
 @contextlib.contextmanager
 def on_behalf_of(signature: Signature[Any], *, queue: str, worker: str = "") -> Iterator[None]:
-    """Make it the current task while what follows from its end is made and passes the pre-publish hook.
+    """Make the ended task current while its follow-ups are made and pass the pre-publish hook.
 
-    In a context of its own: the time of the one that ran may be up, and what the hook does must not be stopped by that.
+    It gets a context of its own: the time of the run may be up, and that must not stop the hook.
     """
     token = enter(Context(signature, queue=queue, delivery=1, worker=worker, report=None))
     try:
@@ -161,7 +164,10 @@ def on_behalf_of(signature: Signature[Any], *, queue: str, worker: str = "") -> 
 
 
 def current_task() -> Context:
-    """The task that runs here; in the pre-publish hook, also the one that has ended, and sends its callbacks or its retry.
+    """Return the task that runs here.
+
+    In the pre-publish hook this may also be a task that has ended and sends its callbacks or its
+    retry.
 
     Raises:
         MachineryError: none does.
@@ -173,7 +179,9 @@ def current_task() -> Context:
 
 
 def check_time() -> None:
-    """Called where this library may wait or take locks: a task is not interrupted from outside there (worker/executors.py).
+    """Raise if the time of the task is up. Called where this library may wait or take locks.
+
+    There the worker does not interrupt a task from outside (worker/executors.py).
 
     Raises:
         TimeLimitExceeded: a task runs here, and its time is up.

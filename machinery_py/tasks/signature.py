@@ -26,7 +26,7 @@ HEADER_ATTEMPT = "machinery_attempt"  # which try, 1 for the first; not counted 
 HEADER_EXPIRES = "machinery_expires"  # unix seconds; not started after that
 HEADER_DELAY = "machinery_delay"  # of what is not sent yet: seconds from the sending to its ETA
 HEADER_EXPIRES_IN = "machinery_expires_in"  # unsent: seconds from sending to expiry
-HEADER_UNIQUE = "machinery_unique"  # the key that a unique task holds, hashed; "" for none, whatever the task says
+HEADER_UNIQUE = "machinery_unique"  # hashed key of a unique task; "": none, whatever the task says
 HEADER_UNIQUE_START = "machinery_unique_start"  # the key when the task starts: "free" or "keep"
 HEADER_ON_DUPLICATE = "machinery_on_duplicate"  # for the sender: what to do when the key is held
 HEADER_COLLECT = "machinery_collect"  # on a chord's callback: all results as one list
@@ -39,8 +39,10 @@ class Arg(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One argument or result, under Go's type name.
 
     Attributes:
-        type: one of Go's names (`int64`, `[]string`, …), or ours: `json` and `py` (see docs/reference/types.md).
-        value: what JSON has; bytes for the byte types. From the wire it is as it came, checked when the task is called.
+        type: one of Go's names (`int64`, `[]string`, …), or ours: `json` and `py` (see
+            docs/reference/types.md).
+        value: a JSON value; bytes for the byte types. From the wire it is unchecked until the task
+            is called.
         name: ignored by Go; for us the name of a keyword-only parameter.
     """
 
@@ -100,7 +102,8 @@ class Step(Generic[R]):
 class Chain(Step[R]):
     """Steps that run one after the other, each result going to the end of the next one's arguments.
 
-    A group may be a step: its members get the result of the step before, the step behind it gets all their results.
+    A step may be a group: each member gets the result of the step before, and the step behind the
+    group gets the results of all members.
 
     Raises:
         WorkflowError: it has no step, or a group directly behind a group.
@@ -118,7 +121,8 @@ class Chain(Step[R]):
             raise WorkflowError("a chain needs at least one step: this one is empty")
         if any(step.is_group and after.is_group for step, after in itertools.pairwise(flat)):
             raise WorkflowError(
-                "a group stands directly behind a group: put a task between them, to gather the results"
+                "a group stands directly behind a group: "
+                "put a task between them, to gather the results"
             )
         self.steps: tuple[Step[Any], ...] = tuple(flat)
 
@@ -156,8 +160,9 @@ def steps_of(given: Iterable[Any]) -> list[Step[Any]]:
 
 
 def callbacks_of(given: Iterable[Any]) -> Iterator[Signature[Any]]:
-    """The signatures that a worker sends for these: of a chain the first step, to which the others are callbacks; of a group the
-    members.
+    """Yield the signatures that a worker sends for these callbacks.
+
+    Of a chain that is the first step, with the others as its callbacks; of a group, the members.
 
     Raises:
         WorkflowError: one is no step, or waits for a group.
@@ -174,8 +179,8 @@ def callbacks_of(given: Iterable[Any]) -> Iterator[Signature[Any]]:
             for one in reversed(inner):
                 if one.is_group and after:
                     raise WorkflowError(
-                        f"{step!r} cannot be a callback: a task in it waits for a group (put all of it into one "
-                        "chain: chain(task, group(…), …))"
+                        f"{step!r} cannot be a callback: a task in it waits for a group "
+                        "(put all of it into one chain: chain(task, group(…), …))"
                     )
                 heads = tuple(
                     callbacks_of(cast("Chain[Any]", one).steps)
@@ -235,7 +240,7 @@ class Lazy(Sequence["Signature[Any]"]):
         return len(self._load())
 
     def __bool__(self) -> bool:
-        # Asked often, and the wire makes none that is empty: no reason to unpack a chain of thousands.
+        # Asked often, and no Lazy from the wire is empty: do not unpack a chain of thousands.
         return self._items is None or bool(self._items)
 
     def __iter__(self) -> Iterator[Signature[Any]]:
@@ -252,7 +257,9 @@ class Lazy(Sequence["Signature[Any]"]):
 
 
 class Signature(msgspec.Struct, Step[R], frozen=True, kw_only=True, gc=False):
-    """One call that is to be made. The fields are those of Go Machinery's Signature; see docs/reference/wire-format.md.
+    """One call that is to be made, with the fields of Go's Signature.
+
+    For the fields on the wire see docs/reference/wire-format.md.
 
     Attributes:
         name: the task's name.
@@ -260,7 +267,8 @@ class Signature(msgspec.Struct, Step[R], frozen=True, kw_only=True, gc=False):
         routing_key: the queue; empty is the default queue.
         eta: aware; not run before.
         headers: strings, kept by every worker on the way.
-        immutable: on a step of a chain: its result is not passed on; on a chord's callback: it takes no results.
+        immutable: on a step of a chain, its result is not passed on; on a chord's callback, no
+            results are added.
         retry_count: tries left after the first.
         retry_timeout: seconds waited before this try; Go's Fibonacci goes on from it.
         on_success: sent when the task succeeds, its results as their last arguments.
@@ -302,9 +310,9 @@ class Signature(msgspec.Struct, Step[R], frozen=True, kw_only=True, gc=False):
 
     @staticmethod
     def of(name: str, /, *args: Any, **kwargs: Any) -> Signature[Any]:
-        """A call of a task that only another service has; nothing is checked against its parameters.
+        """Return a call of a task that only another service has; its arguments are not checked.
 
-        Keyword arguments travel as named args, which a Python worker gives to keyword-only parameters.
+        Keywords travel as named args; a Python worker gives them to keyword-only parameters.
 
         Raises:
             ArgumentError: a value cannot be sent.
@@ -326,7 +334,10 @@ class Signature(msgspec.Struct, Step[R], frozen=True, kw_only=True, gc=False):
         return self.replace(on_success=(*self.on_success, *callbacks_of(callbacks)))
 
     def catch(self, *callbacks: Step[Any] | Iterable[Step[Any]]) -> Signature[R]:
-        """With further callbacks for the final failure; each gets the error text as its first argument. Raises as `then`."""
+        """Return the signature with further callbacks for the final failure. Raises as `then`.
+
+        Each gets the error text as its first argument.
+        """
         return self.replace(on_error=(*self.on_error, *callbacks_of(callbacks)))
 
     def with_args(self, *, before: Sequence[Arg] = (), after: Sequence[Arg] = ()) -> Signature[R]:
@@ -355,7 +366,7 @@ class Signature(msgspec.Struct, Step[R], frozen=True, kw_only=True, gc=False):
 
     @property
     def attempt(self) -> int:
-        """Number of this try: 1 for the first. Go workers do not count, so after one of theirs it stays as it was."""
+        """Number of this try: 1 for the first. Go workers do not count: they leave it as it was."""
         return _number(self.headers, HEADER_ATTEMPT, 1)
 
     @property
@@ -414,5 +425,6 @@ _VERSION = 0x4 << 76 | 0x2 << 62  # random, as RFC 4122 has it
 
 def new_uuid(prefix: str = "task_") -> str:
     """An id as Go makes it: the prefix (`task_`, `group_`, `chord_`) and a random UUID."""
-    text = f"{int.from_bytes(os.urandom(16), 'big') & _RANDOM | _VERSION:032x}"  # uuid4() takes three times as long
+    # uuid4() takes three times as long.
+    text = f"{int.from_bytes(os.urandom(16), 'big') & _RANDOM | _VERSION:032x}"
     return f"{prefix}{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"

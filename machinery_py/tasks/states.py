@@ -67,8 +67,8 @@ def state_named(word: str) -> State:
     return State(text)
 
 
-#: What may follow what within one run. A fast task goes from PENDING to SUCCESS in one write. None: no state is known,
-#: because it has expired, or a Go program published the task without one.
+#: Legal changes within one run. A fast task goes from PENDING to SUCCESS in one write. None: the
+#: state is unknown, because it has expired, or a Go program published the task without one.
 LEGAL: dict[State | None, frozenset[State]] = {
     None: frozenset(State),
     _P: frozenset({_RC, _S, _RT, _OK, _F}),
@@ -79,7 +79,8 @@ LEGAL: dict[State | None, frozenset[State]] = {
     _F: frozenset(),
 }
 
-#: Between runs: RETRY is followed by the next run, and a replay of a dead letter or failed task starts anew.
+#: Legal changes between runs: the next run follows RETRY, and a replay of a dead letter or of a
+#: failed task starts anew.
 _NEXT_RUN: dict[State, frozenset[State]] = {
     **dict.fromkeys((_P, _RC, _S, _RT), frozenset({_RC, _S, _RT, _OK, _F})),
     **dict.fromkeys((_OK, _F), frozenset[State]()),
@@ -89,7 +90,8 @@ _NEXT_RUN: dict[State, frozenset[State]] = {
 class TaskState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """State of one task and what is known of it. Go sees the first seven fields; the rest is ours.
 
-    The stores take our fields from here (`wire/states.py`, EXTRA). A new one is added at the end, with a default.
+    The stores take our fields from here through EXTRA (`wire/states.py`). Add a new field at
+    the end, with a default.
 
     Attributes:
         results: empty unless SUCCESS; several for a task that returns a tuple.
@@ -100,8 +102,8 @@ class TaskState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         attempt: which try, 1 for the first.
         progress: (done, total) as the task last reported it.
         worker: the worker that wrote the state.
-        message: of a failed task, the signature of its last try, so that it can be looked at and sent again; of one that waits,
-            what its failure would take along (`outcomes.failing`).
+        message: of a failed task, the signature of its last try, to look at and to send again; of
+            a waiting task, what its failure would take along (`outcomes.failing`).
     """
 
     task_uuid: str
@@ -143,9 +145,10 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 def advance(current: TaskState | None, change: TaskState) -> TaskState | None:
     """Return the state after `change`, or None when the change must be dropped.
 
-    A change is dropped when the task is finished, when the change belongs to an earlier run, or when it would go back within
-    a run: a redelivered task stays STARTED. A later run may only follow RETRY or a state that a crash left behind.
-    What the first write knew (name, creation, queue) stays.
+    A change is dropped when the task is finished, when the change belongs to an earlier run, or
+    when it would go back within a run: a redelivered task stays STARTED. A later run may only
+    follow RETRY or a state that a crash left behind. Name, creation time and queue stay as first
+    written.
     """
     if current is None:
         return change
@@ -173,7 +176,7 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     Attributes:
         total: how many members the group has, as its messages say.
         ok: False when it failed for good; then the chord's callback will never be called.
-        callback: the chord's callback as a message body, never sent as it is: results are added first.
+        callback: the chord's callback as a message body; it is sent only with the results added.
     """
 
     group_uuid: str

@@ -1,8 +1,9 @@
-"""Chain, group and chord: how signatures are linked, so that the workers need to know nothing of workflows.
+"""Chain, group and chord: signatures linked so that the workers need not know workflows.
 
-A chain is linked by OnSuccess; a group by GroupUUID and GroupTaskCount on its members; a chord by ChordCallback on each member.
-All of it is Go Machinery's, so a Go worker can run any part. What Go does not have is the nesting: a group as a step of a
-chain is the OnSuccess list of the step before it, and the step behind it is its chord's callback.
+A chain is linked by OnSuccess; a group by GroupUUID and GroupTaskCount on its members; a chord by
+ChordCallback on each member. All of it is Go Machinery's, so a Go worker can run any part. Go has
+no nesting: here a group as a step of a chain is the OnSuccess list of the step before it, and the
+step behind it is its chord's callback.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class Group(Step[R]):
             last = member.steps[-1] if isinstance(member, Chain) else member
             if last.is_group:
                 raise WorkflowError(
-                    "a member of a group ends in a group: put a task behind that one, to gather its results"
+                    "a member of a group ends in a group: "
+                    "put a task behind that one, to gather its results"
                 )
         self.steps: tuple[Step[Any], ...] = tuple(members)
 
@@ -85,7 +87,7 @@ def chain(*steps: Step[Any], pass_results: bool = True) -> Chain[Any]:
     """Steps that run one after the other.
 
     Args:
-        pass_results: False: no step's result goes into the next one's arguments (Go's `Immutable` on each).
+        pass_results: False keeps each result from the next step's arguments (Go's `Immutable`).
     """
     if not pass_results:
         steps = tuple(_keep_results(step) for step in steps)
@@ -115,12 +117,12 @@ def group(*members: Step[S] | Iterable[Step[S]]) -> Group[list[S]]:
 def chord(
     members: Group[Any] | Iterable[Step[Any]], callback: Step[S], *, collect: bool = False
 ) -> Chain[S]:
-    """A group and a callback that gets all its results, in the group's order, as its last arguments.
+    """Return a group with a callback; its results, in order, are the callback's last arguments.
 
     Args:
         members: a group, or its members as one iterable.
         callback: a signature, or a chain, whose first step it is.
-        collect: hand over one list instead of many arguments. Ours alone: a Go worker hands over many.
+        collect: pass one list instead of many arguments. Ours alone: a Go worker passes many.
 
     Raises:
         WorkflowError: as `group` and `chain`.
@@ -142,8 +144,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         first: what is to be published now; the rest travels inside it.
         groups: every group in it, to be known to the backend before any member ends.
-        awaited: the last tasks of the chains that begin now: their states are there from the start.
-        steps: for each step of the outermost chain the UUIDs whose states tell how it went, and whether it is a group.
+        awaited: the last tasks of the chains that begin now: their states exist from the start.
+        steps: for each step of the outermost chain, the UUIDs of its tasks, whose states are the
+            state of the step, and whether the step is a group.
     """
 
     first: Sequence[Signature[Any]]
@@ -153,7 +156,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of the outermost chain: `uuids` in order, with each the tasks that lead to it inside a group's member."""
+    """One step of the outermost chain: its `uuids` in order.
+
+    With each goes the list of tasks that lead to it inside a member of a group.
+    """
 
     uuids: Sequence[str]
     names: Sequence[str]
@@ -182,7 +188,10 @@ class _Linker:
     def link_steps(
         self, steps: Sequence[Step[Any]], member_of: _Membership | None = None, *, begins: bool
     ) -> tuple[tuple[Signature[Any], ...], tuple[PlannedStep, ...]]:
-        """Link these steps; the last one belongs to `member_of`, if that is given. `begins`: the first is sent now."""
+        """Link these steps; the last one belongs to `member_of`, if given.
+
+        `begins`: the first is sent now.
+        """
         planned: list[PlannedStep] = []
         after: tuple[Signature[Any], ...] = ()
         last = ""
@@ -217,8 +226,8 @@ class _Linker:
     ) -> tuple[tuple[Signature[Any], ...], PlannedStep]:
         if task.headers.get(HEADER_UNIQUE):
             raise WorkflowError(
-                f"{task.name}: options(unique=…) has no place in a chain, group or chord: its steps are sent in "
-                "any case (send the task by itself, or make it exclusive)"
+                f"{task.name}: options(unique=…) has no place in a chain, group or chord: "
+                "its steps are sent in any case (send the task by itself, or make it exclusive)"
             )
         # Go overwrites OnSuccess here; callbacks of the user's own are kept.
         task = (
@@ -269,8 +278,8 @@ class _Membership(msgspec.Struct, frozen=True):
 def chord_callback(callback: Signature[Any], results: Sequence[Sequence[Arg]]) -> Signature[Any]:
     """The callback with its group's results, in order, behind its own arguments.
 
-    Nothing is added when the *callback* is immutable (Go). With HEADER_COLLECT the results come as one list, in which a
-    member without a result is None and one with several is a list of them.
+    Nothing is added when the *callback* is immutable, as in Go. With HEADER_COLLECT the results
+    come as one list: None for a member without a result, a list for a member with several.
 
     Raises:
         ArgumentError: a result cannot stand in a list.

@@ -1,4 +1,6 @@
-"""Go's conversions of a received JSON value to its types, with its wraps and error texts (its `reflect.go`).
+"""Go's conversions of a received JSON value to its types, with its wraparounds and error texts.
+
+They follow Go Machinery's `reflect.go`.
 
 bool string int int8 … int64 uint uint8 … uint64 float32 float64
 []bool … []float64, and []byte, which is []uint8; both are bytes in Python
@@ -34,7 +36,7 @@ NATURAL: dict[str, type] = {
 
 
 class Number(float):
-    """A number from the wire whose text matters: `-0`, `1e400`, or one that an error text has to quote."""
+    """Number from the wire whose text matters: `-0`, `1e400`, or one that an error text quotes."""
 
     __slots__ = ("token",)
     token: str
@@ -170,7 +172,10 @@ _BASE64 = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz012345
 
 
 def _base64_error(source: bytes) -> int | None:
-    """Return where Go's decoder stops: it skips line breaks, needs the padding, and allows nothing behind."""
+    """Return where Go's decoder stops.
+
+    It skips line breaks, requires the padding, and allows nothing behind the padding.
+    """
     have = 0  # characters of the current group of four
     for at, char in enumerate(source):
         if char in _BASE64:

@@ -1,7 +1,8 @@
 """Values inside of values: the types `json` and `py`, and the checks that every sent value passes.
 
-`json` is plain JSON. `py` is JSON in which {"$": kind, "v": value} stands for what JSON has not: bytes, datetime, date,
-timedelta, decimal, uuid, set, frozenset, and dict (with keys that are no strings, or with a key "$" of its own).
+`json` is plain JSON. `py` is JSON in which {"$": kind, "v": value} stands for what JSON lacks:
+bytes, datetime, date, timedelta, decimal, uuid, set, frozenset, and dict (with keys that are no
+strings, or with a key "$" of its own).
 """
 
 from __future__ import annotations
@@ -176,7 +177,8 @@ def _pack_key(value: Any, depth: int) -> Any:
     if type(packed) is list or (type(packed) is dict and packed.get("$") in (None, "set", "dict")):
         raise ArgumentError(
             f"cannot send {shown(value)} as a key of a dict or an item of a set: "
-            f"it would come back as a {'list' if type(packed) is list else 'dict or set'} (send a list of pairs)"
+            f"it would come back as a {'list' if type(packed) is list else 'dict or set'} "
+            "(send a list of pairs)"
         )
     return packed
 
@@ -188,7 +190,10 @@ def _tagged(name: str, value: Any, tags: bool) -> dict[str, Any]:
 
 
 def _model(value: Any) -> Any:
-    """Return a dataclass, Struct or pydantic model as a dict. The receiver rebuilds it by its annotation."""
+    """Return a dataclass, Struct or pydantic model as a dict.
+
+    The receiver rebuilds it by its annotation.
+    """
     if isinstance(value, type):
         raise refused(value)
     if callable(getattr(value, "model_dump", None)):

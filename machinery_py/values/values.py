@@ -1,11 +1,12 @@
 """Python values under type names on the wire, and back: one table.
 
     bool string int int8 … int64 uint uint8 … uint64 float32 float64    Go's
-    []bool … []float64 []byte                                           Go's lists; []byte and []uint8 are bytes
+    []bool … []float64 []byte                                           Go's; []byte, []uint8: bytes
     json    ours: any JSON value
-    py      ours: JSON with tags for what JSON has not: datetime, Decimal, set … (values/json_values.py)
+    py      ours: JSON with tags for datetime, Decimal, set … (values/json_values.py)
 
-Toward Go we refuse what Go would change quietly or die of; from Go we convert exactly as Go does (values/go_conversions.py).
+Toward Go we refuse what Go would change quietly or crash on; from Go we convert exactly as Go does
+(values/go_conversions.py).
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ from machinery_py.values.json_values import (
 )
 
 __all__ = [
-    "Number", "checker", "converter", "describe", "describe_as", "from_result", "result_of", "to_python", "wire_type",
+    "Number", "checker", "converter", "describe", "describe_as", "from_result", "result_of",
+    "to_python", "wire_type",
 ]  # fmt: skip
 
 EXACT: dict[str, type] = {"int64": int, "int": int, "string": str, "float64": float, "bool": bool}
@@ -82,11 +84,11 @@ def describe(value: Any, hint: Any = None) -> tuple[str, Any]:
     """Return the type name and the JSON-able value under which a Python value is sent.
 
     Args:
-        hint: the parameter's annotation, which decides for an empty list (`list[int]`), an int for a float, and
-            where Go wants another type (`Annotated[int, "int32"]`).
+        hint: the parameter's annotation, which decides for an empty list (`list[int]`), an int for
+            a float, and where Go wants another type (`Annotated[int, "int32"]`).
 
     Raises:
-        ArgumentError: it is nothing that can be sent, or not as what the hint says in so many words.
+        ArgumentError: it cannot be sent at all, or not as the type that the hint names.
     """
     if hint is not None and hint is not type(value):
         wanted, explicit = _wanted(hint)
@@ -102,7 +104,7 @@ def describe_as(type_name: str, value: Any) -> Any:
     """Return the JSON-able value for sending under exactly this type, to Go as well.
 
     Raises:
-        ArgumentError: no such type, or the value is not of it; Go would wrap it, fail, or die with its process.
+        ArgumentError: no such type, or the value is not of it; Go would wrap it, fail, or crash.
     """
     write = _WRITE.get(type_name)
     if write is None:
@@ -113,10 +115,12 @@ def describe_as(type_name: str, value: Any) -> Any:
 
 
 def result_of(value: Any, hint: Any = None) -> tuple[tuple[str, Any], ...]:
-    """Return the results for a returned value: none for None, one for each item of a tuple, else one.
+    """Return the results for a returned value.
+
+    That is none for None, one for each item of a tuple, else one.
 
     Args:
-        hint: the annotation of what the task returns, which decides as a parameter's does (see `describe`).
+        hint: the annotation of the return value; it decides as a parameter's does (`describe`).
 
     Raises:
         ArgumentError: something in it cannot be sent.
@@ -237,7 +241,7 @@ def _suits(type_name: str, value: Any) -> bool:
 
 
 def _wanted(hint: Any) -> tuple[str, bool]:
-    """Return the type name that an annotation asks for (or ""), and whether it names that type itself."""
+    """Return the type name that an annotation asks for (or ""), and whether it is explicit."""
     try:
         return _wanted_cached(hint)
     except TypeError:  # not hashable
@@ -273,7 +277,7 @@ def _without_none(hint: Any) -> Any:
 
 
 def _read_json(value: Any) -> Any:
-    """Return a copy: changes that the function makes must not reach retries, hooks and callbacks."""
+    """Return a copy: changes by the function must not reach retries, hooks and callbacks."""
     if type(value) is not list and type(value) is not dict:
         return value
     try:
@@ -312,7 +316,9 @@ _AS_IT_IS = frozenset(
 
 
 def converter(annotation: Any) -> Callable[[Any], Any] | None:
-    """Return a function that makes a received value one of the annotated type, or None when there is nothing to do.
+    """Return a function that makes a received value one of the annotated type.
+
+    None when there is nothing to do.
 
     The function raises ArgumentError with the path to what does not fit.
     """
@@ -347,7 +353,9 @@ def converter(annotation: Any) -> Callable[[Any], Any] | None:
 
 
 def checker(annotation: Any) -> Callable[[Any], Any] | None:
-    """Return a function that refuses a value that the annotation rules out, without converting; None where anything goes.
+    """Return a function that refuses a value that the annotation rules out, without converting.
+
+    None when it rules out no value.
 
     As type checkers have it: a bool is an int.
     """
@@ -364,7 +372,8 @@ def checker(annotation: Any) -> Callable[[Any], Any] | None:
         if fits(value):
             return value
         raise ArgumentError(
-            f"{shown(value)} is no {annotation.__name__ if isinstance(annotation, type) else annotation}"
+            f"{shown(value)} is no "
+            f"{annotation.__name__ if isinstance(annotation, type) else annotation}"
         )
 
     return check
@@ -428,7 +437,7 @@ def _is_plain(annotation: Any) -> bool:
 
 
 def _convert_model(kind: type, value: Any) -> Any:
-    """Convert to a type that msgspec does not know: a model validates itself, an instance is kept."""
+    """Convert to a type unknown to msgspec: a model validates itself, an instance is kept."""
     validate = getattr(kind, "model_validate", None)
     if callable(validate):
         return validate(value)

@@ -1,12 +1,14 @@
 """Bytes to signatures.
 
-There are three ways, each falling back to the next: messages without callbacks exactly as Go and this library write
-them; any message with Go's keys; and everything else that Go would read (wire/go_json.py).
+There are three ways, each falling back to the next: messages without callbacks exactly as Go and
+this library write them; any message with Go's keys; everything else that Go would read
+(wire/go_json.py).
 
-Where the first two differ from Go, on purpose, because no program writes such messages: of a repeated key only the last
-value counts, where Go merges the items of lists and objects and refuses the message for an earlier value that is
-wrong.
-What Go finds wrong at once in a nested signature we find when it is looked at: nested signatures stay bytes until then.
+The first two differ from Go on purpose, because no program writes such messages: of a repeated key
+only the last value counts, where Go merges the items of lists and objects and refuses the message
+for an earlier value that is wrong.
+Nested signatures stay bytes until they are read: an error in them is found then; Go finds
+it at once.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ _decode_known = Decoder(KnownFields).decode
 
 
 def known_fields(body: bytes) -> KnownFields | None:
-    """Read some fields of a message; None if it is no signature, or nested too deep for a glance."""
+    """Return some fields of a message; None if it is no signature or nested too deep."""
     if is_deep(body):
         return None
     try:
@@ -130,8 +132,8 @@ _decode_items = Decoder(list[msgspec.Raw]).decode
 # What the decoders raise. RecursionError: somebody called us with hardly any stack left.
 _SLOW = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError, OverflowError)
 
-# How a message ends that has no options and no nested signatures. It holds no bracket but the last, so that these keys
-# are the message's own, and not those of a signature nested in it.
+# How a message without options and nested signatures ends. Its only bracket is the last one, so
+# these keys are the message's own and not those of a nested signature.
 _PLAIN_END = (
     b',"Priority":0,"Immutable":false,"RetryCount":0,"RetryTimeout":0,"OnSuccess":null,"OnError":null,'
     b'"ChordCallback":null,"BrokerMessageGroupId":"","SQSReceiptHandle":"","StopTaskDeletionOnError":false,'
@@ -150,7 +152,7 @@ def decode_signature(body: bytes) -> Signature[Any]:
     Raises:
         DecodeError: Go would not read it either.
     """
-    # With all the keys that are asked for here, a value that is too deep needs more than _FLAT bytes.
+    # With all the keys that are required here, a value that is too deep is longer than _FLAT bytes.
     if (
         body.endswith(_PLAIN_END)
         and body.startswith(b'{"UUID":"')
@@ -246,13 +248,15 @@ _MINUS_PRIORITY = re.compile(rb'"Priority"\s*:\s*-0')
 _CHAIN_END = _PLAIN_END[_PLAIN_END.index(b',"OnError"') :]  # how a step of a chain ends
 _CHAIN_START = b',"OnSuccess":'
 _LONG = 16_384  # bytes; a chain that may be too deep for a decoder is longer
-_NEXT_SIGNATURE = b'},{"UUID":'  # behind another one in the same list; inside of a string its quotes would be escaped
+# Between two signatures of one list; inside a string its quotes would be escaped.
+_NEXT_SIGNATURE = b'},{"UUID":'
 
 
 def _decode_long_chain(body: bytes) -> tuple[dict[str, Any], bytes] | None:
     """Return one step of a long chain, if it is written exactly as Go and this library write it.
 
-    With every other key in its place before and behind it, what is left in the middle is OnSuccess and nothing else.
+    All other keys are in their places before and behind, so what is left in the middle is OnSuccess
+    alone.
     """
     if len(body) < _LONG or not body.endswith(b"]" + _CHAIN_END):
         return None
@@ -395,7 +399,8 @@ _MINUS_ZERO = re.compile(rb"-0[,\]}\s]")
 def is_text_needed(args: Sequence[Arg], body: bytes) -> bool:
     """Return whether a number must be read from its text, which msgspec drops.
 
-    A -0 is a float, and no unsigned number; and of a number where a list of unsigned ones belongs Go takes the characters.
+    A -0 is a float and no unsigned number. Where a list of unsigned numbers is expected, Go takes
+    the characters of a number.
     """
     for arg in args:
         if arg.type in _ZERO_HAS_A_SIGN:

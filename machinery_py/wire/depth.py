@@ -1,8 +1,8 @@
-"""How deep JSON is nested, found without descending: one limit on every Python, whatever its own is.
+"""Depth of nested JSON, found without descending: one limit on every Python, whatever its own.
 
-A decoder that descends needs stack for each level, and each version of Python ends that elsewhere, or not at all. So
-nothing is handed to one before it is known to be shallow. What is deeper is read piece by piece (wire/decode.py,
-wire/go_json.py), and a value that is deeper is refused.
+A decoder that descends needs stack for each level, and each version of Python ends that elsewhere,
+or not at all. So a decoder gets only what is known to be shallow. Deeper messages are read piece by
+piece (wire/decode.py, wire/go_json.py), and a deeper value is refused.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def _brackets(body: bytes) -> bytes:
     if b"\\" in body:
         body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     marks = body.translate(None, _NO_MARKS)
-    # What is left of a string without brackets are two quotes. Their removal leaves every bracket inside or outside.
+    # A string without brackets is two quotes by now. Their removal leaves every bracket inside or
+    # outside of the strings, as it was.
     marks = marks.replace(b'""', b"")
     return b"".join(marks.split(b'"')[::2]) if b'"' in marks else marks
 

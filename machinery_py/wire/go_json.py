@@ -1,8 +1,9 @@
 """Reading JSON as Go reads it, for what the fast decoder of wire/signatures.py does not take.
 
-Keys in any case, repeated keys, unknown keys, bytes after the first value, broken UTF-8, half surrogate pairs, numbers
-whose text matters, and messages nested so deep (Go reads 10,000 levels) that a decoder which descends would fail.
-It costs some 80 µs a message; nothing that Go or this library writes comes here, except very long chains.
+Keys in any case, repeated keys, unknown keys, bytes after the first value, broken UTF-8, half
+surrogate pairs, numbers whose text matters, and messages nested so deep (Go reads 10,000 levels)
+that a decoder which descends would fail. A message costs some 80 µs here. Nothing that Go or this
+library writes needs it, except very long chains.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def _text(body: bytes) -> str:
 
 
 _SPACE = re.compile(r"[ \t\n\r]*")
-# Up to the next bracket outside of a string; possessive, so that hostile text cannot make it go back.
+# Up to the next bracket outside a string; possessive, so that hostile text causes no backtracking.
 _BRACKET = re.compile(
     r'[^"\[\]{}]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^"\[\]{}]*+)*+([\[\]{}])', re.DOTALL
 )
@@ -129,7 +130,7 @@ class GoJsonReader:
             at = skip(at + 1)
 
     def array(self, at: int, item: Callable[[int], int]) -> int:
-        """Give the beginning of each item of the array to the function, which says where it ends."""
+        """Call the function with the beginning of each item; it returns where the item ends."""
         text, skip = self.text, self.skip_space
         at = skip(at + 1)
         if text.startswith("]", at):
@@ -143,9 +144,9 @@ class GoJsonReader:
             at = skip(at + 1)
 
     def raw(self, at: int) -> tuple[bytes, int]:
-        """Return the bytes of the value that begins there, however deeply nested, and where it ends.
+        """Return the bytes of the value that begins there, however deep, and where it ends.
 
-        The grammar of what is nested too deep for a decoder to descend is checked later, level by level.
+        A value too deep for a decoder that descends has its grammar checked later, level by level.
         """
         if not self.text.startswith(("{", "["), at):
             end = self.value(at)[1]
@@ -240,7 +241,10 @@ def read_strings(reader: GoJsonReader, at: int, before: Any) -> tuple[Any, int]:
 
 
 def read_args(reader: GoJsonReader, at: int, before: Any) -> tuple[Any, int]:
-    """Read args or results as (name, type, value). Go merges a repeated list into the earlier one."""
+    """Read args or results as (name, type, value).
+
+    Go merges a repeated list into the earlier one.
+    """
     if reader.text.startswith("null", at):
         return (), at + 4
     if not reader.text.startswith("[", at):
@@ -352,7 +356,10 @@ def read_members(
     fields: dict[str, Any],
     extra: dict[str, Any] | None,
 ) -> int:
-    """Read the object (or null) that begins there into `fields`, unknown keys as raw JSON into `extra`."""
+    """Read the object (or null) that begins there into `fields`.
+
+    Unknown keys go into `extra` as raw JSON.
+    """
     if reader.text.startswith("null", at):
         return at + 4
     if not reader.text.startswith("{", at):

@@ -84,7 +84,8 @@ def encode_signature(signature: Signature[Any]) -> bytes:
     Nested signatures that came off the wire are copied as bytes, however many there are.
 
     Raises:
-        ArgumentError: an argument cannot be sent, or a field is not what Go can read; names the task and the argument.
+        ArgumentError: an argument cannot be sent, or Go cannot read a field; names the task and
+            the argument.
     """
     success, error = signature.on_success, signature.on_error
     # A Lazy would decode all of its bytes to say whether it is true.

@@ -63,9 +63,9 @@ class _GroupDocument(msgspec.Struct, gc=False, forbid_unknown_fields=True):
 _FIELDS = msgspec.structs.fields(TaskState)
 _TEXTS = tuple(field.name for field in _FIELDS if field.type is str)
 
-#: The fields of TaskState that Go does not know, in the order in which they were introduced. Stores keep them beside
-#: Go's document, and take their names from here: a new field needs a line at the end of TaskState, and nothing else
-#: but a column in SQLite (connections/sqlite/schema.py).
+#: The fields of TaskState that Go does not know, in the order in which they were introduced. Stores
+#: keep them beside Go's document, and take their names from here: a new field needs a line at the
+#: end of TaskState, and a column in SQLite (connections/sqlite/schema.py).
 EXTRA = _FIELDS[len(msgspec.structs.fields(_State)) :]
 EXTRA_NAMES = tuple(field.name for field in EXTRA)
 EXTRA_MOMENTS = frozenset(field.name for field in EXTRA if field.type == dt.datetime | None)
@@ -157,7 +157,7 @@ def printable_state(state: TaskState) -> TaskState:
 def extra_fields(*, before: str = "") -> Callable[[type[_StructT]], type[_StructT]]:
     """Add the fields of EXTRA to a store's record, in front of its field `before` or at its end.
 
-    Fields introduced later always go to the end: older programs ignore what follows there in an array.
+    Later fields always go to the end: older programs ignore the rest of an array.
     """
 
     def extended(record: type[_StructT]) -> type[_StructT]:

@@ -10,14 +10,14 @@ from machinery_py.errors import DecodeError
 FIRST_MOMENT = dt.datetime.min.replace(tzinfo=dt.UTC)
 LAST_MOMENT = dt.datetime.max.replace(tzinfo=dt.UTC)
 _RFC3339 = re.compile(
-    # Go 1.24 is laxer than the RFC: an hour of one digit, a comma, an offset of 24 hours or 60 minutes.
+    # Go 1.24 is laxer than the RFC: a one-digit hour, a comma, an offset of 24 h or 60 min.
     r"(\d{4})-(\d\d)-(\d\d)T(\d\d?):(\d\d):(\d\d)(?:[.,](\d+))?(?:Z|([+-])(\d\d):(\d\d))",
     re.ASCII,
 )
 
 
 def parse_time(text: str) -> dt.datetime:
-    """Return the moment in UTC, cut to microseconds; outside of Python's range the nearest one inside.
+    """Return the moment in UTC, cut to microseconds, or the nearest one in Python's range.
 
     Raises:
         DecodeError: Go would not read it.
