@@ -1,15 +1,15 @@
-"""Measurements of machinery_py's speed: `python -m benchmarks --help`, from the root of the repository.
+"""Measurements of machinery_py's speed: `python -m benchmarks --help`, from the repository's root.
 
     __main__    the command: picks what is measured, shows progress, prints the table
     figures     what can be measured, and its target
     children    runs one measurement in a fresh process, on a chosen tree of the library
     measure     the measurements themselves; runs in the child
-    workload    what they have in common: the application, filling its queue, checking that all was done right
+    workload    what they share: the application, filling its queue, checking the results
     workers     the workers that they measure
     application the application whose worker `starting` starts
     raw_sqlite  the same rows and commits without a library above: what the disk and SQLite allow
     against     this tree beside another revision, in turns
     profile     where a task's time goes in a worker: `python -m benchmarks.profile`
 
-Every measurement checks afterwards that what it measured was right: all tasks SUCCESS, nothing left in the queues.
+Every measurement ends with a check that all tasks are SUCCESS and nothing is left in the queues.
 """

@@ -102,7 +102,8 @@ def run_all(
 
 def print_table(values: Values, urls: Sequence[str], *, quick: bool) -> None:
     print(
-        f"Python {sys.version.split()[0]}, {os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}"
+        f"Python {sys.version.split()[0]}, {os.cpu_count()} processors, "
+        f"load {os.getloadavg()[0]:.1f}"
         f"{'; a quick run: the figures are not to be quoted' if quick else ''}"
     )
     for url in (NO_STORE, *urls):
@@ -120,7 +121,8 @@ def print_table(values: Values, urls: Sequence[str], *, quick: bool) -> None:
         for name, baseline in BASELINES:
             if (url, name) in values and (url, baseline) in values:
                 print(
-                    f"  {name + ' / ' + baseline:58} {values[url, name] / values[url, baseline]:12.2f}"
+                    f"  {name + ' / ' + baseline:58} "
+                    f"{values[url, name] / values[url, baseline]:12.2f}"
                 )
 
 
@@ -149,8 +151,9 @@ def main() -> int:
         nargs="+",
         default=list(DEFAULT_URLS),
         metavar="URL",
-        help=f"stores; a SQLite file is made anew for each measurement, whatever its name; {PRIVATE_REDIS} and "
-        f"{PRIVATE_MONGODB} are servers of our own, {PRIVATE_AMQP} two of them, others are used as they are",
+        help="stores; a SQLite file is made anew for each measurement, whatever its name; "
+        f"{PRIVATE_REDIS} and {PRIVATE_MONGODB} are servers of our own, "
+        f"{PRIVATE_AMQP} two of them, others are used as they are",
     )
     parser.add_argument(
         "--only",

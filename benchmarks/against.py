@@ -1,4 +1,4 @@
-"""Comparison of this tree with another revision: measured in turns, so that other load affects both alike."""
+"""Comparison of this tree with another revision, in turns, so that load affects both alike."""
 
 from __future__ import annotations
 

@@ -33,9 +33,12 @@ class MeasurementFailed(Exception):
 
 @contextlib.contextmanager
 def environment(tree: Path = ROOT) -> Iterator[dict[str, str]]:
-    """Return an environment in which children import machinery_py from `tree`, and the benchmarks from here."""
+    """Return an environment whose children import machinery_py from `tree`.
+
+    The benchmarks come from here.
+    """
     with tempfile.TemporaryDirectory(prefix="machinery-bench-") as name:
-        # The tree has benchmarks of its own, older ones perhaps: both sides must be measured by the same.
+        # The tree has benchmarks of its own, perhaps older ones: measure both sides with the same.
         (Path(name) / "benchmarks").symlink_to(HERE)
         kept = {
             key: value
@@ -52,7 +55,7 @@ def measure(
     """Run one measurement of measure.py; return its figures by name.
 
     Args:
-        folder: where the stores that are files are made; each child gets its own, and it is removed.
+        folder: where the stores that are files are made; each child has its own, removed after.
 
     Raises:
         MeasurementFailed: it did not end well, or what it measured was not right.
@@ -75,8 +78,11 @@ def measure(
 
 @contextlib.contextmanager
 def own_store(url: str, folder: Path) -> Iterator[str]:
-    """Return the URL of an empty store: a SQLite URL gets a file in `folder`, a private one its servers. Any other URL stays
-    as it is, with all its data."""
+    """Return the URL of an empty store.
+
+    A SQLite URL gets a file in `folder`, a private one its servers. Any other URL stays as it is,
+    with all its data.
+    """
     if url == PRIVATE_REDIS:
         with RedisServer(appendonly=True, config=REDIS_CONFIG) as server:
             yield server.url

@@ -11,7 +11,8 @@ class Figure:
     """Figure of the table.
 
     Attributes:
-        targets: by scheme; "" is for the figures that have no store, and for all stores without one of their own.
+        targets: by scheme; "" is for figures without a store, and for stores without a target of
+            their own.
         unit: "/s", or what the value is in.
     """
 

@@ -1,7 +1,9 @@
-"""The measurements: `python -m benchmarks.measure NAME URL COUNT` in a fresh process prints a line of JSON.
+"""The measurements, each in a fresh process that prints a line of JSON.
 
-A worker that is measured on a store that processes share runs in a process of its own, started from here; on memory://
-it runs in this one, beside the sender.
+    python -m benchmarks.measure NAME URL COUNT
+
+On a store that processes share, the measured worker has a process of its own, started from here. On
+memory:// it runs in this process, beside the sender.
 """
 
 from __future__ import annotations
@@ -105,13 +107,19 @@ def send_bulk(url: str, count: int) -> Figures:
 
 
 def publish(url: str, count: int) -> Figures:
-    """Publish messages without states, and the same ones with pika. Both wait until all are confirmed."""
+    """Publish messages without states, then the same ones with pika.
+
+    Both wait until all are confirmed.
+    """
     from benchmarks.peers.raw_amqp.line import Line
     from machinery_py.brokers.base import Message
 
     server = make_server(url)
     line = Line(parts(url)[0])
-    body = b'{"UUID":"task_0","Name":"noop","Args":[{"Type":"int64","Value":1}],"RoutingKey":"machinery_tasks"}'
+    body = (
+        b'{"UUID":"task_0","Name":"noop","Args":[{"Type":"int64","Value":1}],'
+        b'"RoutingKey":"machinery_tasks"}'
+    )
     uuids = [f"task_{number:036d}" for number in range(count)]
     server.broker.put(
         [Message(uuid="task", name="noop", queue="machinery_tasks", body=body)], token=""

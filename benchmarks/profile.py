@@ -1,9 +1,12 @@
-"""Profile of a worker's processor time per task: `python -m benchmarks.profile [--url URL] [--tasks N]`.
+"""Profile of a worker's processor time per task.
 
-A thread looks at the stacks of the worker's threads every INTERVAL, and charges each thread's CPU time since the last
-look (its own clock says how much) to where it is now. So a thread that waits costs nothing, and one that computes in
-SQLite or msgspec is charged for it at the Python line that called. It is a sample: trust what is large. Work that ends
-between two looks is charged to the line where its thread waits for more.
+    python -m benchmarks.profile [--url URL] [--tasks N]
+
+A thread samples the stacks of the worker's threads every INTERVAL. It charges the CPU time that
+each thread used since the last sample (by the thread's own clock) to the line where the thread is
+now. So a waiting thread costs nothing, and one that computes in SQLite or msgspec is charged at the
+Python line that called. Trust only large figures. Work that ends between two samples is charged to
+the line where its thread waits for more.
 """
 
 from __future__ import annotations
@@ -130,7 +133,8 @@ def main() -> None:
     tasks = options.tasks
     print(
         f"{tasks:,} no-op tasks in {seconds:.2f} s ({tasks / seconds:,.0f}/s while watched), "
-        f"{sampler.samples:,} looks; CPU for each task: {1e6 * sum(sampler.roles.values()) / tasks:.1f} µs"
+        f"{sampler.samples:,} looks; "
+        f"CPU for each task: {1e6 * sum(sampler.roles.values()) / tasks:.1f} µs"
     )
     for role, used in sampler.roles.most_common():
         print(f"\n  {role}: {1e6 * used / tasks:.1f} µs")

@@ -1,10 +1,14 @@
 """Operations of the MongoDB store without the library: the limit of server and pymongo.
 
-    send     the token with the submission; the PENDING state; the message; the token's submission is emptied
-    claim    the ids that wait are read and taken; the queue is asked for a pause; they are held, and read; their states are read
-    settle   the messages end with all that follows; the states are read and written; the messages are deleted
+    send     the token with the submission; the PENDING state; the message; the token's submission
+             is emptied
+    claim    the ids that wait are read and taken; the queue is asked for a pause; they are held,
+             and read; their states are read
+    settle   the messages end with all that follows; the states are read and written; the messages
+             are deleted
 
-The documents and indexes are the store's own, as far as these operations touch them. One thread does one after the other.
+The documents and indexes are the store's own, as far as these operations touch them. One thread
+does one after the other.
 """
 
 from __future__ import annotations
@@ -14,7 +18,10 @@ import time
 import uuid
 from typing import Any
 
-BODY = b'{"UUID":"task_0","Name":"noop","Args":[{"Type":"int64","Value":1}],"RoutingKey":"machinery_tasks"}'
+BODY = (
+    b'{"UUID":"task_0","Name":"noop","Args":[{"Type":"int64","Value":1}],'
+    b'"RoutingKey":"machinery_tasks"}'
+)
 DEED = BODY * 4  # a submission, or the end of a task, as the store keeps it until all of it is done
 STATE = BODY * 2  # what we keep of a state beside Go's fields
 QUEUE = "machinery_tasks"
@@ -99,7 +106,7 @@ def task(key: str, moment: int) -> Document:
 
 
 class RawSender:
-    """Sender of blocks, so that it can alternate with the library and other load affects both alike."""
+    """Sender of blocks, to be run in turns with the library, so that load affects both alike."""
 
     def __init__(self, url: str) -> None:
         self._database = connect(url)
@@ -131,7 +138,7 @@ class RawSender:
 
 
 def drain_raw(url: str, count: int, *, claim: int, settle: int) -> float:
-    """Return the tasks per second, with a claim for each `claim` of them and a settlement for each `settle`."""
+    """Return the tasks per second, with a claim per `claim` tasks, a settlement per `settle`."""
     database = connect(url)
     keys = [f"task_{number:036d}" for number in range(count)]
     for start in range(0, count, FILLED):

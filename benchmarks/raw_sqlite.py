@@ -15,22 +15,27 @@ import sqlite3
 import time
 import uuid
 
-BODY = b'{"UUID":"task_0","Name":"noop","Args":[{"Type":"int64","Value":1}],"RoutingKey":"machinery_tasks"}'
+BODY = (
+    b'{"UUID":"task_0","Name":"noop","Args":[{"Type":"int64","Value":1}],'
+    b'"RoutingKey":"machinery_tasks"}'
+)
 INSERTED = 100  # rows in one INSERT where the library does not commit after each
 
 TABLES = """
 CREATE TABLE messages (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, queue TEXT NOT NULL, uuid TEXT NOT NULL, name TEXT NOT NULL,
+    id INTEGER PRIMARY KEY AUTOINCREMENT, queue TEXT NOT NULL, uuid TEXT NOT NULL,
+    name TEXT NOT NULL,
     priority INTEGER NOT NULL, status INTEGER NOT NULL, due_at INTEGER, parks INTEGER NOT NULL,
-    sent_at INTEGER NOT NULL, fence INTEGER NOT NULL DEFAULT 0, strikes INTEGER NOT NULL DEFAULT 0, session INTEGER,
-    claim INTEGER, body BLOB NOT NULL);
+    sent_at INTEGER NOT NULL, fence INTEGER NOT NULL DEFAULT 0, strikes INTEGER NOT NULL DEFAULT 0,
+    session INTEGER, claim INTEGER, body BLOB NOT NULL);
 CREATE INDEX messages_waiting ON messages (queue, priority DESC) WHERE status = 0;
 CREATE INDEX messages_held ON messages (session, claim) WHERE status = 2;
 CREATE TABLE tokens (token TEXT PRIMARY KEY, used_at INTEGER NOT NULL) WITHOUT ROWID;
 CREATE INDEX tokens_used ON tokens (used_at);
 CREATE TABLE tasks (
-    uuid TEXT PRIMARY KEY, name TEXT NOT NULL, state TEXT, queue TEXT NOT NULL, worker TEXT NOT NULL,
-    mark TEXT NOT NULL, created_at INTEGER, started_at INTEGER, finished_at INTEGER, changed_at INTEGER NOT NULL,
+    uuid TEXT PRIMARY KEY, name TEXT NOT NULL, state TEXT, queue TEXT NOT NULL,
+    worker TEXT NOT NULL, mark TEXT NOT NULL, created_at INTEGER, started_at INTEGER,
+    finished_at INTEGER, changed_at INTEGER NOT NULL,
     expires_at INTEGER, results BLOB);
 CREATE INDEX tasks_changed ON tasks (changed_at, state, name, queue);
 CREATE INDEX tasks_expiring ON tasks (expires_at) WHERE expires_at IS NOT NULL;
@@ -50,16 +55,19 @@ UPDATE messages SET status = 2, session = 1, claim = ?, fence = fence + 1 WHERE 
     WHERE status = 0 AND queue = ? ORDER BY priority DESC, id LIMIT ?)
 """
 CLAIMED = """
-SELECT id, uuid, body FROM messages INDEXED BY messages_held WHERE status = 2 AND session = 1 AND claim = ?
+SELECT id, uuid, body FROM messages INDEXED BY messages_held
+WHERE status = 2 AND session = 1 AND claim = ?
 """
 DELETE = "DELETE FROM messages WHERE id IN (SELECT value FROM json_each(?))"
 ROW = "(?, 'noop', 'SUCCESS', ?, ?, '1.1.1/1', ?, ?, ?, ?, ?, ?)"
 SUCCESS = """
 INSERT INTO tasks (
-    uuid, name, state, queue, worker, mark, created_at, started_at, finished_at, changed_at, expires_at, results)
+    uuid, name, state, queue, worker, mark, created_at, started_at, finished_at, changed_at,
+    expires_at, results)
 VALUES {rows} ON CONFLICT (uuid) DO UPDATE SET
-    state = excluded.state, worker = excluded.worker, mark = excluded.mark, started_at = excluded.started_at,
-    finished_at = excluded.finished_at, changed_at = excluded.changed_at, expires_at = excluded.expires_at,
+    state = excluded.state, worker = excluded.worker, mark = excluded.mark,
+    started_at = excluded.started_at, finished_at = excluded.finished_at,
+    changed_at = excluded.changed_at, expires_at = excluded.expires_at,
     results = excluded.results
 """
 QUEUE = "machinery_tasks"
@@ -76,7 +84,7 @@ def now() -> int:
 
 
 class RawSender:
-    """Sender of blocks, so that it can alternate with the library and other load affects both alike."""
+    """Sender of blocks, to be run in turns with the library, so that load affects both alike."""
 
     def __init__(self, path: str) -> None:
         self._connection = connect(path)

@@ -1,4 +1,4 @@
-"""Measured workers: in this process, or in others, which run `python -m benchmarks.measure helper_…`."""
+"""Measured workers: in this process, or in others by `python -m benchmarks.measure helper_…`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ class Counting:
 
 
 def work_off(server: Any, count: int) -> Figures:
-    """Run a worker here until `count` tasks are done, by it or by others; return its start and end (monotonic)."""
+    """Run a worker here until `count` tasks are done, by it or others.
+
+    Returns its start and end (monotonic).
+    """
     counting = Counting(server)
     before = cpu()
     began = time.monotonic()
@@ -83,7 +86,10 @@ def work_off(server: Any, count: int) -> Figures:
 
 @contextlib.contextmanager
 def helper(name: str, url: str, count: int = 0) -> Iterator[subprocess.Popen[str]]:
-    """Start another process of this file. It prints "ready", and begins when its standard input has a line."""
+    """Start another process of this file.
+
+    It prints "ready", and begins when its standard input has a line.
+    """
     command = [sys.executable, "-m", "benchmarks.measure", name, url, str(count)]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:

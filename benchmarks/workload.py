@@ -1,4 +1,4 @@
-"""Shared parts of the measurements: the application, filling its queue, and checking the results."""
+"""Shared parts of the measurements: the application, its full queue, and the check of results."""
 
 from __future__ import annotations
 
@@ -98,7 +98,8 @@ def check_all_succeeded(server: Any, uuids: Sequence[str]) -> None:
 
 
 def check_queues_empty(server: Any) -> None:
-    # In one store the last settlement is committed before its result can be seen. Two stores acknowledge after that.
+    # One store commits the last settlement before its result can be seen. Two stores acknowledge
+    # after that.
     deadline = time.monotonic() + (
         0.0 if server.config.result_backend in ("", server.config.broker) else SETTLING
     )

@@ -1,4 +1,6 @@
-"""machinery_py beside other task queues, on the same servers: `python -m benchmarks.peers --help`, from the root of the tree.
+"""machinery_py beside other task queues, on the same servers.
+
+Run `python -m benchmarks.peers --help` from the root of the tree.
 
     __main__        the command: measures in rounds, prints the table
     systems         what is measured: each system, its settings, how its queue is looked at
@@ -7,8 +9,8 @@
     rounds          one round of one system
     report          the table: figures, and how many times better machinery_py is, by rounds
     driving         what the scripts have in common; runs in the other environments too
-    NAME/           app, send and drain of each system: `machinery`, `raw` (redis-py alone) and `raw_amqp` (with pika) run in
-                    our environment
+    NAME/           app, send and drain of each system; `machinery`, `raw` (redis-py alone) and
+                    `raw_amqp` (with pika) run in our environment
 
 Every round checks that each task was done, gave its result and left its queue.
 """

@@ -152,7 +152,8 @@ def main() -> int:
         )
     else:
         print(
-            f"{facts['machine']}, Redis {facts['redis']}; {options.tasks:,} tasks, {options.rounds} rounds, "
+            f"{facts['machine']}, Redis {facts['redis']}; "
+            f"{options.tasks:,} tasks, {options.rounds} rounds, "
             f"load {facts['load']}\n"
         )
         print("\n".join(report.table(results)))

@@ -1,7 +1,10 @@
-"""What the scripts of every system have in common. Runs in the environments of the others too: the standard library only.
+"""Common part of the scripts of all systems.
 
-`send.py one|bulk|check|latency COUNT FILE` prints one line of JSON; FILE keeps the ids between `one` and `check`.
-`drain.py PROCESSES` says "ready" when everything is imported, and becomes a worker when its standard input has a line.
+It also runs in the environments of the others, so it needs the standard library alone.
+
+`send.py one|bulk|check|latency COUNT FILE` prints one line of JSON; FILE keeps the ids between
+`one` and `check`. `drain.py PROCESSES` says "ready" when everything is imported, and becomes a
+worker when its standard input has a line.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ def run(
         one: sends the numbers one after the other.
         bulk: sends them in large steps, if the library can.
         results: those of the ids, in their order.
-        latency: calls for one number after the other and waits for each result; the seconds that each took.
+        latency: calls for one number after the other, waits for each result, and returns the
+            seconds that each took.
     """
     action, size, name = sys.argv[1:]
     count, file = int(size), Path(name)
@@ -79,7 +83,7 @@ def gate() -> int:
 
 
 def _end_with(pipe: int) -> None:
-    """End this process and all that it has started as soon as nobody measures any more, however that came to be."""
+    """End this process and all that it has started as soon as the measuring process is gone."""
     os.read(pipe, 1)
     os.killpg(
         os.getpgrp(), signal.SIGKILL

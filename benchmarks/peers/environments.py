@@ -1,4 +1,7 @@
-"""An environment for each system, with the versions that its requirements.txt pins: made once, in a folder of the user."""
+"""An environment for each system, with the versions pinned in its requirements.txt.
+
+It is made once, in a folder of the user.
+"""
 
 from __future__ import annotations
 

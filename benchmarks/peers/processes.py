@@ -1,4 +1,7 @@
-"""The processes of a system: started in their environment, looked at from outside, ended. Linux only: it reads /proc."""
+"""Processes of a system: started in their environment, observed from outside, ended.
+
+Linux only: it reads /proc.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,7 @@ def ask(system: System, servers: Servers, action: str, count: int, file: Path) -
 
 
 class Workers:
-    """Worker processes that stand ready, each command in a session of its own with whatever it starts."""
+    """Worker processes that stand ready; each command and its children have their own session."""
 
     def __init__(
         self, system: System, servers: Servers, processes: int, *, latency: bool = False
@@ -138,7 +141,7 @@ class Workers:
         return self._log.read()[-2000:].strip()
 
     def end(self) -> None:
-        """Kill them at once: what they did has been looked at, and an orderly end of each library would take seconds."""
+        """Kill them at once: their work was checked, and an orderly end would take seconds."""
         while pids := [pid for pid, fields in self._processes() if fields[0] != "Z"]:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):

@@ -49,7 +49,10 @@ def machine() -> str:
         ),
         "unknown",
     )
-    return f"{os.cpu_count()} processors ({model}), Python {platform.python_version()}, {platform.system()} {platform.release()}"
+    return (
+        f"{os.cpu_count()} processors ({model}), Python {platform.python_version()}, "
+        f"{platform.system()} {platform.release()}"
+    )
 
 
 def _lines(path: str) -> list[str]:

@@ -24,7 +24,8 @@ STARTED = (
 )
 LOOKS = 20  # that show what a look costs
 
-VHOST = """rabbit_vhost:delete(<<"{before}">>, <<"bench">>), rabbit_vhost:add(<<"{name}">>, <<"bench">>),
+VHOST = """rabbit_vhost:delete(<<"{before}">>, <<"bench">>),
+    rabbit_vhost:add(<<"{name}">>, <<"bench">>),
     rabbit_auth_backend_internal:set_permissions(
     <<"guest">>, <<"{name}">>, <<".*">>, <<".*">>, <<".*">>, <<"bench">>)."""
 
@@ -43,7 +44,10 @@ class Mark:
 
 
 class Bench:
-    """The server that all share, and what it tells about itself; with `rabbit`, that has the messages and Redis the results."""
+    """The server that all share, and its counters.
+
+    With `rabbit`, RabbitMQ has the messages and Redis the results.
+    """
 
     def __init__(
         self, redis: RedisServer, folder: Path, rabbit: RabbitMQServer | None = None
@@ -138,7 +142,8 @@ class Bench:
             running.check_alive()
             if now > deadline:
                 raise RoundFailed(
-                    f"{running.system.name}: {self._done:,} of {count:,} done in {HANG:g} s: {running.log_tail()}"
+                    f"{running.system.name}: {self._done:,} of {count:,} done in {HANG:g} s: "
+                    f"{running.log_tail()}"
                 )
             self._pause.wait(POLL)
 
@@ -159,7 +164,7 @@ class Bench:
         return {name: (after[name] - before[name]) / LOOKS for name in after}
 
     def _server(self) -> dict[str, float]:
-        """What Redis counts: commands, those in scripts too; reads from sockets; its own CPU in µs."""
+        """Return the counters of Redis: commands, also in scripts; socket reads; its CPU in µs."""
         counts = self.probe.ask("INFO", "commandstats")
         rabbit = {} if self.rabbit is None else {"rabbitmq cpu": 1e6 * _cpu(self.rabbit.pid)}
         commands = sum(
@@ -196,7 +201,7 @@ class Bench:
             self._pause.wait(POLL)
 
     def _new_vhost(self, rabbit: RabbitMQServer) -> None:
-        """Nothing of the last one is left, and nothing has to be known of the queues of a system."""
+        """Make a new vhost: nothing of the last one is left, whatever queues the system has."""
         before, self._vhosts = self.probe.vhost, self._vhosts + 1
         self.probe.vhost = f"bench{self._vhosts}"
         rabbit.ctl("eval", VHOST.format(name=self.probe.vhost, before=before))

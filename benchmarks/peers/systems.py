@@ -46,7 +46,10 @@ class Probe:
         return left
 
     def queued(self, *queues: str) -> int:
-        """How many messages of queues of RabbitMQ are not acknowledged, whether a worker has them or not. Takes a second."""
+        """Return how many messages of these RabbitMQ queues are not acknowledged. Takes a second.
+
+        Messages that a worker holds count, too.
+        """
         assert self._rabbit is not None
         lines = self._rabbit.ctl(
             "list_queues", "-p", self.vhost, "--no-table-headers", "name", "messages"
@@ -81,7 +84,8 @@ class System:
         make: what has to be built before; raises when it cannot be.
         share: of the tasks that are asked for; a slow one shows its speed with fewer.
         scripts: the folder of its scripts, if that is not its name.
-        requirements: the file there that pins its versions. environment: of that name, if not its own.
+        requirements: the file there that pins its versions.
+        environment: the name of its environment, if not its own.
         note: what differs from the others.
     """
 
@@ -123,23 +127,26 @@ SYSTEMS: Sequence[System] = (
         left=Probe.machinery,
         copies=False,
         bulk=True,
-        note="`machinery worker` as shipped (four threads in a process); acknowledged with the result, in one step",
+        note="`machinery worker` as shipped (four threads in a process); "
+        "acknowledged with the result, in one step",
     ),
     System(
         name="raw",
         left=lambda probe: probe.ask("LLEN", "raw") + probe.ask("HLEN", "raw:held"),
         bulk=True,
         stored=lambda probe: int(probe.ask("GET", "raw:ended") or 0),
-        note="redis-py without a library: about the same commands for a task in the same batches, one thread, nothing that is"
-        " safe: **a batch is lost** with a worker that dies between taking it and noting that",
+        note="redis-py without a library: about the same commands for a task in the same batches, "
+        "one thread, nothing that is safe: **a batch is lost** with a worker that dies "
+        "between taking it and noting that",
     ),
     System(
         name="gomachinery",
         share=0.5,
         left=lambda probe: int(probe.ask("LLEN", "machinery_tasks")),
         make=_build_go,
-        note="Go Machinery 1.10.8, a worker with ten slots; **cannot acknowledge**: a task that was taken is lost with its"
-        " worker; no bulk send; the waiter polls each 0.2 ms",
+        note="Go Machinery 1.10.8, a worker with ten slots; **cannot acknowledge**: "
+        "a task that was taken is lost with its worker; no bulk send; "
+        "the waiter polls each 0.2 ms",
     ),
     System(
         name="celery",
@@ -156,7 +163,8 @@ SYSTEMS: Sequence[System] = (
         stored=Probe.stored,
         copies=False,
         left=lambda probe: int(probe.ask("HLEN", "dramatiq:default.msgs")),
-        note="four threads in a process, 200 messages in stock; middleware for retries and results only; no bulk send",
+        note="four threads in a process, 200 messages in stock; "
+        "middleware for retries and results only; no bulk send",
     ),
     System(
         name="huey",
@@ -164,7 +172,8 @@ SYSTEMS: Sequence[System] = (
         share=0.5,
         stored=lambda probe: int(probe.ask("HLEN", "huey.results.peers")),
         left=lambda probe: int(probe.ask("LLEN", "huey.redis.peers")),
-        note="one thread in a process; **cannot acknowledge**: a task that was taken is lost with its worker; no bulk send",
+        note="one thread in a process; **cannot acknowledge**: "
+        "a task that was taken is lost with its worker; no bulk send",
     ),
     System(
         name="rq",
@@ -185,8 +194,8 @@ SYSTEMS: Sequence[System] = (
         copies=False,
         stored=Probe.stored,
         left=lambda probe: probe.groups("taskiq"),
-        note="streams, acknowledged when the result is saved; uvloop, orjson; bulk: 100 sends side by side; the waiter polls"
-        " each 0.5 ms",
+        note="streams, acknowledged when the result is saved; uvloop, orjson; "
+        "bulk: 100 sends side by side; the waiter polls each 0.5 ms",
     ),
     System(
         name="arq",
@@ -206,8 +215,8 @@ AMQP_SYSTEMS: Sequence[System] = (
         bulk=True,
         left=lambda probe: probe.queued("machinery_tasks"),
         stored=lambda probe: int(probe.ask("ZCARD", "mpy:done")),
-        note="`machinery worker` as shipped (four threads in a process), each message confirmed and acknowledged after its"
-        " result is stored",
+        note="`machinery worker` as shipped (four threads in a process), "
+        "each message confirmed and acknowledged after its result is stored",
     ),
     System(
         name="raw",
@@ -215,8 +224,9 @@ AMQP_SYSTEMS: Sequence[System] = (
         bulk=True,
         left=lambda probe: probe.queued("raw"),
         stored=lambda probe: int(probe.ask("GET", "raw:ended") or 0),
-        note="pika (SelectConnection) and redis-py without a library: a publish, a confirm, a delivery for each task, and for"
-        " each batch one acknowledgement and the same commands as the baseline on Redis",
+        note="pika (SelectConnection) and redis-py without a library: "
+        "a publish, a confirm, a delivery for each task, and for each batch one acknowledgement "
+        "and the same commands as the baseline on Redis",
     ),
     System(
         name="celery",
@@ -235,8 +245,8 @@ AMQP_SYSTEMS: Sequence[System] = (
         requirements="requirements-amqp.txt",
         environment="dramatiq-amqp",
         left=lambda probe: probe.queued("default", "default.DQ", "default.XQ"),
-        note="four threads in a process, 200 messages in stock, confirm_delivery; middleware for retries and results only;"
-        " no bulk send",
+        note="four threads in a process, 200 messages in stock, confirm_delivery; "
+        "middleware for retries and results only; no bulk send",
     ),
 )
 

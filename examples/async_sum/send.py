@@ -1,4 +1,7 @@
-"""Sends what Go Machinery's example sends, and prints the results. A worker must run: see README.md."""
+"""Program that sends what Go Machinery's example sends, and prints the results.
+
+A worker must run: see README.md.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ PERIOD = float(
 
 @server.task
 def add(*numbers: int) -> int:
-    """Return the sum of any number of arguments, so that it can be a step of a chain or a chord's callback."""
+    """Return the sum of any number of arguments: as a step of a chain, or a chord's callback."""
     return sum(numbers)
 
 
@@ -74,7 +74,7 @@ def later(ctx: Context) -> str:
 
 @server.task
 def long_running_task(ctx: Context) -> None:
-    """Work for ten periods. Report progress, and stop early when revoked or when the worker must end."""
+    """Work for ten periods and report progress. Stop early when revoked or when the worker ends."""
     pause = threading.Event()
     for _ in ctx.track(range(10)):
         if ctx.cancelled:

@@ -1,11 +1,11 @@
-"""Periodic mails: a digest each working day, invoices at the end of the month, a check every five minutes.
+"""Periodic mails: a digest each working day, monthly invoices, a check every five minutes.
 
-    digest      8:00 in Berlin, Monday to Friday; if no worker was there, the latest one is made up for
+    digest      8:00 in Berlin, Monday to Friday; without a worker then, the latest one comes later
     invoices    18:00 on the last day of the month
     watch       every five minutes; left out while the one before it still runs
 
-A mail is a file in the folder that OUTBOX names, so that the example needs no mail server. DIGEST_SPEC is another time for
-the digest: `DIGEST_SPEC='* * * * *'` is every minute.
+A mail is a file in the folder that OUTBOX names, so that the example needs no mail server.
+DIGEST_SPEC is another time for the digest: `DIGEST_SPEC='* * * * *'` is every minute.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ server = Server()
 
 @server.task(retries=5, backoff="exponential", retry_on=OSError)
 def post(to: str, subject: str, text: str) -> None:
-    """Put one mail into the outbox. A repeat after a crash writes the same file again: the name is the task's UUID."""
+    """Put one mail into the outbox.
+
+    A repeat after a crash writes the same file again: the name is the task's UUID.
+    """
     message = EmailMessage()
     message["From"], message["To"], message["Subject"] = "shop@example.com", to, subject
     message["Date"] = format_datetime(server.now())

@@ -1,9 +1,10 @@
 """The web service: takes sign-ups and answers at once; the mail is sent by a worker.
 
-    POST /signup         {"email": "ada@example.com", "name": "Ada"}  →  202 {"task": "task_…", "state": "/tasks/…"}
-    GET  /tasks/<uuid>   how far that mail is                         →  200 {"state": "SUCCESS", …}
+    POST /signup         {"email": …, "name": …}  →  202 {"task": "task_…", "state": "/tasks/…"}
+    GET  /tasks/<uuid>   how far that mail is     →  200 {"state": "SUCCESS", …}
 
-Wrong input is 400, a store that cannot be reached is 503. Standard library alone: web frameworks look the same here.
+Wrong input is 400, an unreachable store is 503. It needs the standard library alone; a web
+framework would look the same here.
 """
 
 from __future__ import annotations

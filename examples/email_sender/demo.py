@@ -1,5 +1,6 @@
-"""Everything at once, in a temporary folder: mail server, web service and workers; sign-ups, a bulk, a digest by the clock, and
-trouble.
+"""Demo in a temporary folder: mail server, web service and workers.
+
+It has sign-ups, a bulk, a scheduled digest, and trouble.
 
 The exit code is 0 if every mail that was to arrive is there exactly once, and nothing else is.
 """
@@ -144,7 +145,8 @@ def sign_ups(demo: Demo) -> None:
         f"their mails are through; {BUSY[0]} was busy (451): {demo.state(BUSY[0])['runs']} runs"
     )
     demo.say(
-        f"{DROPPED[0]}: the connection broke before the 250, so it was sent twice, under one Message-ID"
+        f"{DROPPED[0]}: the connection broke before the 250, "
+        "so it was sent twice, under one Message-ID"
     )
     demo.say(f"{GONE[0]} failed for good: {demo.state(GONE[0])['error']}")
 
@@ -154,7 +156,8 @@ def send_bulk(demo: Demo) -> list[str]:
     recipients = read_recipients()
     result = bulk("This week", recipients, TEXT)
     demo.say(
-        f"a bulk of {len(recipients):,} accepted; the mail server goes down for {OUTAGE:g} s on the way"
+        f"a bulk of {len(recipients):,} accepted; "
+        f"the mail server goes down for {OUTAGE:g} s on the way"
     )
     began = time.monotonic()
     down_at = 0.0
@@ -190,13 +193,13 @@ def check_mails(demo: Demo) -> None:
     if len(ids) != len(expected):
         raise Trouble(f"{len(ids):,} Message-IDs for {len(expected):,} mails")
     demo.say(
-        f"the mail server has {len(mails):,} mails for {len(expected):,} readers under {len(ids):,} Message-IDs: "
-        "each reader keeps exactly one"
+        f"the mail server has {len(mails):,} mails for {len(expected):,} readers "
+        f"under {len(ids):,} Message-IDs: each reader keeps exactly one"
     )
 
 
 def digests(demo: Demo) -> None:
-    """Send the digest by its schedule, then once by hand; check that each reader gets each digest once."""
+    """Send the digest by its schedule, then once by hand; check that each reader gets each once."""
     demo.wait_until(
         lambda: any(one.name == "digest" and one.sent >= DIGESTS for one in server.schedules.list())
     )
@@ -213,7 +216,8 @@ def digests(demo: Demo) -> None:
     if len(news) != sent * len(readers) or set(news.values()) != {1}:
         raise Trouble(f"{sent} ticks of the digest became {news}")
     demo.say(
-        f"the digest, here due each second, came {sent} times, the last one by hand: each once to {len(readers)} readers"
+        f"the digest, here due each second, came {sent} times, "
+        f"the last one by hand: each once to {len(readers)} readers"
     )
 
 
@@ -222,13 +226,15 @@ def summary(demo: Demo, uuids: list[str]) -> None:
     print("\nQUEUE            WAITING  RUNNING  DELAYED  DEAD")
     for queue in server.inspect.queues():
         print(
-            f"{queue.queue:16} {queue.waiting:7,} {queue.running:8,} {queue.delayed:8,} {queue.dead:5,}"
+            f"{queue.queue:16} {queue.waiting:7,} {queue.running:8,} "
+            f"{queue.delayed:8,} {queue.dead:5,}"
         )
         if queue.waiting or queue.running or queue.delayed or queue.dead:
             raise Trouble(f"queue {queue.queue!r} is not empty")
     ended = Counter(state.state.value for state in states.values())
     print(
-        f"\n{len(states):,} mails: {ended['SUCCESS']:,} tasks succeeded, {ended['FAILURE']:,} failed for good; "
+        f"\n{len(states):,} mails: {ended['SUCCESS']:,} tasks succeeded, "
+        f"{ended['FAILURE']:,} failed for good; "
         f"{sum(state.run for state in states.values()):,} runs had to be repeated"
     )
 
@@ -242,7 +248,7 @@ def process(
 ) -> Iterator[subprocess.Popen[str]]:
     """Run a process, its errors in a file of the folder; ends it in order, or else by force."""
     with (demo.folder / f"{name}.log").open("w") as log:
-        # A group of its own, so that Ctrl+C reaches this program alone, which then stops the others in order.
+        # A group of its own: Ctrl+C reaches only this program, which stops the others in order.
         child = subprocess.Popen(
             command,
             cwd=demo.folder,

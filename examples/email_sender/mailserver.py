@@ -1,11 +1,11 @@
 """SMTP server that stores its mails, and fails on command.
 
-Each accepted mail is a line of JSON in `mailbox.jsonl`, written before the 250 is sent. Nothing is sorted out: a mail
-that comes twice is there twice, with the same Message-ID. For each address a list of answers can be given, which are
-used up in order; after them, mails are accepted:
+Each accepted mail is a line of JSON in `mailbox.jsonl`, written before the 250 is sent. Nothing is
+sorted out: a mail that comes twice is there twice, with the same Message-ID. Each address can have
+a list of answers, which are used up in order; after them, mails are accepted:
 
     451, 550, …    that code, instead of accepting the recipient
-    drop           the mail is accepted and kept, and the connection breaks before the client is told
+    drop           the mail is accepted and kept; the connection breaks before the client is told
     fine           accepted
 """
 

@@ -12,7 +12,7 @@ TENTHS = 10  # lines that are printed where nobody can see a bar move
 
 
 class Progress:
-    """Shows how many of `total` are done; `with` it, so that the last line is finished whatever happens."""
+    """Display of how many of `total` are done; `with` finishes the last line in any case."""
 
     def __init__(self, total: int, label: str, out: TextIO | None = None) -> None:
         self.total = total

@@ -1,18 +1,19 @@
 """Sending e-mail in the background: one mail a task, one SMTP transaction a mail.
 
     send_mail       one mail; queue "mail"
-    send_bulk_mail  one of many; queue "bulk", behind all of "mail"; an address that is refused is a result, no failure
+    send_bulk_mail  one of many; queue "bulk", behind all of "mail"; a refused address is a result,
+                    no failure
     report          what a bulk came to, when the last of its mails is through
 
 What the mail server says, and what is done:
 
-    250 after the text      delivered; nothing that happens to the connection after it sends the mail again
-    4xx                     the server asks for patience: again in PATIENCE seconds, as often as it takes
+    250 after the text      delivered; what happens to the connection later sends no mail again
+    4xx                     the server asks for patience: again in PATIENCE seconds, without limit
     5xx                     refused for good: no retry
-    anything else           no connection, or it broke: again, after 1, 2, 4 … seconds, up to TRIES times
+    anything else           no connection, or it broke: again after 1, 2, 4 … s, up to TRIES times
 
-A mail whose connection breaks between its text and the 250 may have been accepted, and nobody can know. It is sent
-again, with the same Message-ID, by which the receiving side can tell that it has it already.
+A mail whose connection breaks between its text and the 250 may have been accepted; the sender
+cannot know. It is sent again, with the same Message-ID, by which the receiver recognises it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ server = Server()
 
 @server.task(queue="mail", retries=TRIES, backoff="exponential", retry_on=OSError)
 def send_mail(to: str, subject: str, text: str) -> str:
-    """Deliver one mail to the mail server; returns its Message-ID. (SMTPException is an OSError.)"""
+    """Deliver one mail to the mail server; return its Message-ID. (SMTPException is an OSError.)"""
     message = EmailMessage()
     message["From"], message["To"], message["Subject"] = SENDER, to, subject
     message["Date"] = formatdate(localtime=True)
@@ -60,7 +61,10 @@ def send_mail(to: str, subject: str, text: str) -> str:
 
 @server.task(queue="bulk", retries=TRIES, backoff="exponential", retry_on=OSError)
 def send_bulk_mail(to: str, subject: str, text: str) -> bool:
-    """As send_mail, but says False for an address that is refused: a chord with a failed member has no callback."""
+    """Deliver one mail of a bulk; return False for an address that is refused.
+
+    An error would leave the chord without a callback: it has none when a member fails.
+    """
     try:
         send_mail(to, subject, text)
     except NoRetry:
@@ -76,7 +80,10 @@ def report(campaign: str, delivered: list[bool]) -> str:
 
 
 def bulk(campaign: str, recipients: Iterable[tuple[str, str]], text: str) -> ChordResult[str]:
-    """Send a text to many, each (address, name); `{name}` becomes the name. All are stored in one step, or none."""
+    """Send a text to many, each (address, name); `{name}` becomes the name.
+
+    All are stored in one step, or none.
+    """
     mails = group(
         send_bulk_mail.signature(address, campaign, text.replace("{name}", name))
         for address, name in recipients
@@ -97,7 +104,7 @@ _kept = threading.local()
 def connection() -> smtplib.SMTP:
     """This thread's connection, if the server still answers on it; else a new one.
 
-    There is no QUIT behind a mail that could fail after the mail was accepted and make it look undelivered.
+    Nothing sends QUIT after a mail: a failing QUIT would make an accepted mail look undelivered.
     """
     kept: smtplib.SMTP | None = getattr(_kept, "smtp", None)
     if kept is not None:

@@ -1,1 +1,1 @@
-"""Empty. It tells type checkers this `tasks` from the one in email_sender; nothing else needs it."""
+"""Package that tells type checkers this `tasks` from the one in email_sender; otherwise empty."""

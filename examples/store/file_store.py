@@ -1,10 +1,12 @@
-"""A store in one file: messages, states and groups in one MessagePack record, which each transaction writes anew.
+"""A store in one file: messages, states and groups in one MessagePack record.
+
+Each transaction writes the record anew.
 
     file:///path/to/queue.mp    the record
     queue.mp.lock               locked by the process that reads or writes the record
 
-Limits: POSIX, one machine. Each step reads and writes the whole file, so it is for hundreds of tasks, not for millions.
-Who waits for a message or a result looks at the file every 20 ms.
+Limits: POSIX, one machine. Each step reads and writes the whole file, so it is for hundreds of
+tasks, not for millions. A waiter for a message or a result looks at the file every 20 ms.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ TOKEN_LIFE = dt.timedelta(minutes=10)
 
 
 class Kept(Entry):
-    """A message until it is done: waiting, delayed until its eta, or held by the consumer `holder`."""
+    """Message until it is done: waiting, delayed until its eta, or held by consumer `holder`."""
 
     number: int = 0  # its place in its queue
     holder: str = ""

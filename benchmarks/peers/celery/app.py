@@ -1,7 +1,8 @@
 # mypy: ignore-errors
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
-"""Celery: acknowledged after the run, results in another database, and everything off that costs and is not needed. On
-RabbitMQ a message is confirmed before `delay` returns, as ours is.
+"""Celery: acknowledges after the run, keeps results in another database, turns costly extras off.
+
+On RabbitMQ a message is confirmed before `delay` returns, as ours is.
 """
 
 from __future__ import annotations

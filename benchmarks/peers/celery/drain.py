@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
-"""A worker with the solo pool: one process without another for the tasks. Two processes are two of these."""
+"""Worker with the solo pool: tasks run in its own process. Two processes are two such workers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 # mypy: ignore-errors
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
-"""Dramatiq: always acknowledges after the run; of its middleware only what retries and stores results. On RabbitMQ a message is
-confirmed before `send` returns, as ours is.
+"""Dramatiq: always acknowledges after the run; has the middleware for retries and results only.
+
+On RabbitMQ a message is confirmed before `send` returns, as ours is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 # mypy: ignore-errors
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
-"""`dramatiq`, the command, with four threads in each process, and messages in stock: with the default of two for each thread
-it sleeps most of the time.
+"""Command `dramatiq` with four threads in each process and a large prefetch (200 messages).
+
+With the default prefetch of two for each thread it sleeps most of the time.
 """
 
 from __future__ import annotations

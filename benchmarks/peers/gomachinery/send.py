@@ -1,4 +1,4 @@
-"""Sends with Go Machinery itself, driven a line at a time; it has nothing that sends many at once."""
+"""Sender for Go Machinery itself, driven a line at a time; Go Machinery has no bulk send."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@
     raw:s:<id>    string   the state of a task
     raw:done      channel  ids of tasks that have ended
 
-Limits: a batch that was taken and is not yet noted as held is in neither place; a worker that dies then loses it.
+Limits: a batch is in neither place between its claim and the note that it is held; a worker that
+dies then loses it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from benchmarks.peers.driving import URL
 
 QUEUE, HELD, COUNT, ENDED, SLEEPERS = "raw", "raw:held", "raw:count", "raw:ended", "raw:sleepers"
 TOKEN, STATE, DONE = "raw:t:", "raw:s:", "raw:done"
-BATCH = 250  # messages that a worker takes, and settles, in one step: what our worker comes to when many wait
+BATCH = 250  # messages in one claim or settlement; our worker reaches this when many wait
 KEPT = 3600  # seconds that a state is kept
 
 

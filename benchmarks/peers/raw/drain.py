@@ -1,4 +1,7 @@
-"""Takes a batch, notes that it is held and has begun; then stores the results, says so, and forgets the batch."""
+"""Worker: takes a batch, notes that it is held and begun; then stores its results and deletes it.
+
+The results are announced, too.
+"""
 
 from __future__ import annotations
 

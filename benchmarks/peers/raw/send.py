@@ -1,4 +1,4 @@
-"""Sends: in one transaction the token of the step, a state for each task, the messages, and a look at who sleeps."""
+"""Sender: one transaction writes token, states (one a task) and messages, and reads sleepers."""
 
 from __future__ import annotations
 

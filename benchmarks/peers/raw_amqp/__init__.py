@@ -1,1 +1,1 @@
-"""pika and redis-py alone: what machinery_py needs of RabbitMQ and Redis for a task, with no library above them."""
+"""pika and redis-py alone: the calls that machinery_py needs for a task, without a library."""

@@ -1,4 +1,7 @@
-"""Subscribes, with a prefetch of two batches; notes that a batch has begun, stores its results, says so, acknowledges it."""
+"""Subscriber with a prefetch of two batches.
+
+It notes that a batch has begun, stores its results, announces them, acknowledges the batch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A connection to RabbitMQ with a channel, on pika's own loop; the loop runs while something is waited for.
+"""A connection to RabbitMQ with a channel, on pika's own loop, which runs while a call waits.
 
 The states are those of the baseline on Redis (`raw`); the messages are in the queue `raw`.
 """

@@ -1,6 +1,9 @@
 # mypy: ignore-errors
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
-"""A SimpleWorker, which runs jobs in its own process; the usual one forks for each. Two processes are two of these."""
+"""SimpleWorker, which runs jobs in its own process; the usual one forks for each.
+
+Two processes are two of these.
+"""
 
 from __future__ import annotations
 

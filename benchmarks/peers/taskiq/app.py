@@ -1,6 +1,9 @@
 # mypy: ignore-errors
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
-"""taskiq: the broker on streams, which acknowledges (when the result is saved), orjson, and coroutines on uvloop."""
+"""taskiq: the broker on streams, which acknowledges when the result is saved; orjson; uvloop.
+
+Tasks are coroutines.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
-"""Sends; taskiq has nothing that sends many at once, so "bulk" is a hundred coroutines that send side by side."""
+"""Sender for taskiq, which has no bulk send: "bulk" is a hundred coroutines side by side."""
 
 from __future__ import annotations
 
