@@ -1,4 +1,4 @@
-"""What only some stores have to get right about paused queues: Redis' blocked sleepers, and SQLite files of the first version."""
+"""Paused queues in particular stores: blocked sleepers in Redis, old files in SQLite."""
 
 from __future__ import annotations
 

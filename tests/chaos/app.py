@@ -1,8 +1,9 @@
 """The tasks of a chaos run, and the ledger: what ran where and when, written past all stores.
 
-One line for each event, one `write` for each line, so that a kill leaves whole lines. Fields are divided by tabs:
+One line for each event, written at once, so that a kill leaves whole lines. Tabs divide the fields:
 
-    start     moment, uuid, run, fence, digest of the arguments, unix time, "again" or "first" (delivery of this message)
+    start     moment, uuid, run, fence, digest of the arguments, unix time,
+              "again" or "first" (delivery of this message)
     end       moment, uuid, run, fence, "ok" or "raised"
     settled   moment, uuid, run, state      the worker was told that this is true now
     attempt   moment, uuid, parent          a task is about to send another one
@@ -31,9 +32,10 @@ BACKOFF = 0.05  # seconds between the tries of `flaky`
 
 
 def config_of(url: str, lease: float) -> Config:
-    """The configuration of everybody in a run. `url`: of the broker, and of the backend behind a space if that is another."""
+    """The configuration of a whole run. `url`: the broker's, then a space and another backend's."""
     broker, _, backend = url.partition(" ")
-    # Classic queues may lose a delayed message when their server is killed, see docs/explanation/amqp-protocol.md.
+    # Classic queues may lose a delayed message when their server is killed:
+    # see docs/explanation/amqp-protocol.md.
     amqp = AMQPConfig(queue_declare_args={"x-queue-type": "quorum"})
     return Config(
         broker=broker, result_backend=backend, lease=lease, shutdown_timeout=20.0, amqp=amqp
@@ -142,6 +144,6 @@ def spawn(count: int, number: int) -> int:
         try:
             server.send_task(noop.signature(number).replace(uuid=uuid))
         except (PublishRefused, PublishUnknown):
-            continue  # the store was away for longer than `publish_timeout`: nobody has promised anything
+            continue  # the store was away for longer than `publish_timeout`: nothing was promised
         note("accepted", uuid, task.uuid)
     return number

@@ -1,6 +1,6 @@
-"""Says what is wrong with a history. It knows the plan, the ledgers and the faults, and believes no store.
+"""Find what is wrong with a history, from the plan, the ledgers and the faults; trust no store.
 
-Numbers I2, I4 … are those of RELIABILITY.md 4.1. A run that was not drained is invalid: it says nothing.
+Numbers I2, I4 … are those of RELIABILITY.md 4.1. A run that was not drained is invalid.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class _Checker:
     # What must be there
 
     def outcomes(self) -> Iterator[Violation]:
-        """I2, I5, I6: each accepted call, and each that must follow, has ended as planned; no other one was made."""
+        """I2, I5, I6: each accepted or implied call ended as planned; no other one was made."""
         for call in self.calls.values():
             yield from self._outcome(call)
         for uuid, sent in self.history.sent.items():
@@ -166,7 +166,8 @@ class _Checker:
     def _never_ran(self, call: Call, state: Final) -> Iterator[Violation]:
         count = len(self.runs.get(call.uuid, ()))
         if state.state is not State.FAILURE or count:
-            text = f"is {state.state}, ran {count} times; a member failed, so it must fail and never run"
+            must = "a member failed, so it must fail and never run"
+            text = f"is {state.state}, ran {count} times; {must}"
             yield self._violation("chord", call.uuid, text)
 
     def _given_up(self, uuid: str) -> Iterator[Violation]:
@@ -194,7 +195,7 @@ class _Checker:
                 return False
             return True if sent.word == "accepted" or self._was_seen(call.uuid) else None
         if call.gathers:
-            # One that fails ends the chord; one that will never come, because of a failure in front of it, does so too.
+            # A failed member ends the chord; so does one that cannot come since its parent failed.
             heads = [self._is_due(self.calls[uuid]) for uuid in call.gathers]
             return None if None in heads else any(heads) or self._reached(call)
         parent = call.follows or call.catches
@@ -262,7 +263,7 @@ class _Checker:
                 )
 
     def repeats(self) -> Iterator[Violation]:
-        """I11: each execution after the first follows a fault that hit the process of the one before."""
+        """I11: each execution after the first follows a fault that hit the one before."""
         for uuid, runs in self.runs.items():
             by_run: dict[int, list[Run]] = defaultdict(list)
             for one in runs:
@@ -284,7 +285,7 @@ class _Checker:
                         )
 
     def fences(self) -> Iterator[Violation]:
-        """I9: each execution has a fence of its own, and only the greatest of them settles: nobody had the task after it."""
+        """I9: each execution has its own fence, and only the greatest one settles."""
         for uuid, runs in self.runs.items():
             for number, count in Counter((one.run, one.fence) for one in runs).items():
                 if count > 1:
@@ -302,7 +303,7 @@ class _Checker:
                     )
 
     def arguments(self) -> Iterator[Violation]:
-        """I6, I7: each execution got its own arguments, and the results of those in front of it, in order."""
+        """I6, I7: each execution got its own arguments, and the earlier results in order."""
         for call in self.calls.values():
             runs = self.runs.get(call.uuid, ())
             if not runs:
@@ -492,6 +493,7 @@ def shown(times: Sequence[float]) -> str:
     """Quantiles of seconds."""
     ordered = sorted(times)
     return (
-        f"p50 {statistics.median(ordered):.3f} s, p99 {ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]:.3f} s, "
+        f"p50 {statistics.median(ordered):.3f} s, "
+        f"p99 {ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]:.3f} s, "
         f"max {ordered[-1]:.3f} s (of {len(ordered)})"
     )

@@ -1,7 +1,7 @@
 """Messages that nobody should have sent, thousands of them, on a queue that good tasks share.
 
-Each is made from the seed and its number alone. It ends as a dead letter, as a task that ran or failed, or it waits for a
-moment far away: which of them is the worker's to say, but none is lost, and the worker goes on.
+Each is made from the seed and its number alone. It ends as a dead letter, as a task that ran or
+failed, or it waits for a distant moment. The worker decides which, but loses none and goes on.
 
     python -m tests.chaos.fuzz NUMBER [SEED]      shows one
 """

@@ -1,4 +1,4 @@
-"""The tasks of a fuzz run, and its ledger: a line for each task that has ended, word and UUID divided by a tab."""
+"""The tasks of a fuzz run, and its ledger: word, tab and UUID for each task that has ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened in a run, as records: read from the ledgers, the journals and the stores, or made by hand for tests."""
+"""A run's history as records: read from ledgers, journals and stores, or made by hand for tests."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ class History:
     samples: dict[str, list[tuple[int, State]]] = field(default_factory=dict)
     states: dict[str, Final] = field(default_factory=dict)
     strikes: dict[str, int] = field(default_factory=dict)  # of each dead letter
-    doubles: bool = False  # what is published or held in the moment of a fault may be there twice, or a state without its message
+    # What is published or held during a fault may be there twice, or a state without its message.
+    doubles: bool = False
     left: list[str] = field(default_factory=list)  # what should not be in the stores any more
     incidents: list[str] = field(
         default_factory=list

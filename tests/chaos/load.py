@@ -1,6 +1,6 @@
 """The load generator: a process that sends a plan's items, and journals what it was told of each.
 
-journal    attempt | accepted | refused | unknown, moment, UUID, unix time of its ETA or 0; divided by tabs
+journal    attempt | accepted | refused | unknown, moment, UUID, unix time of its ETA or 0; by tabs
 
 python -m tests.chaos.load FOLDER URL SEED TASKS RATE
 """
@@ -35,7 +35,7 @@ class Loader:
         self._now = dt.datetime.now(dt.timezone.utc)
 
     def send(self, items: Sequence[Item]) -> None:
-        """All of them in one submission: single tasks together, or one workflow. Refused ones are sent again."""
+        """Send all in one submission, single tasks or one workflow; refused ones again."""
         self._now = dt.datetime.now(dt.timezone.utc)
         signatures = [step_of(item, self._now) for item in items]
         calls = [call for item in items for call in item.calls if call.is_sent]

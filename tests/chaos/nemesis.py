@@ -1,9 +1,9 @@
-"""The workers under test, and who does harm to them. Every fault is written down: what, to whom, from when, to when.
+"""The workers under test, and the faults that hit them. Each is recorded: what, whom, from, until.
 
-kill      SIGKILL a worker, start another         term    SIGTERM one, start another; it must end with 0
-freeze    SIGSTOP one for longer than its lease   server  SIGKILL Redis or RabbitMQ, start it again on its files
+kill      SIGKILL a worker, start another         term    SIGTERM one, start another; exit code 0
+freeze    SIGSTOP one for longer than its lease   server  SIGKILL Redis or RabbitMQ, restart it
 clients   CLIENT KILL                             scripts SCRIPT FLUSH
-drop, reset, hole    the proxy of a worker drops replies, resets its connections, lets nothing through
+drop, reset, hole    a worker's proxy drops replies, resets its connections, lets nothing through
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Member:
 class Fleet:
     """Worker processes in numbered slots; a slot whose worker ends is filled again with another.
 
-    With `apart` each lives in a PID namespace of its own, as on a host of its own: that it has ended is known by its beats alone.
+    With `apart` each lives in its own PID namespace, as on a host of its own: only missing
+    heartbeats show that it has ended.
     """
 
     def __init__(
@@ -115,14 +116,16 @@ class Fleet:
         return [self._slots[slot] for slot in sorted(self._slots)]
 
     def on_slot(self, slot: int) -> set[str]:
-        """Who has the proxy of this slot: also those that were asked to end and have not ended yet."""
+        """The members that use this slot's proxy, also those asked to end that have not yet."""
         everybody = [*self.members, *(member for member, _ in self._leaving)]
         return {member.name for member in everybody if member.slot == slot}
 
     def pick(self, victim: float) -> Member | None:
-        """One that is not frozen. None if it would be the last that is not, or the last that is at work.
+        """Return a worker that is not frozen.
 
-        On a slow machine Python may take longer to start than the plan leaves it; then some faults are left out.
+        None if it would be the last that is not frozen, or the last at work.
+
+        On a slow machine Python may start too late for the plan; some faults are left out then.
         """
         awake = [member for member in self.members if not member.is_frozen]
         if len(awake) < min(2, len(self._slots)):
@@ -141,7 +144,8 @@ class Fleet:
     def ask_to_end(self, member: Member, *, replace: bool = True) -> None:
         del self._slots[member.slot]
         if self._prefix and not (self._folder / f"ledger-{member.name}").exists():
-            member.process.kill()  # the first process of a namespace does not hear SIGTERM before it has a handler
+            # The first process of a namespace ignores SIGTERM until it has a handler.
+            member.process.kill()
             member.process.wait()
         else:
             self._leaving.append((member, time.monotonic()))

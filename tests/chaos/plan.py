@@ -1,11 +1,12 @@
-"""From a seed to everything a chaos run does: the calls, the faults, and when. The same seed gives the same plan.
+"""The calls, faults and moments of a chaos run. The same seed gives the same plan.
 
-A call is one task that will be made, with the UUID that it will have, so that the checker knows before the run what must
-come of each. How calls follow each other stands in them:
+A call is one task to be made, with its future UUID, so that the checker knows the required end of
+each before the run. Calls say how they follow each other:
 
     follows     this call is sent when that one has succeeded, and gets its result (chains)
     catches     this call is sent when that one has failed for good, and gets its error text
-    gathers     this call is sent when all of those have succeeded, and gets their results in this order (chords)
+    gathers     this call is sent when all of those have succeeded, and gets their results in order
+                (chords)
     none        the loader sends it
 """
 
@@ -24,7 +25,8 @@ NAP = 0.1  # seconds that a `nap` takes, on average
 
 #: Which share of the items is of which kind.
 MIX: Mapping[str, float] = {
-    "noop": 36, "nap": 30, "fails": 6, "flaky": 6, "chain": 10, "broken_chain": 2, "group": 4, "chord": 6, "broken_chord": 2,
+    "noop": 36, "nap": 30, "fails": 6, "flaky": 6, "chain": 10, "broken_chain": 2, "group": 4,
+    "chord": 6, "broken_chord": 2,
     "diamond": 2, "delayed": 6, "spawn": 4,
 }  # fmt: skip
 

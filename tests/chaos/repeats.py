@@ -1,19 +1,21 @@
-"""Why a task may have run again: a fault that took it from the process that had it, or one that made two messages of it.
+"""Reasons for a second run: a fault took the task from its process, or made two messages of it.
 
-Where one store has messages and states, only who died, stood still or was cut off for a lease loses what it holds. Over AMQP
-(History.doubles) there is more:
+Where one store has messages and states, a process loses what it holds only by dying, standing still
+or being cut off for a lease. Over AMQP (History.doubles) there is more:
 
-    lost        a delivery ends with its connection, so a reset and a server that is killed take it away as well
-    doubled     what was published and not confirmed is published again, with its UUID: there may be two messages then, of which
-                the result backend lets one finish
+    lost        a delivery ends with its connection: a reset or a killed server takes it as well
+    doubled     what was published and not confirmed is published again, with its UUID: of two such
+                messages, the result backend lets one finish
 
 A message can be doubled where it is published, and nowhere else:
 
-    by the loader           from its first attempt until it was told              the server is killed
-    by a task               the same                                              so is its worker, or its connection
-    as what follows a task  from the start of a run until that is settled         the same
-    as a chord's callback   from the end of the last member on, by anybody        any fault
-    as what is held in another way, since it came back before (brokers/rabbitmq/holding.py): both messages say so; any fault
+    by the loader           from its first attempt until it was told         the server is killed
+    by a task               the same                                         so is its worker, or
+                                                                             its connection
+    as what follows a task  from the start of a run until that is settled    the same
+    as a chord's callback   from the end of the last member on, by anybody   any fault
+    held in another way     since it came back before; both messages say so  any fault
+                            (brokers/rabbitmq/holding.py)
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class Repeats:
         return lost or self.is_doubled(before, after)
 
     def was_taken(self, one: Run, until: float) -> bool:
-        """Whether a fault hit its process between its start and its settlement, and before `until`."""
+        """Whether a fault hit its process between start and settlement, and before `until`."""
         last = min(until, one.settled if one.settled is not None else until)
         kinds = BREAKS if self._history.doubles else EXPLAINS
         return any(
@@ -72,7 +74,10 @@ class Repeats:
         )
 
     def is_zombie(self, one: Run) -> bool:
-        """Whether its process had been out of reach just before, and may not have known that the task was not its any more."""
+        """Whether its process had just been out of reach.
+
+        It may not have known then that the task was no longer its own.
+        """
         return any(
             fault.start <= one.start <= fault.end + (ZOMBIE if fault.kind in ZOMBIES else NOTICED)
             for fault in self._at(one.worker)
@@ -130,7 +135,7 @@ class Repeats:
             if self._runs.get(parent):
                 last = max(one.run for one in self._runs[parent])
                 yield from self._settlements(parent, last)
-            else:  # a callback that failed because a member did: whoever settled the group sent what follows
+            else:  # the callback of a failed member: whoever settled the group sent what follows
                 yield from self._published(parent, 0)
 
     def _settlements(self, uuid: str, run: int) -> Iterator[Window]:

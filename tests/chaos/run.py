@@ -2,9 +2,10 @@
 
     python -m tests.chaos.run --url sqlite --tasks 20000 --workers 4 --kill-every 2 --seed 7
 
-`--url` is any store's, or a broker's and a backend's with a space between; "sqlite" is a file in the run's folder, "redis" a
-private server with an append-only file, and "amqp+redis" a private RabbitMQ with results in a private Redis; the first is harmed.
-The folder keeps the plan, ledgers, journals, logs, faults, and the verdict.
+`--url` is any store's, or a broker's and a backend's with a space between. "sqlite" is a file in
+the run's folder, "redis" a private server with an append-only file, and "amqp+redis" a private
+RabbitMQ with results in a private Redis; the first is harmed. The folder keeps the plan, ledgers,
+journals, logs, faults, and the verdict.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def run(options: Options, folder: pathlib.Path) -> Verdict:
 def _stores(
     wanted: str, folder: pathlib.Path, stack: contextlib.ExitStack
 ) -> tuple[PrivateServer | None, str, str]:
-    """The server that is harmed, if any, and the URLs of broker and backend; the last is "" if they are one."""
+    """The server to harm, if any, and the URLs of broker and backend ("" if they are one)."""
     if wanted == "redis":
         redis = stack.enter_context(RedisServer(appendonly=True))
         return redis, redis.url, ""
@@ -155,7 +156,7 @@ class _Controller:
             if loader.returncode:
                 raise RuntimeError(f"the loader has failed; see {self._folder}/loader.log")
             self._history.drained = self._wait("draining", self._is_drained)
-            # The dead that held nothing are given up as well, after a lease and two looks; while somebody can do it.
+            # The dead that held nothing are also given up, after a lease and two looks.
             self._wait("burying", self._are_dead_forgotten, at_most=3 * self._options.lease)
         drained = time.monotonic() - self._begin
         self._history.samples = observer.samples
@@ -193,7 +194,8 @@ class _Controller:
         if not self._options.quiet and now - self._said >= 1.0:
             self._said = now
             print(
-                f"{now - self._begin:6.1f} s  {what:<9} {self._starts.count():>7} runs of {len(self._history.calls)} calls, "
+                f"{now - self._begin:6.1f} s  {what:<9} {self._starts.count():>7} runs "
+                f"of {len(self._history.calls)} calls, "
                 f"{len(self._fleet.faults)} faults, {self._queues()}",
                 flush=True,
             )
@@ -216,7 +218,7 @@ class _Controller:
             return False
 
     def _stays_idle(self) -> bool:
-        """A quorum queue whose server has just come back may have no leader, and is counted as empty then."""
+        """A quorum queue whose server just came back may have no leader, and counts as empty."""
         for _ in range(LOOKS):
             if not self._is_idle():
                 return False
@@ -224,7 +226,7 @@ class _Controller:
         return True
 
     def _is_drained(self) -> bool:
-        """Nothing in a queue, no group to be settled, nothing to be sent; seen twice, since groups become messages."""
+        """No message, ready group or outbox, seen twice, since groups become messages."""
         for _ in range(2):
             if (
                 not self._stays_idle()
@@ -250,7 +252,8 @@ class _Controller:
         if not history.drained:
             history.left += [
                 f"not drained within {self._options.limit:g} s: {self._queues()}",
-                f"ready groups: {[one.group_uuid for one in self._server.backend.ready_groups(20)]}",
+                f"ready groups: "
+                f"{[one.group_uuid for one in self._server.backend.ready_groups(20)]}",
             ]
             self._show_held()
         self._fleet.end()

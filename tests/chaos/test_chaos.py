@@ -1,4 +1,7 @@
-"""The short cut of a chaos run: a few thousand tasks, a kill each 0.7 s, a freeze. Long ones: `python -m tests.chaos.run`."""
+"""A short chaos run: a few thousand tasks, a kill each 0.7 s, a freeze.
+
+For long ones: `python -m tests.chaos.run`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ HANG = 120.0  # seconds; a guard, the run takes a tenth of it
 def chaos(url: str, seed: int, folder: pathlib.Path, *, tasks: int = 3000) -> Verdict:
     """One short run; its page is printed, and pytest shows it when the test fails."""
     print(
-        f"again: python -m tests.chaos.run --url {url} --tasks {tasks} --kill-every 0.7 --rate 400 --seed {seed}"
+        f"again: python -m tests.chaos.run --url {url} --tasks {tasks} "
+        f"--kill-every 0.7 --rate 400 --seed {seed}"
     )
     folder.mkdir(exist_ok=True)
     verdict = run(

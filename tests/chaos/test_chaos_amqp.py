@@ -1,4 +1,7 @@
-"""A minute of chaos over RabbitMQ with results in Redis: `make chaos` runs it; tests/system/test_kills.py has the short cut."""
+"""A minute of chaos over RabbitMQ with results in Redis, in `make chaos`.
+
+The short version is in tests/system/test_kills.py.
+"""
 
 from __future__ import annotations
 

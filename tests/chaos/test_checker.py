@@ -1,4 +1,4 @@
-"""A checker that has never failed is not trusted: hand-made histories with one thing wrong, which it must find."""
+"""The checker must find the one thing that is wrong in each hand-made history."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RESULTS = (1, 2, 3)
 
 
 def good() -> History:
-    """A task, a chain of two, a chord of three, a failure with its callback: all as it should be."""
+    """A task, a chain of two, a chord of three, a failure with its callback: all correct."""
     calls = [
         Call(uuid="task", task="noop", args=(5,)),
         Call(uuid="first", task="step", args=(7,)),
@@ -94,7 +94,7 @@ def again(
     settled: bool = True,
     same: bool = True,
 ) -> Run:
-    """The last execution of it, once more; `settled`: it is the one that counts. `same`: not a second message."""
+    """Its last execution once more; `settled`: it counts; `same`: not a second message."""
     before = next(one for one in reversed(history.runs) if one.uuid == uuid)
     one = Run(
         uuid=uuid,
@@ -284,7 +284,7 @@ def test_checker_finds_each_broken_rule(harm: Callable[[History], None], rule: s
     assert rule in verdict.page("test")
 
 
-#: A second execution of "task" where messages may be doubled: is it of the same message, the fault, and is it explained.
+#: A second run of "task" where messages may be doubled: same message?, the fault, explained?
 DOUBLES: dict[str, tuple[bool, Happened | None, bool]] = {
     "no fault": (True, None, False),
     "a second message without a fault": (False, None, False),

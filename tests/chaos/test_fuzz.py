@@ -1,4 +1,4 @@
-"""A worker that is sent what nobody should send: good tasks between get through, nothing is lost, memory and log stay small.
+"""Invalid messages among good tasks: the good ones run, none is lost, memory and log stay small.
 
 Here 330 messages a store; `make chaos` sends 10,000.
 """
@@ -162,7 +162,10 @@ class Fuzzed:
                 for letter in letters
                 if letter.uuid not in ended and letter.body in self.sent
             ]
-            page = f"{len(ended)} ended, {len(dead)} dead, {waiting} waiting of {COUNT}; seed {SEED}\n{self.tail()}"
+            page = (
+                f"{len(ended)} ended, {len(dead)} dead, {waiting} waiting of {COUNT}; "
+                f"seed {SEED}\n{self.tail()}"
+            )
             assert max(ended.values()) == 1, page
             assert collections.Counter(letter.body for letter in dead) <= self.sent, page
             return len(ended) + len(dead) + waiting == COUNT

@@ -128,7 +128,10 @@ def test_options_may_stand_between_the_words() -> None:
 
 
 def test_argument_parser_loads_no_modules_of_commands() -> None:
-    code = "import sys, machinery_py; old = set(sys.modules); import machinery_py.cli.main; print(*set(sys.modules) - old)"
+    code = (
+        "import sys, machinery_py; old = set(sys.modules); "
+        "import machinery_py.cli.main; print(*set(sys.modules) - old)"
+    )
 
     loaded = set(
         subprocess.run(
@@ -214,7 +217,8 @@ def test_a_server_under_two_names_is_one(app: App) -> None:
             "shop/tasks.py",
             "from machinery_py import Server\nserver = Server()\nbatch = Server()",
             ["worker", "shop.tasks"],
-            "module 'shop.tasks': 2 Servers, 'server' and 'batch' (pick one: machinery worker shop.tasks:server)",
+            "module 'shop.tasks': 2 Servers, 'server' and 'batch' "
+            "(pick one: machinery worker shop.tasks:server)",
         ),
         (
             "x.py",
@@ -227,14 +231,16 @@ def test_a_server_under_two_names_is_one(app: App) -> None:
             "x.py",
             "",
             ["worker", "tasks.py"],
-            "cannot import 'tasks.py' from ~/shop: no such module (there is 'tasks'; run from the folder that holds it or pass "
+            "cannot import 'tasks.py' from ~/shop: no such module (there is 'tasks'; "
+            "run from the folder that holds it or pass "
             "--app-dir)",
         ),
         (
             "x.py",
             "",
             ["worker", "quite.else"],
-            "cannot import 'quite.else' from ~/shop: no such module (run from the folder that holds it or pass --app-dir)",
+            "cannot import 'quite.else' from ~/shop: no such module "
+            "(run from the folder that holds it or pass --app-dir)",
         ),
         (
             "x.py",
@@ -259,7 +265,8 @@ def test_a_server_under_two_names_is_one(app: App) -> None:
             "x.py",
             "",
             ["send", "tasks", "ad", "1"],
-            "task 'ad' is not registered (registered: add, boom, chat, greet, hold, note; did you mean 'add'?)",
+            "task 'ad' is not registered "
+            "(registered: add, boom, chat, greet, hold, note; did you mean 'add'?)",
         ),
         ("x.py", "", ["send", "tasks", "add", "1"], "add: missing argument 'b'"),
     ],
@@ -318,7 +325,8 @@ def test_a_script_that_ends_itself_is_told_so(app: App) -> None:
 def test_task_name_does_not_depend_on_the_importer(app: App) -> None:
     app.write(
         "script.py",
-        "from machinery_py import Server\nserver = Server()\n@server.task\ndef mail() -> None: ...\n"
+        "from machinery_py import Server\nserver = Server()\n"
+        "@server.task\ndef mail() -> None: ...\n"
         "if __name__ == '__main__':\n    print(mail.send().uuid)\n",
     )
     uuid = app.python("script.py")
@@ -355,7 +363,8 @@ server.broker.stats = stats
     )
 
     assert app.run("queues", "down", code=3).stderr == (
-        "machinery: broker redis://localhost:6379/0: connection refused (is it running? machinery doctor down)\n"
+        "machinery: broker redis://localhost:6379/0: connection refused "
+        "(is it running? machinery doctor down)\n"
     )
 
 

@@ -12,7 +12,9 @@ from tests.cli.app import HANG, App, app_in_a_folder
 app = app_in_a_folder
 
 SCHEDULES = """
-server.register_periodic_task("0 6 * * MON-FRI", "weekdays", note.signature("six"), tz="Europe/Berlin")
+server.register_periodic_task(
+    "0 6 * * MON-FRI", "weekdays", note.signature("six"), tz="Europe/Berlin"
+)
 server.register_periodic_task("* * * * * *", "pulse", note.signature("tick"), catch_up=True)
 """
 
@@ -36,7 +38,8 @@ def test_listing_shows_when_each_schedule_is_due(clockwork: App) -> None:
     assert head.split() == ["NAME", "SPEC", "ZONE", "SENDS", "STATE", "LAST", "RUN", "NEXT", "RUNS"]
     assert re.match(r"pulse +\* \* \* \* \* \* +UTC +note +no worker yet +- +20\d\d-", pulse)
     assert re.match(
-        r"weekdays +0 6 \* \* MON-FRI +Europe/Berlin +note +no worker yet +- +20\d\d-\d\d-\d\d \d\d:00, ",
+        r"weekdays +0 6 \* \* MON-FRI +Europe/Berlin +note +no worker yet +- +"
+        r"20\d\d-\d\d-\d\d \d\d:00, ",
         weekdays,
     )
     one = clockwork.json("periodic", "tasks")[1]

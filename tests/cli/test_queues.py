@@ -60,7 +60,8 @@ def test_unknown_queue_is_paused_with_a_note(app: App) -> None:
     app.send("add", "1", "2", "--queue", "mail")
     done = app.run("pause", "tasks", "mial", "new")
     assert done.stderr == (
-        "machinery: there was no queue 'mial' so far; did you mean 'mail'?; it is paused for when there is\n"
+        "machinery: there was no queue 'mial' so far; did you mean 'mail'?; "
+        "it is paused for when there is\n"
         "machinery: there was no queue 'new' so far; it is paused for when there is\n"
     )
     assert done.stdout == "paused 'mial', 'new'\n"
@@ -134,7 +135,8 @@ def test_a_worker_goes_through_its_queues_by_weights(app: App) -> None:
     [
         (
             "critical:x",
-            "queue 'critical:x': found the weight 'x' (expected a number greater than 0, as critical:6",
+            "queue 'critical:x': found the weight 'x' "
+            "(expected a number greater than 0, as critical:6",
         ),
         ("critical:-1", "found the weight '-1'"),
         ("critical:0", "found the weight '0'"),

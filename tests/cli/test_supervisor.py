@@ -204,7 +204,7 @@ def test_poison_does_not_starve_the_others(
     assert [(letter.name, letter.strikes) for letter in letters] == [
         ("crash", MAX_STRIKES)
     ] * poison
-    # A second for each death, or on a busy machine as long as a worker needs to start and end; and as much again.
+    # A second for each death, or on a busy machine a worker's start and end; and as much again.
     assert took < 2 * (2 * without + poison * MAX_STRIKES * max(1.0, without))
 
 

@@ -130,8 +130,8 @@ def test_a_result_is_waited_for_no_longer_than_asked(app: App) -> None:
     assert app.run("result", "tasks", uuid).stdout == f"{uuid[:13]}…  PENDING\n"
     late = app.run("result", "tasks", uuid, "--wait", "--timeout", "100ms", code=2).stderr
     assert (
-        f"machinery: no result of {uuid} after 0.1 s; last state PENDING, no worker on 'machinery_tasks'"
-        in late
+        f"machinery: no result of {uuid} after 0.1 s; "
+        f"last state PENDING, no worker on 'machinery_tasks'" in late
     )
 
 

@@ -28,7 +28,8 @@ def test_banner_names_worker_queues_and_tasks(app: App) -> None:
         r"machinery \d+\.\d+\.\d+ · worker "
         + re.escape(f"{socket.gethostname()}-{worker.pid}")
         + r" · 3 threads\n"
-        r"  broker   sqlite:///machinery.db   \(embedded: one machine; set MACHINERY_URL for a server\)\n"
+        r"  broker   sqlite:///machinery.db   "
+        r"\(embedded: one machine; set MACHINERY_URL for a server\)\n"
         r"  queue    machinery_tasks\n"
         r"  tasks    add, boom, chat, greet, hold, note\n" + re.escape(READY),
         worker.out,
@@ -408,6 +409,6 @@ def test_a_port_that_is_taken_is_told(app: App) -> None:
         done = app.run("worker", "tasks", "--health-port", str(port), code=2)
 
     assert (
-        f"machinery: health port 127.0.0.1:{port}: address already in use (choose another --health-port)\n"
-        in done.stderr
+        f"machinery: health port 127.0.0.1:{port}: address already in use "
+        f"(choose another --health-port)\n" in done.stderr
     )

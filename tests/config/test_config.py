@@ -205,7 +205,8 @@ def test_all_wrong_values_are_told_at_once() -> None:
         "  max_strikes: found True (expected a whole number, 1 or more)",
         "  concurrency: found '4' (expected a whole number, 0 or more)",
         "  broker URL 'reddis://h': unknown scheme 'reddis'"
-        " (known: amqp, amqps, eager, memory, mongodb, mongodb+srv, redis, redis+socket, rediss, sqlite; did you mean 'redis'?)",
+        " (known: amqp, amqps, eager, memory, mongodb, mongodb+srv, "
+        "redis, redis+socket, rediss, sqlite; did you mean 'redis'?)",
     ]
 
 
@@ -214,26 +215,30 @@ def test_all_wrong_values_are_told_at_once() -> None:
     [
         ({"concurrency": -1}, "concurrency: found -1 (expected a whole number, 0 or more)"),
         ({"concurrency": 1.0}, "concurrency: found 1.0 (expected a whole number, 0 or more)"),
-        ({"concurrency": 10**100}, "concurrency: found a huge number (expected a whole number, 0 or more)"),
+        ({"concurrency": 10**100},
+         "concurrency: found a huge number (expected a whole number, 0 or more)"),
         ({"lease": float("nan")}, "lease: found nan (expected a number, 0.001 to 3153600000 s)"),
         ({"lease": float("inf")}, "lease: found inf (expected a number, 0.001 to 3153600000 s)"),
         ({"lease": "10"}, "lease: found '10' (expected a number, 0.001 to 3153600000 s)"),
         ({"lease": True}, "lease: found True (expected a number, 0.001 to 3153600000 s)"),
-        ({"results_expire_in": -1}, "results_expire_in: found -1 (expected a whole number, 0 to 3153600000 s)"),
+        ({"results_expire_in": -1},
+         "results_expire_in: found -1 (expected a whole number, 0 to 3153600000 s)"),
         ({"no_unix_signals": 1}, "no_unix_signals: found 1 (expected true or false)"),
         ({"default_queue": 7}, "default_queue: found 7 (expected a text, not empty)"),
         ({"broker": ["redis://:secret@h"]}, "broker: found a list (expected a text)"),
         ({"broker": ""}, "broker URL is empty (expected for instance 'sqlite:///machinery.db' or 'memory://')"),
-        ({"concurrency": "redis://:secret@h"}, "concurrency: found 'redis://***@h' (expected a whole number, 0 or more)"),
+        ({"concurrency": "redis://:secret@h"},
+         "concurrency: found 'redis://***@h' (expected a whole number, 0 or more)"),
         ({"redis": 5}, "redis: found a number (expected a mapping of options)"),
         ({"redis": {"wait": 1}}, "redis.wait: found 1 (expected true or false)"),
-        ({"amqp": {"queue_declare_args": "x"}}, "amqp.queue_declare_args: found 'x' (expected a mapping of names to values)"),
+        ({"amqp": {"queue_declare_args": "x"}},
+         "amqp.queue_declare_args: found 'x' (expected a mapping of names to values)"),
         (
             {"amqp": {"queue_binding_args": {1: 2}}},
             "amqp.queue_binding_args: found a mapping (expected a mapping of names to values)",
         ),
-        ({"lock": "null"}, "lock URL 'null': 'null' works as result backend only"
-                           " (as lock: eager, memory, mongodb, mongodb+srv, redis, redis+socket, rediss, sqlite)"),
+        ({"lock": "null"}, "lock URL 'null': 'null' works as result backend only (as lock: eager, "
+                           "memory, mongodb, mongodb+srv, redis, redis+socket, rediss, sqlite)"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_with_what_is_expected(
@@ -305,7 +310,10 @@ def test_a_required_server_refuses_every_embedded_store() -> None:
 
 
 def test_importing_the_configuration_loads_no_parser() -> None:
-    program = "import sys, machinery_py.config.config; print([m for m in ('yaml', 'tomllib') if m in sys.modules])"
+    program = (
+        "import sys, machinery_py.config.config; "
+        "print([m for m in ('yaml', 'tomllib') if m in sys.modules])"
+    )
 
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
@@ -324,6 +332,7 @@ def test_the_reference_page_has_every_option() -> None:
     ]
 
     assert rows == [
-        f"| `{opt.key}` | `MACHINERY_{opt.variable}` | `{json.dumps(opt.default)}` | {opt.unit} | {opt.meaning} |"
+        f"| `{opt.key}` | `MACHINERY_{opt.variable}` | `{json.dumps(opt.default)}` | "
+        f"{opt.unit} | {opt.meaning} |"
         for opt in OPTIONS.values()
     ]

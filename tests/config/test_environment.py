@@ -224,7 +224,8 @@ def test_errors_of_all_places_are_told_together(tmp_path: Path) -> None:
             f"  {path}: brokr: unknown key; did you mean 'broker'?",
             f"  {path}: concurrency: found -1 (expected a whole number, 0 or more)",
             "  MACHINERY_LEASE: lease: found 'later' (expected a number, 0.001 to 3153600000 s)",
-            "  broker URL 'reddis://host': unknown scheme 'reddis' (known: amqp, amqps, eager, memory, mongodb, "
+            "  broker URL 'reddis://host': unknown scheme 'reddis' "
+            "(known: amqp, amqps, eager, memory, mongodb, "
             "mongodb+srv, redis, redis+socket, rediss, sqlite; did you mean 'redis'?)",
         ]
     )
@@ -250,7 +251,8 @@ def test_a_required_server_refuses_the_default() -> None:
         resolve(environ={"MACHINERY_REQUIRE_SERVER": "1"})
 
     assert str(caught.value) == (
-        "MACHINERY_REQUIRE_SERVER: a server is required, but 'sqlite:///machinery.db' is an embedded store "
+        "MACHINERY_REQUIRE_SERVER: a server is required, "
+        "but 'sqlite:///machinery.db' is an embedded store "
         "(set MACHINERY_URL to the URL of a server)"
     )
 

@@ -188,8 +188,9 @@ def test_a_file_that_cannot_be_read_is_a_config_error(tmp_path: Path) -> None:
 
 def test_the_environment_has_the_names_of_go_after_the_prefix() -> None:
     environ = {
-        "BROKER": "memory://", "DEFAULT_QUEUE": "mail", "RESULTS_EXPIRE_IN": "60", "NO_UNIX_SIGNALS": "true",
-        "REDIS_MAX_IDLE": "7", "REDIS_IDLE_TIMEOUT": "100", "AMQP_EXCHANGE": "shop", "AMQP_AUTO_DELETE": "0",
+        "BROKER": "memory://", "DEFAULT_QUEUE": "mail", "RESULTS_EXPIRE_IN": "60",
+        "NO_UNIX_SIGNALS": "true", "REDIS_MAX_IDLE": "7", "REDIS_IDLE_TIMEOUT": "100",
+        "AMQP_EXCHANGE": "shop", "AMQP_AUTO_DELETE": "0",
         "AMQP_QUEUE_DECLARE_ARGS": "x-max-priority:10,x-queue-type:quorum,durable:true",
     }  # fmt: skip
     expected = Config(
@@ -248,7 +249,8 @@ def test_without_a_prefix_only_the_names_of_go_are_read() -> None:
 @pytest.mark.parametrize("opt", OPTIONS.values(), ids=OPTIONS)
 def test_every_option_can_be_set_in_the_environment(opt: Any) -> None:
     text, value = {
-        "str": ("memory://x", "memory://x"), "int": ("7", 7), "float": ("7", 7.0), "bool": ("on", True),
+        "str": ("memory://x", "memory://x"),
+        "int": ("7", 7), "float": ("7", 7.0), "bool": ("on", True),
     }.get(opt.kind, ("a:b", {"a": "b"}))  # fmt: skip
     if opt.key == "require_server":
         text, value = "no", False
@@ -301,9 +303,11 @@ def test_a_wrong_variable_is_named_with_what_is_expected() -> None:
         "4 settings cannot be used:",
         "  MACHINERY_LEASE: lease: found 'soon' (expected a number, 0.001 to 3153600000 s)",
         "  MACHINERY_REDIS_WAIT: redis.wait: found 'maybe' (expected true or false)",
-        "  MACHINERY_AMQP_QUEUE_BINDING_ARGS: amqp.queue_binding_args: found 'x' (expected a mapping of names to values)",
+        "  MACHINERY_AMQP_QUEUE_BINDING_ARGS: amqp.queue_binding_args: found 'x' "
+        "(expected a mapping of names to values)",
         "  MACHINERY_URL: broker URL 'null': 'null' works as result backend only "
-        "(as broker: amqp, amqps, eager, memory, mongodb, mongodb+srv, redis, redis+socket, rediss, sqlite)",
+        "(as broker: amqp, amqps, eager, memory, mongodb, mongodb+srv, "
+        "redis, redis+socket, rediss, sqlite)",
     ]
 
 
@@ -324,7 +328,8 @@ def test_an_unknown_variable_is_warned_of(caplog: pytest.LogCaptureFixture) -> N
         (
             "machinery_py.config.config",
             logging.WARNING,
-            "environment variable 'MACHINERY_BROKR' is unknown and ignored; did you mean 'MACHINERY_BROKER'?",
+            "environment variable 'MACHINERY_BROKR' is unknown and ignored; "
+            "did you mean 'MACHINERY_BROKER'?",
         )
     ]
 

@@ -101,7 +101,7 @@ def test_only_secrets_are_masked_in_an_encoded_url() -> None:
     )
 
 
-# Words that stand nowhere else in the URLs, joined by what breaks parsers. None of them may be seen.
+# Words that stand nowhere else in the URLs, joined by what breaks parsers; none may be shown.
 WORDS = ("KILO", "LIMA", "MIKE")
 PASSWORDS = st.lists(
     st.sampled_from(
@@ -280,7 +280,8 @@ def test_null_is_only_a_result_backend() -> None:
 
     assert refusal("null", "broker") == (
         "broker URL 'null': 'null' works as result backend only"
-        " (as broker: amqp, amqps, eager, memory, mongodb, mongodb+srv, redis, redis+socket, rediss, sqlite)"
+        " (as broker: amqp, amqps, eager, memory, mongodb, "
+        "mongodb+srv, redis, redis+socket, rediss, sqlite)"
     )
     assert "works as result backend only" in refusal("null://", "lock")
 
@@ -288,9 +289,13 @@ def test_null_is_only_a_result_backend() -> None:
 def test_an_unknown_scheme_names_the_known_and_the_nearest() -> None:
     assert refusal("reddis://host", "broker") == (
         "broker URL 'reddis://host': unknown scheme 'reddis'"
-        " (known: amqp, amqps, eager, memory, mongodb, mongodb+srv, redis, redis+socket, rediss, sqlite; did you mean 'redis'?)"
+        " (known: amqp, amqps, eager, memory, mongodb, mongodb+srv, "
+        "redis, redis+socket, rediss, sqlite; did you mean 'redis'?)"
     )
-    known = "(known: amqp, amqps, eager, memcache, memory, mongodb, mongodb+srv, null, redis, redis+socket, rediss, sqlite"
+    known = (
+        "(known: amqp, amqps, eager, memcache, memory, mongodb, mongodb+srv, null, "
+        "redis, redis+socket, rediss, sqlite"
+    )
     assert known in refusal("x://", "result backend")
 
 
@@ -407,7 +412,8 @@ def test_sqlite_without_a_file_is_refused_and_memory_offered(url: str) -> None:
         ("sqlite:///a%00b", "NUL"),
         (
             "sqlite:///a.db?synchronus=full",
-            "unknown option 'synchronus' (known: busy_timeout, synchronous; did you mean 'synchronous'?)",
+            "unknown option 'synchronus' "
+            "(known: busy_timeout, synchronous; did you mean 'synchronous'?)",
         ),
         (
             "sqlite:///a.db?synchronous=off",

@@ -67,8 +67,10 @@ def run(
     uuid: str = SHORT,
     look: Callable[[], object] = lambda: None,
 ) -> None:
-    """Use everything. `look` is called before the work, while a redelivered task runs, while a chord is incomplete, and
-    at the end.
+    """Use everything.
+
+    `look` is called before the work, while a redelivered task runs, while a chord is incomplete,
+    and at the end.
 
     `uuid`: of one of the tasks.
     """

@@ -1,4 +1,4 @@
-"""Descriptors that are this process's alone: what a forked child has of them, and what is noticed when somebody closes one."""
+"""Descriptors of one process: what a forked child has, and how a foreign close is noticed."""
 
 from __future__ import annotations
 

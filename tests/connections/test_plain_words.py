@@ -1,4 +1,4 @@
-"""What keeps a program from its server is said in one plain line, for each store, to who sends and to who works."""
+"""Each store says in one plain line, to senders and workers, why its server cannot be used."""
 
 from __future__ import annotations
 

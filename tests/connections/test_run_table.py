@@ -1,4 +1,4 @@
-"""A consumer dies where nobody sees what it ran: on another host, as far as its files are concerned."""
+"""A consumer dies, and nobody sees what it ran: by its files, it was on another host."""
 
 from __future__ import annotations
 

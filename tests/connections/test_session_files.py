@@ -1,4 +1,4 @@
-"""The files that say what consumers run: whose folder is trusted, and what is read in them when their owner is dead."""
+"""The files that say what consumers run: trusted folders, and reading a dead owner's file."""
 
 from __future__ import annotations
 

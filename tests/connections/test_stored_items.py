@@ -1,4 +1,4 @@
-"""The tables of stored items are complete and true: a workload runs on a real server, and all that it leaves is listed."""
+"""The tables of stored items list everything that a workload leaves on a real server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def memory() -> str:
 
 
 def compare(items: Sequence[StoredItem], seen: Seen, absent: Mapping[str, str] = {}) -> None:
-    """Fail unless each thing seen is in one row, and each row was seen but for the `absent`, which say why."""
+    """Fail unless each thing seen is in one row, and each row but the `absent` ones was seen."""
     rows = {one: [item.name for item in items if item.matches(*one)] for one in seen}
     assert {one: found for one, found in rows.items() if len(found) != 1} == {}
     found = {name for names in rows.values() for name in names}
@@ -72,7 +72,7 @@ def kind_of(event: str) -> str:
 
 @contextmanager
 def noted(nodes: Iterable[RedisServer]) -> Iterator[Seen]:
-    """Note every key that is touched, also one that is gone at once. Full when the block has ended."""
+    """Note each key touched, even if gone at once; complete when the block has ended."""
     import redis
 
     seen: Seen = set()
@@ -192,7 +192,8 @@ def watched(server: MemcachedServer) -> Iterator[Seen]:
 
 
 MEMCACHED_ABSENT = {
-    "mpy:o:<key>": "no server sends without a task, a group, a schedule or a claim; a caller of the backend may",
+    "mpy:o:<key>": "no server sends without a task, a group, a schedule or a claim; "
+    "a caller of the backend may",
 }
 
 

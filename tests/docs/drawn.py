@@ -1,4 +1,4 @@
-"""What stands in the documentation and is drawn from the code: tables, signatures of methods, the examples' bytes.
+"""Documentation drawn from the code: tables, method signatures, the bytes of the examples.
 
 python -m tests.docs.drawn      write what is drawn into the pages
 """
@@ -63,7 +63,7 @@ def import_rows() -> str:
 
 
 def stored(items: Iterable[StoredItem], *, shared: bool | None = None) -> str:
-    """Return a table of the items; with `shared`, of those that Go Machinery has, or of the others."""
+    """Return a table of the items; with `shared`, only Go Machinery's, or only the others."""
     wanted = [one for one in items if shared in (None, one.shared)]
     typed = len({one.kind for one in wanted}) > 1
     heads = ["name", *(["type"] if typed else []), "holds", "kept", "written by"]

@@ -1,7 +1,8 @@
-"""The links of README.md, which a package index shows where no file of the repository is: they must be absolute.
+"""README.md's links: a package index shows it without the repository, so they must be absolute.
 
-python -m tests.docs.links https://host/owner/name      write the address of the repository into setup.cfg and README.md
-python -m tests.docs.links                              make links absolute that were added to README.md since
+python -m tests.docs.links https://host/owner/name   write the repository's address into setup.cfg
+                                                     and README.md
+python -m tests.docs.links                           make new links in README.md absolute
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def is_outside(target: str) -> bool:
 
 
 def local(target: str, base: str) -> str:
-    """Return the path in the repository that an absolute link leads to; other targets as they are."""
+    """Return the repository path that an absolute link leads to; other targets as they are."""
     prefix = rf"{re.escape(base)}/(?:blob|tree)/{BRANCH}/"
     return re.sub(f"^{prefix}", "", target) if base else target
 
@@ -67,7 +68,7 @@ def absolute(text: str, base: str) -> str:
 
 
 def main(base: str) -> None:
-    """Write the address of the repository, if one is given, and make all links of README.md absolute."""
+    """Write the repository's address, if given, and make all links of README.md absolute."""
     before, setup = repository(), ROOT / "setup.cfg"
     base = base.rstrip("/") or before
     if not is_outside(base):

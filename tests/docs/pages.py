@@ -101,7 +101,7 @@ def blocks(page: str, language: str = "") -> list[Block]:
 
 
 def program(page: str) -> str:
-    """The Python blocks of a page that are run, one behind the other, each on its own line of the page."""
+    """The Python blocks of a page that are run, in order, each on its own line of the page."""
     lines: list[str] = []
     for block in blocks(page, "python"):
         if block.is_left_alone or block.file:
@@ -134,7 +134,7 @@ def _open(line: str) -> str:
 
 
 def environment(folder: pathlib.Path, **more: str) -> dict[str, str]:
-    """That of a fresh shell in the folder: no settings of the tester's, and the commands of this environment."""
+    """The environment of a fresh shell in the folder: no user settings, this venv's commands."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -152,7 +152,7 @@ def free_port() -> int:
 
 @dataclass
 class Shell:
-    """The terminals of somebody who follows a page. What runs in the background ends with it, as after Ctrl+C."""
+    """The terminals of a page's reader; background programs end with them, as after Ctrl+C."""
 
     folder: pathlib.Path
     port: int = field(default_factory=free_port)

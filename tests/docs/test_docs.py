@@ -1,4 +1,4 @@
-"""The documentation is true: its programs run, its commands do what it shows, its tables are those of the code."""
+"""The documentation is true: programs run, commands do what is shown, tables match the code."""
 
 from __future__ import annotations
 

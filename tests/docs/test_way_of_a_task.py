@@ -163,7 +163,7 @@ def test_running_goes_the_way_of_the_page(
 
 
 def last_claim(calls: list[Call]) -> list[Call]:
-    """Return the round of the receiver in which it got a message, from its first call to the last."""
+    """Return the receiver's round that got a message, from its first call to the last."""
     starts = [at for at, call in enumerate(calls) if call.function == "_free"]
     rounds = [calls[one:two] for one, two in zip(starts, [*starts[1:], len(calls)], strict=True)]
     return [one for one in rounds if any(call.function == "accept" for call in one)][-1]

@@ -25,8 +25,9 @@ class Fleet:
     """One pair of stores, with servers, workers and Go peers on it; all of them end with the test.
 
     Attributes:
-        go_fires_once: Go workers among themselves settle a chord once. Go's MongoDB backend does not ask whether the group was
-            settled, and with memcached two may ask at the same moment: of members that end together each sends the callback.
+        go_fires_once: Go workers among themselves settle a chord once. Go's MongoDB backend does
+            not ask whether the group was settled, and with memcached two may ask at the same
+            moment: of members that end together, each sends the callback.
         keeps_order: the callback that Go sends has the results in the order of the group.
         is_quick: hundreds of chords take seconds.
     """
@@ -48,10 +49,11 @@ class Fleet:
             )
 
     def needs_types(self) -> None:
-        """Leave the test out where Go programs read results, or a task that was retried, of a store that changes types."""
+        """Skip where Go reads results or a retried task from a store that changes types."""
         if self.backend.startswith("mongodb") and private_mongo.best_kind() != "mongod":
             pytest.skip(
-                "left out: this stand-in for MongoDB makes int64 to int32, and some dates to texts; Go refuses both"
+                "left out: this stand-in for MongoDB makes int64 to int32, "
+                "and some dates to texts; Go refuses both"
             )
 
     def python(self, **options: Any) -> Server:
@@ -73,7 +75,10 @@ class Fleet:
         )
 
     def go_worker(self, queue: str = "", *, concurrency: int = 4, **flags: object) -> Peer:
-        """On RabbitMQ Go binds each queue by the binding key: without one of its own it would get a copy of all default tasks."""
+        """On RabbitMQ Go binds each queue by the binding key.
+
+        A queue without a key of its own would get a copy of all default tasks.
+        """
         peer = self.go(
             **{"binding_key": queue, **flags} if queue and self.broker.startswith("amqp") else flags
         )
@@ -89,8 +94,8 @@ def version(request: pytest.FixtureRequest) -> str:
 #: The pairs that Go Machinery has as well. `make chaos` tries everything on all of them.
 STORES = ("redis+redis", "redis+mongodb", "amqp+redis", "redis+memcache", "amqp+memcache")
 FLEETS = [(stores, version) for stores in STORES for version in VERSIONS]
-#: Where not FULL: what all tests run on, and what some run on as well. Go's RabbitMQ broker and its MongoDB backend are all but
-#: the same in both versions.
+#: Where not FULL: what all tests run on, and what some also run on. Go's RabbitMQ broker and its
+#: MongoDB backend are all but the same in both versions.
 BRIEF = [
     ("redis+redis", "v1"),
     ("redis+redis", "v2"),
@@ -147,7 +152,10 @@ QUEUES = (
 
 @pytest.fixture
 def go_amqp_url(rabbitmq_server: RabbitMQServer) -> str:
-    """RabbitMQ without the queues that these tests use. The way of delayed messages stays: making it takes longer than a test."""
+    """RabbitMQ without these tests' queues.
+
+    The queues for delayed messages stay: making them takes longer than a test.
+    """
     with closing(pika.BlockingConnection(pika.URLParameters(rabbitmq_server.url))) as connection:
         channel = connection.channel()
         for queue in QUEUES:
@@ -158,7 +166,7 @@ def go_amqp_url(rabbitmq_server: RabbitMQServer) -> str:
 
 @pytest.fixture(scope="session")
 def private_mongodb() -> Iterator[str]:
-    """A server of our own, always: Go Machinery knows no other database than `machinery`, and that is emptied."""
+    """A private server, always: Go Machinery knows only the database `machinery`, emptied here."""
     kind = private_mongo.KINDS[private_mongo.best_kind()]
     require(kind)
     with kind() as server:

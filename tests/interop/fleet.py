@@ -1,4 +1,4 @@
-"""The Python half: the same tasks under the same names as in peer/tasks.go, and a Server that has them."""
+"""The Python half: a Server with the tasks of peer/tasks.go, under the same names."""
 
 from __future__ import annotations
 

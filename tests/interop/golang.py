@@ -1,4 +1,4 @@
-"""A real Go Machinery beside ours: built once from `peer/`, and told what to do a JSON line at a time."""
+"""A real Go Machinery, built once from `peer/`, that takes its orders as JSON lines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class GoBroken(Exception):
 
 
 def peer(version: str) -> Path:
-    """The program for a test. Without a Go toolchain the test is left out, and says so; a build that breaks is a failure."""
+    """Return the program. Skip the test without a Go toolchain; fail it if the build breaks."""
     try:
         return build(version)
     except GoMissing as missing:
@@ -89,7 +89,7 @@ def build(version: str) -> Path:
 
 
 def _copy(version: str, folder: Path) -> None:
-    """The sources for one version: the same files, but for how a server is opened, and the import paths."""
+    """The sources for one version: only opening a server and the import paths differ."""
     folder.mkdir(parents=True, exist_ok=True)
     for source in [*SOURCES.glob("*.go"), *SOURCES.glob("go.*")]:
         shutil.copy(source, folder)

@@ -1,7 +1,7 @@
 """Stands in front of a stand-in for MongoDB that wants newer clients than it needs.
 
-nx-27017 tells clients that it speaks the wire versions 17 to 25; the client library of Go Machinery v1 knows those up to 9, and
-hangs up. What it then sends (OP_MSG) the server understands.
+nx-27017 tells clients that it speaks wire versions 17 to 25. The client library of Go Machinery v1
+knows those up to 9, and hangs up; but the server understands what it then sends (OP_MSG).
 """
 
 from __future__ import annotations

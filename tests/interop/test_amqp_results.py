@@ -1,4 +1,7 @@
-"""Results in RabbitMQ that Go and Python share. In Go a read takes the state away, so here each is read by one of them first."""
+"""Results in RabbitMQ, shared by Go and Python.
+
+A read in Go removes the state, so each is read by one of the two first.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +99,7 @@ def test_a_chain_goes_through_both(both: Both, first: str) -> None:
 
 @pytest.mark.parametrize("sender", ["go", "python"])
 def test_a_chord_that_is_split_over_both_fires_once(both: Both, sender: str) -> None:
-    """With one member in Go: of several that end at the same moment in Go each would send the callback."""
+    """With one member in Go: several that end together in Go would each send the callback."""
     server, go = both
     source = random.Random(sender)
     wanted: dict[str, list[int]] = {}
@@ -136,7 +139,7 @@ def test_a_chord_that_is_split_over_both_fires_once(both: Both, sender: str) -> 
 def test_a_chord_with_a_member_that_fails_is_ended_by_python(
     both: Both, sender: str, failing: str
 ) -> None:
-    """Not one that Go has sent and broken: Go tells nobody which members there are, and takes the news of them away."""
+    """Not a chord sent and broken in Go: Go lists no members, and removes their reports."""
     server, go = both
     parts = [
         call("fail", ("string", "no"), routing_key=failing),

@@ -1,4 +1,4 @@
-"""Groups and chords whose members are run by both languages, in any order: each chord fires exactly once."""
+"""Groups and chords with members in both languages, in any order: each chord fires exactly once."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ def test_tasks_known_only_to_the_other_side_reach_it(
     for uuid, (_, language, text) in zip(uuids, calls, strict=True):
         assert server.result(uuid).get(timeout=2 * HANG) == f"{language}:{text}"
     assert not server.inspect.dead()
-    # No hot loop on our side: a task was put back once, and again only after a pause that doubles each time.
+    # No hot loop on our side: after its first return, a task waits for a pause that doubles.
     put_back = collections.Counter(
         vars(one).get("task_uuid") for one in caplog.records if "not registered" in one.getMessage()
     )

@@ -101,7 +101,10 @@ def test_messages_of_python_mean_the_same_to_go(go: Peer, seed: int) -> None:
 class Maker:
     """Makes signatures that may be sent to Go."""
 
-    LETTERS = "abcXYZ019 _-.:/\\\"'<>&\n\t\x00\x1f\u00e9\u00df\u4e2d\u2028\u2029\ufeff\U0001f600\U0010ffff"
+    LETTERS = (
+        "abcXYZ019 _-.:/\\\"'<>&\n\t\x00\x1f"
+        "\u00e9\u00df\u4e2d\u2028\u2029\ufeff\U0001f600\U0010ffff"
+    )
 
     def __init__(self, source: random.Random) -> None:
         self.source = source

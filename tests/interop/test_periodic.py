@@ -70,8 +70,8 @@ def test_each_tick_is_sent_once(
         wait_until(lambda: sent() >= before + TICKS[kind], HANG, "the ticks")
         ticks, seconds = sent() - before, time.monotonic() - begin
 
-        # Twice as many if each language sent them all. Go's lock lets one tick slip through now and then: where it finds a lock
-        # that is over and still there, it sets it to end in 0 seconds.
+        # Twice as many if each language sent them all. Go's lock lets one tick slip through now and
+        # then: a lock that is over but still there gets an end in 0 seconds.
         assert ticks <= 1.4 * seconds + 1
         uuids = [one.uuid for one in server.broker.pending("ticks", 1000)]
         assert len(set(uuids)) == len(uuids) >= ticks

@@ -1,4 +1,4 @@
-"""What the tests of the Memcache backend share: an empty private server, and a clock that moves the server's time."""
+"""An empty private memcached, and a clock that moves the server's time, for the Memcache tests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def time_left(server: MemcachedServer, keys: Iterable[bytes]) -> dict[bytes, flo
 
 
 class NotingDriver(MemcacheDriver):
-    """Notes the keys that it writes: a server that evicts as it likes does not list them reliably."""
+    """Records the keys it writes: a server that evicts does not list them reliably."""
 
     written: set[bytes]
 

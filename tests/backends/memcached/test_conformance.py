@@ -1,4 +1,4 @@
-"""The contracts with memcached for a backend: alone, over two servers, and as the second of two stores."""
+"""The backend contracts over memcached: alone, over two servers, as the second of two stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is memcached's own: what it refuses, forgets and cuts off, on a real server that is made to do so."""
+"""Refused, forgotten and cut-off commands of a real memcached."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def proxy(empty_memcached: MemcachedServer) -> Iterator[Proxy]:
 
 
 class LosingDriver(MemcacheDriver):
-    """Loses the reply to one of its requests: the server carries it out, and the connection is reset."""
+    """Loses the reply to one request: the server executes it, and the connection is reset."""
 
     proxy: Proxy
     lose: int = -1  # which request from now, counted from 0
@@ -108,7 +108,7 @@ def arrival(member: str, total: int, *, group_uuid: str = "g") -> Arrival:
 def test_whichever_reply_is_lost_a_repeat_ends_as_if_none_was(
     proxy: Proxy, losing: LosingDriver, through: MemcacheBackend, times: int
 ) -> None:
-    """The reply to each request of a settlement in turn; with 2, the reply to the driver's own repeat as well."""
+    """The reply to each request of a settlement in turn; 2: also to the driver's own repeat."""
     failed = request = 0
     losing.times = times
     left = -1
@@ -410,7 +410,7 @@ def test_members_arriving_twice_in_many_threads_count_once(
 
 
 class MeanwhileDriver(MemcacheDriver):
-    """Has something done between the counting of a group's members and the writing of what was counted."""
+    """Runs something between counting a group's members and writing the count."""
 
     meanwhile: Callable[[LineCommand], object] | None = None
 
@@ -426,7 +426,7 @@ class MeanwhileDriver(MemcacheDriver):
 def test_members_that_arrive_first_at_once_are_all_counted(
     driver: MemcacheDriver, empty_memcached: MemcachedServer
 ) -> None:
-    """a counts one; b joins and counts two; a writes one; c joins and makes it two; b finds that two are written."""
+    """a counts 1; b joins, counts 2; a writes 1; c joins, makes it 2; b finds 2 written."""
     slow = [MeanwhileDriver(driver.servers) for _ in range(2)]
 
     def arrive(member: str, through: MemcacheDriver) -> None:

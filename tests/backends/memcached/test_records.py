@@ -1,4 +1,4 @@
-"""Claims and schedules in memcached: what is cut off, what is lost on the way, and what memcached forgets."""
+"""Claims and schedules in memcached: cut-off commands, lost replies and evicted records."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class FaultyDriver(MemcacheDriver):
 
 
 class Bench:
-    """Two processes over one broker and one memcached. The first may meet a fault, the second goes on."""
+    """Two processes over one broker and one memcached: one may meet a fault, the other goes on."""
 
     def __init__(self, server: MemcachedServer, url: str = "") -> None:
         self.clock = ManualClock()
@@ -194,7 +194,7 @@ def test_whichever_reply_is_lost_a_task_is_sent_and_no_other(
 
 
 def test_unfinished_steps_of_a_claim_outlive_its_change(bench: Bench) -> None:
-    """A window is over, and another takes the key, before the message of the first was published."""
+    """A window ends and another takes the key before the first one's message was published."""
     assert bench.store.backend.amend(_amendment("a", b"1", "t", life=50.0))
     bench.clock.advance(60.0)
     assert bench.heir.backend.claims(["a"]) == [None]
@@ -222,7 +222,7 @@ def _amendment(name: str, body: bytes, uuid: str, *, life: float) -> Amendment:
 
 
 def test_a_claim_that_is_forgotten_lets_a_second_one_in(empty_memcached: MemcachedServer) -> None:
-    """Not what anybody wants: what docs/how-to/memcache.md says, and what `features.forgets` stands for."""
+    """Unwanted, but documented in docs/how-to/memcache.md and told by `features.forgets`."""
     server = Server(Config(broker="memory://", result_backend=empty_memcached.url))
     ran: list[int] = []
     task = server.task("work", unique=True)(ran.append)

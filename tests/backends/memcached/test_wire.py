@@ -1,4 +1,4 @@
-"""Memcache as Go Machinery sees it: keys, servers, documents and expiries, compared with what the real Go program wrote."""
+"""Memcache as Go Machinery sees it: keys, servers, documents, expiries, against Go's recordings."""
 
 from __future__ import annotations
 

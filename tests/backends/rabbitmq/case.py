@@ -1,4 +1,4 @@
-"""What the tests of results in RabbitMQ share: a backend that notes what it writes, and a clock that lets it expire."""
+"""For results in RabbitMQ: a backend that records its writes, a clock that lets them expire."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from machinery_py.testing.waiting import HANG
 
 
 class LapsingClock(ManualClock):
-    """Lets states expire by its own time, as the server does by its: `test_amqp_results.py` shows that it does."""
+    """Expires states by its own time, as the server does: see `test_amqp_results.py`."""
 
     def __init__(self, url: str) -> None:
         super().__init__()

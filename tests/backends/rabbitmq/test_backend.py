@@ -1,4 +1,4 @@
-"""Results in RabbitMQ: as Go Machinery declares, writes and reads them, and when the server or the network fails."""
+"""Results in RabbitMQ: declared, written and read as by Go, and when server or network fails."""
 
 from __future__ import annotations
 
@@ -81,7 +81,10 @@ def go(amqp_url: str) -> Iterator[BlockingChannel]:
 
 
 def go_declares(go: BlockingChannel, queue: str, **other: Any) -> int:
-    """As each of Go's reads and writes does; how many messages wait. Raises ChannelClosedByBroker if anything is different."""
+    """Declare as each read and write of Go does, and return how many messages wait.
+
+    Raises ChannelClosedByBroker if anything is different.
+    """
     go.exchange_declare(EXCHANGE, "direct", durable=True, auto_delete=False, internal=False)
     frame = go.queue_declare(
         queue, durable=False, auto_delete=True, exclusive=False, arguments={**GO_ARGUMENTS, **other}

@@ -1,4 +1,4 @@
-"""Schedules and the keys of unique tasks in RabbitMQ: what is left of them, and what a lost reply does."""
+"""Schedules and keys of unique tasks in RabbitMQ: what stays, and what a lost reply does."""
 
 from __future__ import annotations
 

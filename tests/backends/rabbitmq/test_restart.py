@@ -28,7 +28,7 @@ def test_all_but_states_survives_a_kill_of_the_server(open_backend: Open) -> Non
         assert backend.amend(Amendment(name="every minute", expected=None, body=b"paused"))
         assert backend.amend(Amendment(name="key", expected=None, body=b"held", life=100.0))
         assert finish(backend) == SETTLED.word
-        # What was declared a moment before a kill is lost with its queue (F70 of the fault model): this takes a second.
+        # A queue declared just before a kill is lost (F70 of the fault model); this takes a second.
         server.ctl("list_queues", "--silent")
         server.kill()
         server.start()
@@ -94,7 +94,7 @@ class Counting:
                 self.done[life] = number + 1
 
     def is_found(self) -> bool:
-        """Whether the server answers; then both must be there, with the last number or the one that was on its way."""
+        """Whether the server answers; then both must be there, with the last number or the next."""
         try:
             (record,), (claim,) = (
                 (self._backend.records().bodies or {}).values(),

@@ -1,4 +1,4 @@
-"""What is SQLite's own of the backend: many rows in few steps, expiry in batches, other processes."""
+"""SQLite's own behaviour as a backend: many rows in few steps, batched expiry, other processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Three RabbitMQ nodes as one cluster: quorum queues whose leader dies, moves or is alone, and classic queues of a dead node."""
+"""A cluster of three RabbitMQ nodes.
+
+Quorum queues whose leader dies, moves or is alone; classic queues of a dead node.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def cluster(nodes: RabbitMQCluster) -> Iterator[RabbitMQCluster]:
 
 
 class Load:
-    """A thread that sends tasks until it is told to end; `accepted` has those of which it was told that they are stored."""
+    """A thread that sends tasks until told to end; `accepted` has those confirmed as stored."""
 
     def __init__(self, server: Server, task: Task[[int], int]) -> None:
         self._server = server
@@ -223,7 +226,10 @@ def is_put(broker: AMQPBroker, body: bytes) -> bool:
 
 
 def move_leader(cluster: RabbitMQCluster, queue: str) -> None:
-    """Let another node lead. One that is asked and lags behind may lose the election that follows: it is asked again."""
+    """Let another node lead.
+
+    A node that lags behind may lose the election after it was asked, so it is asked again.
+    """
     before = cluster.leader_of(queue)
 
     def moved() -> bool:

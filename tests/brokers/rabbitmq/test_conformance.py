@@ -47,7 +47,7 @@ class TestAMQPBroker(BrokerConformance):
     def test_delayed_message_is_neither_early_nor_late(
         self, broker: Broker, consumer: Consumer, clock: ManualClock
     ) -> None:
-        """By the server's own time: on a slow machine more of it passes than the clock here says."""
+        """By the server's time: on a slow machine more of it passes than the clock here says."""
         began = time.monotonic()
         broker.put([message(b"late", eta=seconds(clock.now(), 8.0))], token="")
         put(broker, b"now")

@@ -1,4 +1,4 @@
-"""A consumer whose connection ends between two steps: what it had is there, once, or twice with one UUID."""
+"""A consumer loses its connection between two steps: its messages exist once, or share a UUID."""
 
 from __future__ import annotations
 

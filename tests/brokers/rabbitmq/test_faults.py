@@ -1,4 +1,4 @@
-"""What RabbitMQ, the network and other programs can do to the broker. The numbers are those of the fault model."""
+"""Faults of RabbitMQ, network and other programs, with the numbers of the fault model."""
 
 from __future__ import annotations
 
@@ -398,7 +398,7 @@ def test_a_vhost_that_is_not_there_is_told(
 def test_server_lost_during_the_greeting_is_not_a_wrong_password(
     rabbitmq_server: RabbitMQServer, open_broker: Open, open_proxy: Callable[[int], Proxy]
 ) -> None:
-    """pika guesses a wrong password or a missing vhost from how far it came; those are for good, this is not."""
+    """pika guesses a wrong password or vhost from its progress; those are for good, this is not."""
     proxy = open_proxy(rabbitmq_server.port)
     broker = open_broker(proxy.through(rabbitmq_server.url))
     told = set()
@@ -482,7 +482,7 @@ def test_another_url_is_used_when_a_server_is_gone() -> None:
 
         first.kill()
 
-        # That the connection is closed may be found only when it is written to: then nobody knows, and it is sent again.
+        # A write may be the first to find the connection closed: the fate is unknown, so we resend.
         wait_until(lambda: puts(broker, b"1", b"2"), HANG, "messages that are stored")
         wait_until(lambda: consumer.holds([old]) == [False], HANG)
         assert consumer.beat() is False

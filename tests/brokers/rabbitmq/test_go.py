@@ -1,6 +1,7 @@
-"""Go Machinery beside us: exchanges, queues, bindings and messages as its workers and senders declare them, with plain pika.
+"""Go Machinery beside us: plain pika declares and publishes as Go's workers and senders do.
 
-Go declares in this order: exchange, queue, binding, confirm.select; and gets a 406 when something is there with other arguments.
+Go declares in this order: exchange, queue, binding, confirm.select. It gets a 406 when one of them
+exists with other arguments.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a worker holds over RabbitMQ: when it is lost, what of pika's inside a claim needs, and what counting takes."""
+"""Deliveries held over RabbitMQ: their loss, their counting, and what claims need inside pika."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def both_of(consumer: Consumer) -> list[Delivery]:
 
 
 def test_internals_of_pika_that_are_used_exist(broker: AMQPBroker) -> None:
-    """It has no public way to end a subscription without rejecting what is on its way, nor to drop a dead connection."""
+    """pika cannot publicly end a subscription without rejecting, nor drop a dead connection."""
     parameters = list(inspect.signature(pika.channel.Channel._rpc).parameters)
     assert parameters == ["self", "method", "callback", "acceptable_replies"]
     with broker.driver.visit("looking") as channel:
@@ -212,7 +212,7 @@ def test_a_claim_takes_what_it_wants_and_leaves_the_others(
 def test_delivery_during_an_unsubscribe_is_taken_as_new(
     broker: AMQPBroker,
 ) -> None:
-    """One message is wanted, and many are on their way when the first one has ended the subscription."""
+    """One message is wanted; many are on their way when the first has ended the subscription."""
     put(broker, *(b"%d" % number for number in range(200)))
     with broker.driver.visit("claiming") as channel:
         claim = Fetch(channel, ["q"], 100, HANG)

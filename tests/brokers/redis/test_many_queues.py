@@ -1,4 +1,4 @@
-"""Workers of few queues where many are known: what they cost, and that queues without a worker are not forgotten."""
+"""Workers of few queues among many: their cost, and queues without a worker are not forgotten."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """What a MongoDB is asked when it is first connected to: would it lose what it is given?
 
-Most of it is about servers that cannot be started here: what they say is put into their replies, or looked at alone.
+Most of it is about servers that cannot be started here: their words are put into replies, or
+checked alone.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ def test_setting_that_can_lose_tasks_is_named(said: Mapping[str, Any], text: str
     [
         (
             {"status": None},
-            "it does not tell whether it keeps what it stores (give this user the role clusterMonitor)",
+            "it does not tell whether it keeps what it stores "
+            "(give this user the role clusterMonitor)",
         ),
         ({"status": {}}, "it does not tell whether it keeps what it stores"),
         ({"build": {"version": "4.4.29"}}, "it does not tell whether it has a journal"),

@@ -1,4 +1,4 @@
-"""Frames that we write and read ourselves are pika's; confirms and acknowledgements by the batch."""
+"""Frames that we write and read ourselves equal pika's; confirms and acks come in batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings on a Redis Cluster: durability of each master, numbers of connections, keys and periods."""
+"""Settings on a Redis Cluster: durability of each master, connections, keys and periods."""
 
 from __future__ import annotations
 

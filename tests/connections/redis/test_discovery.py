@@ -1,4 +1,4 @@
-"""Which Redis is connected to: with TLS, by way of sentinels, or out of several; and what happens when one goes away."""
+"""Which Redis we connect to: by TLS, sentinels, or out of several; and after one goes away."""
 
 from __future__ import annotations
 

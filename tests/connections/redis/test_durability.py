@@ -1,4 +1,4 @@
-"""What a Redis is asked when it is first connected to: would it lose what it is given? On servers that would."""
+"""Settings checked at the first connection, on a Redis that would lose what it is given."""
 
 from __future__ import annotations
 
@@ -85,11 +85,13 @@ SETTINGS: Mapping[str, tuple[Mapping[str, str], str]] = {
     ),
     "evicting": (
         {"maxmemory": "100mb", "maxmemory-policy": "allkeys-lru"},
-        "maxmemory-policy is allkeys-lru: tasks, states and locks are thrown away when its 100.00M of memory are",
+        "maxmemory-policy is allkeys-lru: "
+        "tasks, states and locks are thrown away when its 100.00M of memory are",
     ),
     "evicting later": (
         {"maxmemory-policy": "volatile-ttl"},
-        "maxmemory-policy is volatile-ttl: states, results and locks are thrown away when maxmemory is ever set",
+        "maxmemory-policy is volatile-ttl: "
+        "states, results and locks are thrown away when maxmemory is ever set",
     ),
 }
 
@@ -157,8 +159,8 @@ def test_a_replica_is_named_with_its_master(
         if record.name.endswith("connections.redis.client")
     ]
     assert (
-        "it is a read-only replica of 127.0.0.1:1: no task can be stored or taken here (name the master"
-        in warning
+        "it is a read-only replica of 127.0.0.1:1: "
+        "no task can be stored or taken here (name the master" in warning
     )
     with pytest.raises(StoreUnusable, match="read-only replica of 127.0.0.1:1"):
         RedisDriver(configured.url, strict=True).ask(b"PING", doing="asking")

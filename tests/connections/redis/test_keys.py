@@ -38,7 +38,10 @@ def test_every_key_that_a_script_spells_is_in_the_table(script: pathlib.Path) ->
 
 
 def test_keys_with_a_value_in_them_are_read_from_a_script() -> None:
-    text = "call('SET', 'mpy:o:{' .. key .. '}', x) call('GET', 'mpy:u:' .. name) call('GET', 'mpy:ready')"
+    text = (
+        "call('SET', 'mpy:o:{' .. key .. '}', x) "
+        "call('GET', 'mpy:u:' .. name) call('GET', 'mpy:ready')"
+    )
 
     assert spelled(text) == {"mpy:o:{1}", "mpy:u:1", "mpy:ready"}
 

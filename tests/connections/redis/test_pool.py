@@ -1,4 +1,4 @@
-"""The section `redis` of the configuration, on a real server: each option that does something does it."""
+"""Each option of the configuration's `redis` section has its effect, on a real server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Scripts are read from `.lua` files: pieces are included once, constants filled in, and what is missing named by its place."""
+"""Scripts come from `.lua` files: pieces are included once, and constants are filled in.
+
+An error names what is missing, and its place.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ FILES = {
     "lua/prelude.lua": "-- Of all.\n\nlocal call = redis.call\n",
     "lua/queues.lua": "-- Of queues.\n--! include lua/prelude.lua\n\nlocal life = $LIFE\n",
     "lua/states.lua": "-- Of states.\n--! include lua/prelude.lua\n\nlocal states = {}\n",
-    "lua/settle.lua": "-- In: nothing. Out: nothing.\n--! include lua/queues.lua\n--! include lua/states.lua\n\n"
+    "lua/settle.lua": "-- In: nothing. Out: nothing.\n"
+    "--! include lua/queues.lua\n--! include lua/states.lua\n\n"
     "if call then\n  -- a reason\n\n  return life + $MORE -- beside code\nend\n",
     "lua/lost.lua": "-- In: nothing.\n--! include lua/nowhere.lua\n\nreturn 1\n",
     "lua/late.lua": "return 1\n--! include lua/prelude.lua\n",

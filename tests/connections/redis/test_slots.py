@@ -1,4 +1,4 @@
-"""Slots of a Redis Cluster, and names in our keys; the slots are what a Redis says of these keys."""
+"""Slots of a Redis Cluster, as a Redis computes them for these keys, and names in our keys."""
 
 from __future__ import annotations
 

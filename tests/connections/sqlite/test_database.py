@@ -141,7 +141,8 @@ for n in range(20):
 def test_writer_killed_in_a_transaction_leaves_all_or_nothing(path: Path) -> None:
     script = """
 for n in range(10**9):
-    broker.put([Message(uuid=str(n), name='', queue='q', body=b'x' * 2000) for _ in range(20)], token=str(n))
+    messages = [Message(uuid=str(n), name='', queue='q', body=b'x' * 2000) for _ in range(20)]
+    broker.put(messages, token=str(n))
     if n == 2: say('begun')
 """
     driver = SQLiteDriver(path)
@@ -213,7 +214,8 @@ def test_threads_that_write_while_others_fork_are_not_disturbed(driver: SQLiteDr
 
 
 def test_fork_waits_until_dropped_connections_are_closed(path: Path, driver: SQLiteDriver) -> None:
-    # A child that is forked while another thread closes a connection would wait for ever for a lock of the SQLite library.
+    # A child forked while another thread closes a connection would wait for ever for a lock in the
+    # SQLite library.
     forking = threading.Event()
 
     def drop(index: int) -> None:

@@ -217,7 +217,8 @@ def test_a_log_without_its_file_is_not_taken_for_a_new_file(
 def test_network_file_systems_are_known(tmp_path: Path) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text(
-        "/dev/sda / ext4 rw 0 0\nserver:/x /mnt/my\\040share nfs4 rw 0 0\ntmpfs /mnt/my\\040share/local tmpfs rw 0 0\n"
+        "/dev/sda / ext4 rw 0 0\n"
+        "server:/x /mnt/my\\040share nfs4 rw 0 0\ntmpfs /mnt/my\\040share/local tmpfs rw 0 0\n"
         "//smb/x /data cifs rw 0 0\nbroken\n"
     )
     kinds = {

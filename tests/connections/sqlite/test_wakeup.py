@@ -112,7 +112,10 @@ def test_notify_without_a_waiter_does_nothing(folder: str) -> None:
 
 
 def test_another_process_wakes_a_sleeper(folder: str) -> None:
-    script = "import sys; from machinery_py.connections.sqlite.wakeup import notify; notify(sys.argv[1], {'q'})"
+    script = (
+        "import sys; from machinery_py.connections.sqlite.wakeup import notify; "
+        "notify(sys.argv[1], {'q'})"
+    )
     notifier = Notifier(folder, "q")
     with notifier:
         subprocess.run([sys.executable, "-c", script, folder], check=True)
