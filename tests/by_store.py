@@ -1,10 +1,11 @@
 """The tests of one store: `pytest --store redis`, behind `make store STORE=redis`.
 
-    python -m tests.by_store redis     say whether there is such a store, before anything is set up for it
+    python -m tests.by_store redis     say whether there is such a store, before any setup
 
-A file whose path names a store is that store's. In the other files of `SHARED`, a test belongs to each store that its
-class, its name, its parameters or the names in its code say, and to each whose server it asks for. A test that belongs to no
-store in this way is Redis' in models/, and memory's elsewhere. So no test of these files is left out of all stores.
+A file whose path names a store belongs to that store. In the other files of `SHARED`, a test
+belongs to each store named by its class, its name, its parameters or the names in its code,
+and to each whose server it asks for. A test that belongs to none belongs to Redis in models/, and
+to memory elsewhere. So every test of these files is in some store.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Known:
     servers: frozenset[str] = frozenset()  # fixtures
 
 
-#: The first whose words stand in the path of a file has the file: `stores/redis_cluster/` is the cluster's.
+#: The first entry with a word in the file's path wins: `stores/redis_cluster/` is the cluster's.
 STORES: dict[str, Known] = {
     "rabbitmq": Known("amqp|rabbitmq", frozenset({"rabbitmq_server"})),
     "memcached": Known("memcache", frozenset({"memcached_server"})),
@@ -53,7 +54,7 @@ SHARED = (
     "system/test_workflows.py",
 )
 
-#: What the loop leaves to `make test`, also where the path names a store: whole fleets, killed processes, Go.
+#: Left to `make test`, even where the path names a store: whole fleets, killed processes, Go.
 LEFT_OUT = ("chaos/*", "interop/*", "system/test_*crash*.py", "system/test_*faults.py")
 
 
@@ -101,7 +102,7 @@ def stores_of_test(path: str, names: str, fixtures: Iterable[str]) -> frozenset[
 
 
 def _names(item: pytest.Item) -> str:
-    """Return class, name and parameters of the test, and the names that its code uses (`RedisServer`)."""
+    """Return class, name and parameters of the test, and names in its code (`RedisServer`)."""
     code = getattr(getattr(item, "function", None), "__code__", None)
     return " ".join([item.nodeid.partition("::")[2], *(code.co_names if code else ())])
 

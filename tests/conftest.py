@@ -19,7 +19,7 @@ from tests.support import private_mongo
 settings.register_profile("machinery", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("machinery")
 
-#: What takes minutes, or asks much of the machine (three RabbitMQ nodes, which start for half a minute): `make chaos` runs it.
+#: Slow or heavy tests (three RabbitMQ nodes take half a minute to start): `make chaos` runs them.
 LONG = [
     "chaos/test_chaos_amqp.py",
     "brokers/rabbitmq/test_cluster.py",
@@ -61,8 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def _what_consumers_ran_is_known_to_this_run_alone(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[None]:
-    """Their files lie in the folder for temporary ones: no earlier run's may be there. Short paths, for sockets."""
-    tmp_path_factory.getbasetemp()  # where it was: below the new one, the paths of sockets would be too long
+    """Keep the consumers' files in a fresh temporary folder, its path short enough for sockets."""
+    tmp_path_factory.getbasetemp()  # before the patch: below the new folder, paths are too long
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="mpy") as folder:
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
@@ -77,7 +77,7 @@ def _no_files_in_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: objec
 
 @pytest.fixture(autouse=True)
 def _servers_are_closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A Server that a test leaves open is closed behind it: other tests count the connections of the shared servers."""
+    """Close a Server that a test left open: other tests count the servers' connections."""
     made: list[weakref.ref[Server]] = []
     begin = Server.__init__
 

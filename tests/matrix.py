@@ -2,10 +2,10 @@
 
     make matrix      that is: pytest --write-matrix, with MACHINERY_TEST_PAIRS=1
 
-A cell is of the last run that tried the suite over these stores: what a run leaves out stays as it was.
+A cell shows the last run of its suite over these stores: what a run leaves out stays as it was.
 
-A test belongs to the suites that its class derives from; the stores are asked of the fixtures that it got. Nothing here names a
-store: one that is added has its rows as soon as its URL can be opened and its tests run.
+A test belongs to the suites that its class derives from; its stores are read from its fixtures. No
+store is named here: a new one gets its rows when its URL can be opened and its tests run.
 """
 
 from __future__ import annotations
@@ -55,10 +55,14 @@ NEVER = "–"
 _OUTCOMES = ("passed", "failed", "skipped")
 _HEAD = """# Tests of each store and pair of stores
 
-Written by test runs (`make matrix`). A cell has the number of passed tests of the suite; *failed* and *left out* are named where
-there are any; "–": the suite was not run over these stores. The suites are those of `machinery_py.testing.conformance`, the
-same for every store. If a store cannot do something, the suite checks that it refuses it. `null` keeps nothing, so
-it has no tests here. Where no `mongod` is installed, MongoDB's tests use a stand-in (here: {mongodb}).
+Written by test runs (`make matrix`). A cell has the number of passed tests of the suite; \
+*failed* and *left out* are named where
+there are any; "–": the suite was not run over these stores. \
+The suites are those of `machinery_py.testing.conformance`, the
+same for every store. If a store cannot do something, \
+the suite checks that it refuses it. `null` keeps nothing, so
+it has no tests here. \
+Where no `mongod` is installed, MongoDB's tests use a stand-in (here: {mongodb}).
 """
 
 
@@ -138,7 +142,7 @@ def is_counted(item: pytest.Item, suite: str, base: type) -> bool:
 
 
 class Matrix:
-    """Leaves out what it does not count, collects while the tests run, and writes the page at their end."""
+    """Skip tests that it does not count, collect during the run, write the page at its end."""
 
     def __init__(self) -> None:
         self._of_class: dict[tuple[str, type], tuple[str, str]] = {}

@@ -1,12 +1,13 @@
-"""Runs the tests on other Pythons and servers than this machine's, in minimal Debian roots: `make platforms`.
+"""Run the tests on other Pythons and servers, in minimal Debian roots: `make platforms`.
 
     python -m tests.platforms                 all of them, half an hour on two cores
     python -m tests.platforms python3.15      one
     python -m tests.platforms --tests tests/worker/test_executors.py
 
-A root is made once by debootstrap (two minutes) in `.platforms/`, or where MACHINERY_PLATFORMS says, and used again; each run
-copies the checkout into it and installs it anew. The tests run in the root with their own processes and mounts, which end with
-them. It asks for root's rights and debootstrap, and takes packages from the mirror that this machine's apt uses.
+Debootstrap makes a root once (two minutes) in `.platforms/`, or where MACHINERY_PLATFORMS says, and
+later runs use it again; each copies the checkout into it and installs it anew. The tests run there
+with their own processes and mounts, which end with them. Needs root's rights and debootstrap, and
+takes packages from the mirror that this machine's apt uses.
 The table of docs/reference/platforms.md is written by a run of everything.
 """
 
@@ -128,7 +129,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = set(options.names) - {one.name for one in PLATFORMS}
     if unknown:
         parser.error(
-            f"unknown platform {sorted(unknown)[0]!r} (known: {', '.join(one.name for one in PLATFORMS)})"
+            f"unknown platform {sorted(unknown)[0]!r} "
+            f"(known: {', '.join(one.name for one in PLATFORMS)})"
         )
     if os.geteuid() != 0:
         parser.error(
@@ -174,7 +176,7 @@ def make_root(platform: Platform) -> Path:
         subprocess.run(
             ["debootstrap", "--variant=minbase", platform.suite, half_made, mirror()], check=True
         )
-        # A mirror may hold a state of the rolling release that is some weeks old, and says so by its date.
+        # The mirror's rolling release may be some weeks old, and its date says so.
         (half_made / "etc/apt/apt.conf.d/90platforms").write_text(
             'Acquire::Check-Valid-Until "false";\n'
         )
@@ -210,7 +212,7 @@ def mirror() -> str:
 
 
 def copy_checkout(root: Path) -> None:
-    """Copy what git knows of, and has not been told to ignore, to /src/machinery; shared data beside it."""
+    """Copy what git knows and does not ignore to /src/machinery; shared data beside it."""
     target = root / "src" / "machinery"
     shutil.rmtree(target.parent, ignore_errors=True)
     listed = subprocess.run(
@@ -252,14 +254,15 @@ def install(root: Path, platform: Platform) -> None:
 def run_tests(root: Path, platform: Platform, selection: Sequence[str]) -> tuple[int, int, int]:
     """Run pytest in the root; return how many passed, failed and were left out."""
     report = root / "src" / "report.xml"
-    # Whatever the tests call Redis is the platform's: the same program under the name they look for.
+    # The platform's server gets the names that the tests look for, so that they run it as Redis.
     enter(
         root, 'mkdir -p /redis && ln -sf "$(command -v "$0")" /redis/redis-server', platform.redis
     )
     enter(
         root,
         f"cd /src/machinery && CI=true PATH=/redis:/venv-{platform.python}/bin:$PATH "
-        f'/venv-{platform.python}/bin/python -m pytest -q -n 2 --dist worksteal --junitxml /src/report.xml "$0" "$@"',
+        f"/venv-{platform.python}/bin/python -m pytest -q -n 2 --dist worksteal "
+        f'--junitxml /src/report.xml "$0" "$@"',
         *selection,
         check=False,
     )
@@ -278,7 +281,9 @@ def versions(root: Path, platform: Platform) -> list[str]:
         f"""
         {platform.python} -c 'import platform; print(platform.python_version())'
         {platform.redis} --version | sed 's/^\\(Redis\\|Valkey\\) server v=\\([0-9.]*\\).*/\\1 \\2/'
-        for one in rabbitmq-server memcached; do dpkg-query -W -f '${{Version}}\\n' $one | sed 's/-.*//'; done
+        for one in rabbitmq-server memcached; do
+            dpkg-query -W -f '${{Version}}\\n' $one | sed 's/-.*//'
+        done
     """,
         capture=True,
     )
@@ -286,8 +291,11 @@ def versions(root: Path, platform: Platform) -> list[str]:
 
 
 def enter(root: Path, script: str, *words: str, check: bool = True, capture: bool = False) -> str:
-    """Run a script in the root, with mounts and processes of its own that end with it; return what it printed."""
-    inner = 'mount --rbind /dev "$0/dev" && mount -t proc proc "$0/proc" && mount -t tmpfs tmp "$0/tmp" && exec chroot "$@"'
+    """Run a script in the root, with its own mounts and processes; return what it printed."""
+    inner = (
+        'mount --rbind /dev "$0/dev" && mount -t proc proc "$0/proc" && '
+        'mount -t tmpfs tmp "$0/tmp" && exec chroot "$@"'
+    )
     clean = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8"}
     # All of it ends with this process, however that ends.
     alone = [

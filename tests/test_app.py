@@ -1,4 +1,4 @@
-"""The way from a signature to a message: what is counted from the sending, and what a follow-up inherits."""
+"""From a signature to a message: what counts from the sending, and what a follow-up inherits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from machinery_py.testing.waiting import wait_until
 
 
 class Flow:
-    """Tasks with a manual clock; `published` has every signature as the pre-publish handler saw it."""
+    """Tasks with a manual clock; `published`: each signature seen by the pre-publish handler."""
 
     def __init__(self) -> None:
         self.server = Server("memory://")

@@ -1,4 +1,4 @@
-"""The import rule of docs/explanation/architecture.md: imports go down only; files and functions stay small."""
+"""The rule of docs/explanation/architecture.md: imports go down; files and functions stay small."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUPPORT = PACKAGE.parent / "tests" / "support"  # read as the package is, so hel
 MAX_FILE = 500  # lines
 MAX_FUNCTION = 60  # lines, without the docstring
 
-#: Packages and the modules beside them. Each imports only what stands before it, in its row or above.
+#: Packages, and modules beside them. Each imports only from earlier rows, or earlier in its row.
 ROWS: tuple[str, ...] = (
     "texts version errors clock names async_twins threads",
     "values",
@@ -222,7 +222,7 @@ def test_every_method_of_a_public_contract_has_a_docstring() -> None:
 
 
 def test_no_pickle_and_no_import_by_name_from_a_message() -> None:
-    """Messages are JSON; names in them are looked up in the registry. The places that import by name are listed."""
+    """JSON messages name tasks of the registry; this lists the places that import by name."""
     may_import = {
         "stores.open",
         "cli.main",
@@ -278,7 +278,7 @@ def _abstract_classes() -> Iterator[tuple[str, type]]:
                     yield f"{value.__module__}.{value.__name__}", value
 
 
-#: An error that a caller catches, and the event of the same end: both are the name a user looks for.
+#: An error that callers catch, and the event of the same end: users look for both by this name.
 TWICE = {"TaskFailed"}
 
 

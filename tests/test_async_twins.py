@@ -1,4 +1,7 @@
-"""Whatever talks to a store has a twin for coroutines: with the same parameters, and the loop goes on while it waits."""
+"""Everything that talks to a store has a coroutine twin with the same parameters.
+
+The loop goes on while the twin waits.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ CLASSES = (
     Worker,
 )
 
-#: Methods that talk to no store, or that no program calls in a coroutine: a new one stands here, or has a twin.
+#: Methods without a store, or that no coroutine calls: a new method stands here, or has a twin.
 OFFLINE: dict[type, set[str]] = {
     Server: {
         "around_task",

@@ -1,4 +1,4 @@
-"""`make quick` and `make store`: no test of a store is forgotten, and the Makefile says what it has."""
+"""`make quick` and `make store` forget no test of a store, and the Makefile says what they run."""
 
 from __future__ import annotations
 

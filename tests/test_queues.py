@@ -39,7 +39,8 @@ def test_how_queues_are_written(text: str, queues: object) -> None:
         (" , ", "no queue named"),
         (
             "critical:x",
-            "queue 'critical:x': found the weight 'x' (expected a number greater than 0, as critical:6; a name that has "
+            "queue 'critical:x': found the weight 'x' "
+            "(expected a number greater than 0, as critical:6; a name that has "
             "a colon in it ends in one: critical:x:)",
         ),
         ("critical:0,low", "found the weight '0'"),

@@ -1,4 +1,4 @@
-"""Revoking, step by step: how long it is remembered, and who goes on when whoever revokes dies between two steps."""
+"""Revoking in steps: how long it is remembered, and who finishes when the revoker dies midway."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_revoking_a_finished_task_changes_nothing(bench: Bench) -> None:
 def test_revoked_task_of_unknown_callbacks_waits_for_its_message(
     bench: Bench,
 ) -> None:
-    """Go writes PENDING as well, and a chord must not wait for a member that nobody has told it of."""
+    """Go writes PENDING too; a chord must not wait for a member that nobody reports."""
     signature = bench.note.signature("never").catch(bench.note.partial("caught")).with_uuid()
     app = bench.server.app
     app.store.backend.set_state_pending(signature)

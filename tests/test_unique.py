@@ -1,4 +1,4 @@
-"""What is decided about unique and exclusive tasks by values and time alone, on the memory stores."""
+"""Decisions on unique and exclusive tasks from values and time alone, on the memory stores."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_keys_and_locks_of_two_applications_are_not_the_same() -> None:
     assert lock_name("work", call, args, "", owner="shop") != lock_name("work", call, args, "")
     assert lock_name("work", call, args, "feed", owner="shop") == "feed"
 
-    # Not the address of a store, which one process may know by another name than the next; and the default is as it was.
+    # Not a store's address, which processes may spell differently; and the default is unchanged.
     assert (
         owner(Config(broker="redis://a", lock="redis://l"))
         == owner(Config(broker="redis://b", lock="redis://l"))

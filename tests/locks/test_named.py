@@ -256,7 +256,7 @@ def test_a_short_outage_loses_nothing_a_long_one_does() -> None:
         store.inner.release(lock._held.held)  # type: ignore[union-attr]
         lock._held = None
         assert lock.acquire(blocking=False)
-        store.away.set()  # it cannot be released, and ends by itself: what the block did was under the lock
+        store.away.set()  # the lock cannot be released, and ends by itself: the block was under it
     keeper.close()
     assert not keepers()
 

@@ -1,20 +1,23 @@
 """What the scripts for Redis do, in plain Python, and machines that compare the two.
 
     redis.py       a small Redis of typed keys
-    messages.py    queues: what the scripts of the broker share         putting.lua and messages.lua of brokers/redis/lua/
+    messages.py    queues, shared by the broker's scripts
+                   (putting.lua and messages.lua of brokers/redis/lua/)
     broker.py      a function for each script of brokers/redis/scripts.py
-    states.py      states and groups: what the scripts of the backend share   changes.lua of backends/redis/lua/
+    states.py      states and groups, shared by the backend's scripts
+                   (backends/redis/lua/changes.lua)
     backend.py     of backends/redis/scripts.py
     settlement.py  of stores/redis.py
     amend.py       of backends/redis/records.py, and AMEND of stores/redis.py
     locks.py       of locks/redis.py
-    cluster.py     of backends/redis/cluster_scripts.py and brokers/redis/scripts.py: changes, effects and queues
+    cluster.py     of backends/redis/cluster_scripts.py and brokers/redis/scripts.py: changes,
+                   effects and queues
     beside.py      runs script and model with the same arguments, and compares all that can be seen
     slots.py       the same in a cluster, where a step stays in one slot
 
-Modelled is what a crash or a race must not break: delivery, settlement, changes of states. The conformance suites hold listings,
-locks, schedules and claims.
+The models hold what a crash or a race must not break: delivery, settlement, changes of states. The
+conformance suites hold listings, locks, schedules and claims.
 
-A function takes the Redis and the arguments of its script, and returns its reply. It says what is true afterwards, not in how
-many commands. Texts are bytes seen as Latin-1.
+A function takes the Redis and its script's arguments, and returns its reply. It says what is true
+afterwards, not in how many commands. Texts are bytes seen as Latin-1.
 """

@@ -195,7 +195,10 @@ def forget(redis: Redis, tasks: Sequence[str], groups: Sequence[str]) -> None:
 
 
 def tend(redis: Redis, now: str, expire: int) -> int:
-    """What is too old leaves the listings. A group is kept while it is to be settled, or a member has a document."""
+    """Drop what is too old from the listings.
+
+    A group stays while it is unsettled or a member has a document.
+    """
     moment = int(now)
     redis.expect("mpy:partial", Zset)
     redis.unscore_up_to("mpy:revoked", moment)

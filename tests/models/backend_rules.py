@@ -1,4 +1,4 @@
-"""The steps of the machines of backend and settlement: each script with arguments from small pools."""
+"""The steps of the backend and settlement machines: each script with arguments from small pools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a script and its model with the same arguments, and compares replies, all keys, their expiry, and what was published."""
+"""Run a script beside its model; compare replies, all keys, expiries and what was published."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from machinery_py.connections.redis.client import RedisConnection, RedisDriver, 
 from machinery_py.connections.redis.scripts import Script, pack
 from tests.models.redis import Bag, Hash, Redis, WrongType, Zset
 
-NEAR = 30.0  # seconds between two expiries that are meant to be the same; the shortest difference of any two is 100
+NEAR = 30.0  # seconds between two expiries meant to be equal; different ones are 100 apart
 
 # Out: the server's time in ms; of each key (name, type, ms until it expires, what it holds).
 DUMP = b"""
@@ -49,7 +49,7 @@ def text(value: Any) -> Any:
 
 
 def unpacked(packed: msgspec.Raw | bytes) -> Any:
-    """What was packed for a script, so that it can be packed again: its texts may hold any bytes."""
+    """Unpack what was packed for a script, to pack it again: its texts may hold any bytes."""
     head = bytes(packed)[0]
     if 0x90 <= head <= 0x9F or head in (0xDC, 0xDD):
         return [unpacked(one) for one in msgspec.msgpack.decode(packed, type=list[msgspec.Raw])]
@@ -157,7 +157,7 @@ class Beside:
         *values: Any,
         reading: Reading = lambda reply: reply,
     ) -> Any:
-        """Run both, compare, and return the reply. `reading` brings the script's reply into the model's form."""
+        """Run both, compare, and return the reply; `reading` gives it the model's form."""
         shown = text(list(values))
         note(f"{model.__name__}{tuple(shown)!r}")
         try:
@@ -191,7 +191,7 @@ class Beside:
         return reply
 
     def _chosen(self, key: str, members: set[str], count: int) -> Iterable[str]:
-        """Which members the server took: those that are gone, then those that it named and put back."""
+        """The members the server took: those gone, then those named and put back."""
         left = self._after.get(key, set())
         return sorted(members, key=lambda one: (one in left, one not in self._rung))[:count]
 

@@ -1,7 +1,7 @@
 """What the scripts of a Redis Cluster do.
 
-Those of backends/redis/cluster_scripts.py and brokers/redis/scripts.py, each in one slot. A script of a
-shard takes what the names of its keys begin with, as `prefix`.
+Each of backends/redis/cluster_scripts.py and brokers/redis/scripts.py works in one slot. A script
+of a shard takes the prefix of its keys' names as `prefix`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,11 @@ def flag(redis: Redis, uuid: str) -> int:
 
 
 def may_fire(redis: Redis, group: str) -> bool:
-    """A group with a document is fired by whoever has flagged it; but of one with a failed member Go tells nobody."""
+    """Whether the group may be fired.
+
+    A group with a document is fired by whoever has flagged it; but Go tells nobody of one with a
+    failed member.
+    """
     hash_key = group_keys(group)[0]
     redis.expect(hash_key, Hash)
     text = own_text(redis, group, "GroupUUID")

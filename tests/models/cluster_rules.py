@@ -1,4 +1,4 @@
-"""The steps of the machines of a Redis Cluster: tasks and groups, listings and schedules, a queue, locks."""
+"""The steps of the Redis Cluster machines: tasks, groups, listings, schedules, a queue, locks."""
 
 from __future__ import annotations
 

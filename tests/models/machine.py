@@ -1,4 +1,4 @@
-"""What the machines share: the pools that arguments are drawn from, the passing of time, and how many steps are taken."""
+"""Shared by the machines: the pools for arguments, the passing of time, and the number of steps."""
 
 from __future__ import annotations
 

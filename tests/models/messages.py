@@ -1,6 +1,7 @@
 """How a message comes to its queue, leaves it and comes back.
 
-A queue is (name, what our keys for it begin with); a message (place of its queue, priority, due in µs or 0, label, parks, body).
+A queue is (name, prefix of our keys for it); a message (place of its queue, priority, due in µs or
+0, label, parks, body).
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def is_spoilt(redis: Redis, queue: Queue) -> bool:
 
 
 def can_end(redis: Redis, queue: Queue, session: str, receipt: str, fate: str) -> bool:
-    """Whether the delivery can come back or wait: not where somebody keeps something else under one of its lists."""
+    """Whether the delivery can come back or wait; not with a foreign value in its lists."""
     level = entry_of(redis.fields(flight_of(queue, session))[receipt]).level
     return fate in ("done", "dead") or not (
         is_spoilt(redis, queue) or is_spoilt(redis, (list_of(queue, level), ""))
@@ -146,7 +147,7 @@ def can_end(redis: Redis, queue: Queue, session: str, receipt: str, fate: str) -
 
 
 def due_in(redis: Redis, queues: Sequence[Queue], now: int) -> int:
-    """µs until something is due, -1 if nothing ever is. Something else under Go's key is never due."""
+    """µs until something is due, -1 if nothing is; a foreign value under Go's key never is."""
     late = redis.keys.get(DELAYED)
     left = [score / 1000 - now for score in late.values()] if isinstance(late, Zset) else []
     for queue in queues:
@@ -167,7 +168,7 @@ def give_back(
     *,
     guilty: Collection[str] = (),
 ) -> None:
-    """Give (receipt, message) to the heads of their lists, the oldest in front. The guilty receipts get a strike."""
+    """Put (receipt, message) at their lists' heads, oldest first; guilty receipts get a strike."""
     for receipt, entry in sorted(entries, key=lambda one: int(one[0]), reverse=True):
         give(redis, queue, entry.level, entry.body, now, first=True)
         remember(redis, queue, replace(entry, strikes=entry.strikes + (receipt in guilty)))
@@ -185,7 +186,10 @@ def flight_of(queue: Queue, session: str) -> str:
 
 
 def empty(redis: Redis, queue: Queue, session: str, began: Collection[str] | None, now: int) -> int:
-    """Take from a session all that it holds of a queue; how many had arrived at it. None: it began what it has noted."""
+    """Take from a session all that it holds of a queue, and return how many had arrived.
+
+    None: it began what it has noted.
+    """
     redis.expect(queue[0], list)
     return_arrivals(redis, queue, session, now)
     held = redis.fields(flight_of(queue, session))

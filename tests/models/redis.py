@@ -1,4 +1,4 @@
-"""A small Redis: typed keys, some with an expiry, and scripts that are carried out whole or refused whole."""
+"""A small Redis: typed keys, some with an expiry, and scripts that are done or refused whole."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Redis:
         self.keys, self.expires, self.published, self.woken = saved
 
     def expect(self, key: str, kind: type) -> None:
-        """Refuse the script if the key holds something else, or if it wants to be two things at once."""
+        """Refuse the script if the key holds another type, or should hold two at once."""
         found = type(self.keys[key]) if key in self.keys else self._wanted.get(key, kind)
         if found is not kind:
             raise WrongType(f"{key} holds a {KINDS[found]}, not a {KINDS[kind]}")

@@ -1,4 +1,4 @@
-"""Scripts and models in a Redis Cluster: each step stays in one slot, whose guard the script names."""
+"""Scripts and models in a Redis Cluster: each step stays in one slot and names its guard."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tests.models.beside import DUMP, Beside, Reading
 from tests.models.machine import ScriptMachine
 from tests.models.redis import Redis
 
-ALLOW = b"#!lua flags=no-writes,allow-cross-slot-keys"  # before Redis 7 scripts have no flags, and may read all slots of a node
+# Before Redis 7 scripts have no flags, and may read all slots of a node.
+ALLOW = b"#!lua flags=no-writes,allow-cross-slot-keys"
 
 
 class ClusterBeside(Beside):

@@ -29,7 +29,7 @@ Arrived = tuple[str, str, int, bool, str]
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of a task. `state` is None if there is no document; `left`: what its companion says even so."""
+    """Facts about a task. `state`: None without a document; `left`: as its companion says."""
 
     state: TaskState | None
     left: TaskState | None
@@ -44,7 +44,7 @@ class Row:
 
 @dataclass(frozen=True)
 class NewState:
-    """A state as a script takes it, with what is not part of the state. `uuid`: as our keys have it; `kept`: seconds."""
+    """A state as a script takes it, with more. `uuid`: as in our keys; `kept`: seconds."""
 
     uuid: str
     state: TaskState

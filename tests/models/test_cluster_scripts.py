@@ -1,4 +1,4 @@
-"""What holds for every script of a Redis Cluster: it checks before it writes, knows a full Redis, and waits for its slot."""
+"""Redis Cluster scripts check before they write, notice a full Redis, and wait for their slot."""
 
 from __future__ import annotations
 
@@ -149,7 +149,11 @@ def call(beside: ClusterBeside, name: str) -> str:
 
 
 def fill(beside: ClusterBeside) -> None:
-    """An open task with a companion, a group with a member in, a record, a schedule, a claim, listings, and messages."""
+    """Fill a cluster for the scripts.
+
+    An open task with a companion, a group with one member done, a record, a schedule, a claim,
+    listings, and messages.
+    """
     start = str(START)
     open_task = change(key="task_1", states=[TaskState(task_uuid="task_1")])
     groups = {

@@ -1,4 +1,4 @@
-"""What holds for every script: it says what goes in and out, checks before it writes, and knows a full Redis."""
+"""Every script declares what goes in and out, checks before it writes, and notices a full Redis."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_each_lua_file_is_a_script_or_included() -> None:
         assert len(code.splitlines()) < 500
 
 
-#: What only reads for people, and records behind one compare-and-swap: the conformance suites hold them.
+#: Listings for people, and records behind one compare-and-swap: the conformance suites hold them.
 WITHOUT_MODEL = {
     "broker": {
         *("BURY", "DEAD", "LATE", "LATE_NAMES", "PENDING"),
@@ -268,7 +268,10 @@ def call(beside: Beside, script: Script, values: Any) -> str:
 
 
 def fill(beside: Beside) -> None:
-    """Messages that wait, are in flight, delayed, parked and dead; tasks that are open; a group that is incomplete."""
+    """Fill a Redis for the scripts.
+
+    Messages that wait, are in flight, delayed, parked and dead; open tasks; an incomplete group.
+    """
     start = str(START)
     made = Changes(DAY, 3600)
     made.add(
@@ -347,7 +350,8 @@ def test_a_script_that_finds_another_type_changes_nothing(beside: Beside, name: 
 def test_script_that_finds_another_type_at_a_key_of_ours_stops(beside: Beside, name: str) -> None:
     """Nobody writes there but us; should somebody do it, no message is lost for that.
 
-    But for a claim that finds something else under the key of its session, whose random name nobody knows.
+    Except by a claim that finds a foreign value under its session's key, whose random name
+    nobody knows.
     """
     module, script = SCRIPTS[name]
     fill(beside)
@@ -383,7 +387,7 @@ def test_tending_a_group_with_a_foreign_key_changes_nothing(
 
 
 def half_done(beside: Beside, call: Callable[[], str]) -> list[str]:
-    """The keys which, when they hold something else, have the call refused after it has changed something."""
+    """The keys that, when they hold a foreign value, make the call refuse after a first change."""
     full, before = beside.snapshot(), beside.dump()[0]
     assert call() == ""
     there = beside.dump()[0] | before

@@ -295,7 +295,7 @@ def test_the_rest_is_held_against_its_annotation_as_well() -> None:
 
 
 def test_partial_call_is_not_checked_against_parameters() -> None:
-    # An error callback gets the error text in front: what is given is for other parameters than it seems.
+    # An error callback gets the error text first: the given arguments fill later parameters.
     assert [arg.value for arg in Call("task", keywords).arguments((5,), {}, partial=True)] == [5]
 
 

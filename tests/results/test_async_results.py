@@ -68,7 +68,10 @@ def test_a_failure_is_raised_each_time(bench: Bench) -> None:
 
 def test_timeout_error_names_the_awaited_condition(bench: Bench) -> None:
     result = bench.add.options(queue="mail").send(1, 2)
-    text = rf"^no result of {result.uuid} after 0\.0 s; last state PENDING, no worker on (queue )?'mail'$"
+    text = (
+        rf"^no result of {result.uuid} after 0\.0 s; "
+        r"last state PENDING, no worker on (queue )?'mail'$"
+    )
     with pytest.raises(TimeoutError, match=text) as caught:
         result.get(timeout=0)
     assert isinstance(caught.value, ResultTimeout)
@@ -317,7 +320,7 @@ def test_a_broken_head_of_a_member_breaks_the_group(bench: Bench) -> None:
 
 
 class _Watched(MemoryBackend):
-    """A backend whose listeners do not sleep: while somebody would, time passes and what is due is run.
+    """A backend whose listeners never sleep: instead, time passes and what is due is run.
 
     Whoever sleeps must watch what he looks at, or the end of it does not wake him.
     """

@@ -1,4 +1,4 @@
-"""The scheduler on memory stores and a clock that stands still: policies, changes, races, faults."""
+"""The scheduler on memory stores and a manual clock: policies, changes, races, faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules: Go's grammar and times as recorded, what is ours, and clock changes against a brute-force search."""
+"""Schedules against Go's recordings, our additions, and clock changes against brute force."""
 
 from __future__ import annotations
 
@@ -275,7 +275,10 @@ def minutes_of(field: str, high: int) -> set[int]:
 def brute_force(
     spec: str, zone: str, start: dt.datetime, end: dt.datetime, *, fixed: bool
 ) -> list[dt.datetime]:
-    """Look at every minute. A fixed time: once for each minute of the calendar, when the wall first shows or passes it."""
+    """Look at every minute.
+
+    A fixed time comes once for each minute of the calendar, when the wall first shows or passes it.
+    """
     minute_field, hour_field, *_ = spec.split()
     minutes, hours = minutes_of(minute_field, 59), minutes_of(hour_field, 23)
     info = ZoneInfo(zone)
@@ -317,12 +320,15 @@ SPECS = (
 
 @pytest.mark.slow
 def test_every_clock_change_against_brute_force() -> None:
-    """Around changes of all zones: fixed times once, the others as the wall shows them, `go` always as the wall shows them."""
+    """Around changes of all zones: fixed times come once, the others as the wall shows them.
+
+    `go` always follows the wall.
+    """
     wrong: list[str] = []
     rng = random.Random(7)
     looked = 0
     for zone, change in sample():
-        # Zones whose offsets have seconds are looked at where the minutes of the wall are minutes of UTC.
+        # Zones whose offsets have seconds are checked where minutes of the wall are minutes of UTC.
         around = [change - dt.timedelta(hours=26), change + dt.timedelta(hours=26)]
         offsets = [
             moment.astimezone(ZoneInfo(zone)).utcoffset() or dt.timedelta() for moment in around
@@ -345,7 +351,8 @@ def test_every_clock_change_against_brute_force() -> None:
                 following = next((moment for moment in expected if moment > inside), None)
                 if following is not None and schedule.next(inside) != following:
                     wrong.append(
-                        f"{spec} {zone} {dst} behind {inside}: {schedule.next(inside)} instead of {following}"
+                        f"{spec} {zone} {dst} behind {inside}: "
+                        f"{schedule.next(inside)} instead of {following}"
                     )
 
     assert looked >= min(200, CHANGES // 2)

@@ -1,4 +1,4 @@
-"""Chords that Go shares, when the Python workers that ran members of them are dead. A suite for stores that list those."""
+"""A suite for stores that list chords shared with Go whose Python members' workers have died."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ class PairClock(ManualClock):
 
 
 def dies_at_once(store: Store, session: Session) -> bool:
-    """Let the session die as its process would, where that is seen at once. False: it is seen by its missing beats."""
+    """Let the session die as its process would; False: only missing heartbeats show it."""
     assert isinstance(session, TwoSession)
     consumer = session.consumer
     if isinstance(store.broker, AMQPBroker):

@@ -1,4 +1,4 @@
-"""The stores that schedules and claims are tried over in the same way: each class opens one kind, for a suite of conformance."""
+"""Stores for the conformance suites of schedules and claims: each class opens one kind."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A store against a model of what must be true, under faults of every kind that hypothesis can think of.
+"""A store against a model of what must be true, under every fault that hypothesis finds.
 
-The model is a few dicts, and knows nothing of how a store works: it is told what was asked, and says what must be seen
-through the public contract. Checked after every rule (the numbers are those of the invariants in RELIABILITY 4.1):
+The model is a few dicts, independent of how a store works: it is told what was asked, and says what
+must be seen through the public contract. Checked after every rule (the invariants' numbers in
+RELIABILITY 4.1):
 
     I1  each accepted message is waiting, held, dead or gone, in one of these only
     I4  I5  a run of a task is completed once, with its callbacks once
@@ -10,7 +11,7 @@ through the public contract. Checked after every rule (the numbers are those of 
     I9  a session that was given up changes nothing
     I10 only a death is a strike, and only for what ran
 
-and, after healing and draining, that nothing is lost (I2), nothing came from nowhere (I3), nothing is left over (I20).
+and, after healing and draining, that nothing is lost (I2), invented (I3) or left over (I20).
 """
 
 from __future__ import annotations
@@ -479,7 +480,7 @@ class StoreMachine(RuleBasedStateMachine):
         )
 
     def settled(self, worker: Worker, hand: Hand, together: Sequence[Hand]) -> set[Verdict]:
-        """Say to the model that the settlement was asked for, `together` with others; the verdicts that it may have."""
+        """Tell the model of the settlement, with those `together`; return the allowed verdicts."""
         settlement, copy = hand.settlement, hand.copy
         assert settlement is not None
         task = self.tasks[copy.message.uuid]
@@ -588,7 +589,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.revoked.add(uuid)
 
     def finished(self) -> list[str]:
-        """Members of groups that wait for others come first: the second arrival of one is the most delicate."""
+        """Members of waiting groups come first: a member's second arrival is the most delicate."""
         found = [
             uuid
             for uuid, task in self.tasks.items()
@@ -724,7 +725,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 def run(open_bench: Callable[[], Bench], *, examples: int, steps: int, same: bool = False) -> None:
-    """`same`: the same examples each time, also where others are asked for; and the failure as it was found."""
+    """`same`: the same examples each time, even if others are asked for; failures unshrunk."""
     machine = type("Machine", (StoreMachine,), {"open_bench": staticmethod(open_bench)})
     run_state_machine_as_test(
         machine,
@@ -793,7 +794,7 @@ def test_the_sqlite_store_keeps_every_promise_under_faults() -> None:
     run(SQLiteBench, examples=40, steps=60)
 
 
-# The machine must be able to fail: each of these stores lacks one mechanism, and it has to be noticed.
+# The machine must be able to fail: each of these stores lacks one mechanism, which must be noticed.
 
 
 class _NeverFencedSession(OneSession):

@@ -1,4 +1,4 @@
-"""The settlement contract where messages and states are in two stores, and the backend that keeps nothing."""
+"""The settlement contract with messages and states in two stores, and with the null backend."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Entered(MemoryBroker):
 
 
 def test_second_message_leaves_the_callback_to_its_publisher(clock: ManualClock) -> None:
-    """Another worker takes it when the state of the first is written and its callback is not on its queue."""
+    """Another worker takes a task whose state is written and whose callback is not on its queue."""
     broker, backend = Entered(MemoryHub(clock)), MemoryBackend(MemoryHub(clock))
     one, other = TwoStores(broker, backend, clock), TwoStores(broker, backend, clock)
     submit(one, "a", token="1")
@@ -181,7 +181,7 @@ def test_settlement_is_parked_once_when_its_first_try_failed(clock: ManualClock)
 
 @pytest.mark.parametrize("call", ["put", "dispose"])
 def test_claim_that_fails_behind_its_begin_is_given_back(clock: ManualClock, call: str) -> None:
-    """The claim brings a task that ended with its callback unpublished, and one that is to be run."""
+    """The claim brings a task that ended with its callback unpublished, and one still to run."""
     broker, backend = FlakyBroker(MemoryBroker(MemoryHub(clock))), MemoryBackend(MemoryHub(clock))
     store = TwoStores(broker, backend, clock)
     submit(store, "a")

@@ -1,7 +1,7 @@
-"""The contracts of settlements, schedules and claims over every broker beside every backend: docs/reference/matrix.md shows it.
+"""Settlement, schedule and claim contracts over each broker and backend (docs/reference/matrix.md).
 
-Pairs that have a class of their own elsewhere are run there. `make matrix` (MACHINERY_TEST_PAIRS=1) and `make chaos`
-(MACHINERY_TEST_FULL=1) run all others; otherwise a few are, such that each kind of store is in one of them.
+Pairs with a class of their own run there. `make matrix` (MACHINERY_TEST_PAIRS=1) and `make chaos`
+(MACHINERY_TEST_FULL=1) run all others; otherwise a few run, with each kind of store in one of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A task state in each store: the exact bytes, and that every field comes back.
 
-`stored_states.json` was written before the stores shared one declaration of our fields; the bytes must never change,
-because states of running programs are kept in them.
+`stored_states.json` is older than the stores' common declaration of our fields. Its bytes must
+never change, because states of running programs are kept in them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ FULL = TaskState(
 CASES = {
     "full": FULL,
     "bare": TaskState(task_uuid="task_1"),
-    "started": TaskState(task_uuid="task_1", state=State.STARTED, started_at=NOW, worker="w", queue="q"),
+    "started": TaskState(
+        task_uuid="task_1", state=State.STARTED, started_at=NOW, worker="w", queue="q"
+    ),
     "alone": TaskState(task_uuid="task_1", state=State.STARTED, created_at=NOW, message=b"1"),
     "done": TaskState(
         task_uuid="task_1",

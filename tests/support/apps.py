@@ -1,4 +1,4 @@
-"""A Server on memory stores with a clock that is told the time, for tests of a package above the stores."""
+"""A Server on memory stores with a manual clock, for tests of packages above the stores."""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
-"""Fixtures: one private server of each kind for the whole run, and proxies. A missing program skips, or fails with CI set.
+"""Fixtures: one private server of each kind for the whole run, and proxies.
 
-A test that kills a server takes one of its own (`with RedisServer() as redis`), or starts the shared one again.
+A missing program skips the test, or fails it with CI set.
+
+A test that kills a server takes its own (`with RedisServer() as redis`), or restarts the shared
+one.
 """
 
 from __future__ import annotations
@@ -126,7 +129,7 @@ def empty_memcached(memcached_server: MemcachedServer) -> MemcachedServer:
 
 
 class Vhosts:
-    """Hands out vhosts that nobody has used; many are made at a time, since asking takes half a second."""
+    """Hands out unused vhosts, and makes many at a time, since asking takes half a second."""
 
     BATCH = 40
 
@@ -147,7 +150,8 @@ class Vhosts:
 
 
 _GRANTED = """[begin N = list_to_binary("t" ++ integer_to_list(I)), rabbit_vhost:add(N, <<"test">>),
-    rabbit_auth_backend_internal:set_permissions(<<"guest">>, N, <<".*">>, <<".*">>, <<".*">>, <<"test">>)
+    rabbit_auth_backend_internal:set_permissions(
+        <<"guest">>, N, <<".*">>, <<".*">>, <<".*">>, <<"test">>)
     end || I <- lists:seq({first}, {last})]."""
 
 

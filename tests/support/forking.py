@@ -11,7 +11,10 @@ from machinery_py.testing.waiting import wait_until
 
 
 def forked(work: Callable[[], object], meanwhile: Callable[[], object] | None = None) -> None:
-    """Fork, and see that `work` comes true in the child, which does not outlive this call; `meanwhile` is done in the parent."""
+    """Fork, and see that `work` comes true in the child, which ends with this call.
+
+    The parent does `meanwhile`.
+    """
     child = os.fork()
     if child == 0:
         try:

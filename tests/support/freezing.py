@@ -1,4 +1,4 @@
-"""Stopping a worker process as a suspended machine would, at a moment when it does not hold what everybody needs."""
+"""Stop a worker process as a suspended machine would, at a moment when it holds no shared lock."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ LOCK_WAIT = 1.0  # seconds that a live writer may take
 
 
 def freeze(pid: int, url: str) -> None:
-    """SIGSTOP, and return when the process stands still and a SQLite file of the URL can be written by others.
+    """SIGSTOP, and return when the process stands still without a lock on the URL's SQLite file.
 
-    Who is stopped inside a transaction keeps SQLite's lock, and nobody writes until it goes on: that is SQLite's nature, and no
-    lease can end it. So it goes on, and is stopped again.
+    A process stopped inside a transaction keeps SQLite's lock, and nobody writes until it goes on.
+    No lease can end that, so it goes on and is stopped again.
     """
 
     def stands_still_outside() -> bool:

@@ -1,7 +1,7 @@
-"""The life of a private server process: started for a test, gone with it, whatever happens to the test.
+"""The life of a private server process: it is started for a test, and always ends with it.
 
-A server ends with its `with`, else when Python exits, and on Linux also when Python is killed. Only processes that were
-started here are ever signalled. The servers themselves are in `servers`.
+A server ends with its `with`, else when Python exits, and on Linux also when Python is killed. Only
+processes started here are ever signalled. The servers themselves are in `servers`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class ServerMissing(MachineryError, FileNotFoundError):
         self.program = program
         self.package = package
         super().__init__(
-            f"program {program!r} is not installed (Debian package {package!r}; scripts/get-servers gets it)"
+            f"program {program!r} is not installed "
+            f"(Debian package {package!r}; scripts/get-servers gets it)"
         )
 
 
@@ -55,7 +56,7 @@ class NotYet(MachineryError):
 
 
 def require(kind: type[Private]) -> None:
-    """Skip the test, or the module being imported, when a program of this kind is missing; with CI set, fail it."""
+    """Skip the test, or the importing module, if a needed program is missing; with CI set, fail."""
     import pytest
 
     try:
@@ -90,7 +91,8 @@ class Private(ABC):
         # RabbitMQ's own script first: Debian's in /usr/sbin changes the user and the folder.
         path = shutil.which(
             program,
-            path=f"/usr/lib/rabbitmq/bin:{os.environ.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin",
+            path=f"/usr/lib/rabbitmq/bin:{os.environ.get('PATH', os.defpath)}:"
+            "/usr/local/sbin:/usr/sbin",
         )
         if path is None:
             raise ServerMissing(program, cls.PROGRAMS.get(program, program))
@@ -102,7 +104,7 @@ class Private(ABC):
 
         Raises:
             ServerMissing: a program is not installed.
-            ServerBroken: a process ended instead, or never answered; the text has the end of its log.
+            ServerBroken: a process ended or never answered; the text has the end of its log.
         """
 
     @abstractmethod
@@ -156,7 +158,8 @@ class PrivateServer(Private):
                 wait_until(self._is_ready, 2 * HANG)
             except AssertionError:
                 raise ServerBroken(
-                    f"{self} gave no answer in {2 * HANG:g} s; the end of its log:\n{self.log_tail()}"
+                    f"{self} gave no answer in {2 * HANG:g} s; "
+                    f"the end of its log:\n{self.log_tail()}"
                 ) from None
         return self
 
@@ -234,7 +237,7 @@ class PrivateServer(Private):
 
     @abstractmethod
     def _answers(self) -> bool:
-        """Whether a round trip works, and it is this process that answered; OSError and NotYet mean: not yet."""
+        """Whether this process answers a round trip; OSError and NotYet mean: not yet."""
 
 
 _alive: set[PrivateServer] = set()
@@ -271,7 +274,10 @@ def free_port(*, besides: int = 0) -> int:
 
 
 class _Starter:
-    """Starts every process from one thread that never ends: PR_SET_PDEATHSIG looks at the thread, not at the process."""
+    """Starts every process from one thread that never ends.
+
+    PR_SET_PDEATHSIG watches the thread, not the process.
+    """
 
     def __init__(self) -> None:
         self._orders: queue.SimpleQueue[tuple[Future[subprocess.Popen[bytes]], PrivateServer]] = (

@@ -1,11 +1,13 @@
-"""A private MongoDB for tests: `mongod` where it is installed, else a stand-in that speaks its wire protocol.
+"""A private MongoDB for tests: `mongod` if installed, else a stand-in with its wire protocol.
 
     MongoServer      mongod
-    NxServer         nx-27017 of PyPI, on SQLite: keeps what it has confirmed over `kill`; no transactions that can be used
+    NxServer         nx-27017 of PyPI, on SQLite: what it confirmed survives `kill`; no usable
+                    transactions
 
-pytest's first lines name the kind, so that nobody takes one for the other. Not used, and why: FerretDB 1.24 reads and
-writes in two steps, so that two workers claim one message (8 threads made 160 claims of 100 documents); mongo-java-server, which
-passes the suites, keeps nothing over a restart, and needs a Java and Maven. MACHINERY_TEST_MONGODB_URL runs all on any other.
+pytest's first lines name the kind, so that nobody confuses them. Not used, and why: FerretDB 1.24
+reads and writes in two steps, so that two workers claim one message (8 threads made 160 claims of
+100 documents); mongo-java-server passes the suites, but keeps nothing over a restart, and needs a
+Java and Maven. MACHINERY_TEST_MONGODB_URL runs all on any other.
 """
 
 from __future__ import annotations
@@ -93,7 +95,7 @@ class NxServer(MongoServer):
 
 
 def refusal(code: int, text: str = "not primary") -> Callable[[bytes], bytes]:
-    """What a MongoDB answers that refuses a command, for `Proxy.answer_next`: 10107 is NotWritablePrimary."""
+    """MongoDB's refusal of a command, for `Proxy.answer_next`; 10107 is NotWritablePrimary."""
 
     def answer(request: bytes) -> bytes:
         (number,) = struct.unpack_from("<i", request, 4)

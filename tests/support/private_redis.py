@@ -1,4 +1,4 @@
-"""Private Redis servers for tests: one, three with sentinels, six as a cluster. Import them from `servers`."""
+"""Private Redis servers: one, three with sentinels, six as a cluster. Import from `servers`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ReplyError(NotYet):
 
 
 class RedisServer(PrivateServer):
-    """One Redis. Without `appendonly` a restart forgets everything; with it, what was answered survives `kill`.
+    """One Redis. Only with `appendonly`, answered writes survive a restart, even after `kill`.
 
     Attributes:
         socket_path: the unix socket, if it was asked for.
@@ -45,7 +45,7 @@ class RedisServer(PrivateServer):
         unix_socket: bool = False,
         config: Mapping[str, str] | None = None,
     ) -> None:
-        """Any other line of redis.conf goes into `config`; `tls` needs the program openssl, and leaves no plain port."""
+        """`config`: other lines of redis.conf; `tls` needs openssl, and leaves no plain port."""
         super().__init__(port=port)
         self.password = password
         self.socket_path = self.folder / "redis.sock" if unix_socket else None
@@ -89,7 +89,9 @@ class RedisServer(PrivateServer):
         return f"{scheme}://{f':{self.password}@' if self.password else ''}{HOST}:{self.port}/0"
 
     def cli(self, *words: str | int | float | bytes) -> Reply:
-        """Run one command on a connection of its own, e.g. `cli("CONFIG", "SET", "maxmemory", 1)`, and return its reply.
+        """Run one command on its own connection, and return its reply.
+
+        For example `cli("CONFIG", "SET", "maxmemory", 1)`.
 
         Raises:
             ReplyError: Redis refused it.
@@ -156,7 +158,7 @@ class RedisSentinelTrio(Private):
         wait_until(
             self._is_watched, 2 * HANG, "three sentinels that know each other and each replica"
         )
-        # Not for longer: a promoted replica that a sentinel has not heard of for four periods is made a replica again.
+        # No longer: a sentinel demotes a promoted replica that was silent for four periods.
         self._look_each(1.0)
         return self
 
@@ -173,7 +175,7 @@ class RedisSentinelTrio(Private):
         return self.wait_for_failover(before)
 
     def wait_for_failover(self, before: RedisServer) -> RedisServer:
-        """Return the new master when the sentinels name one besides `before` and it takes writes."""
+        """Return the new master once sentinels name one besides `before` and it takes writes."""
         wait_until(
             lambda: self.current_master() is not before, 2 * HANG, f"another master than {before}"
         )
@@ -281,7 +283,10 @@ class RedisCluster(Private):
         return next(one for one in self.nodes if one.port == port)
 
     def move(self, key: str, target: RedisServer, *, at_once: int = 10) -> None:
-        """Give the slot of a key to another master, so many keys in a step, while clients go on; until all nodes know."""
+        """Give the slot of a key to another master, so many keys in a step, while clients go on.
+
+        Returns when all nodes know of it.
+        """
         source = self.node_of(key)
         if source is target:
             return
@@ -379,7 +384,10 @@ def _read_reply(stream: BinaryIO) -> Reply:
 
 
 def make_certificates(folder: Path, openssl: str) -> Path:
-    """Make ca.crt, and server.crt and server.key for 127.0.0.1 and localhost; valid for two days. Returns ca.crt."""
+    """Make ca.crt, and server.crt and server.key for 127.0.0.1 and localhost; return ca.crt.
+
+    They are valid for two days.
+    """
     key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     (folder / "server.ext").write_text(
         f"subjectAltName=IP:{HOST},DNS:localhost\nkeyUsage=critical,digitalSignature\n"

@@ -1,4 +1,4 @@
-"""A TCP proxy that misbehaves on command, for tests of what a network does to a client and its server.
+"""A TCP proxy that misbehaves on command, for tests of network faults at a client and its server.
 
     with Proxy(redis.port) as proxy:
         client = Redis(port=proxy.url_port)
@@ -11,11 +11,12 @@
     reset, finish, half_close                  at once, to every open connection
     reset_after, drop_next_reply, answer_next  once, to whom it meets first
 
-A fault is in force when its method returns. Methods may be called from any thread. A "request" is what one read from
-the client gives, a "reply" what one read from the server gives: whole for anything below 64 KiB on one machine.
+A fault is in force when its method returns. Methods may be called from any thread. A "request" is
+one read from the client, a "reply" one read from the server: whole below 64 KiB on one machine.
 
-Limits: a black hole is made of bytes that wait (after `heal` they arrive, as retransmitted ones would), and the kernel
-still accepts connections for it. A delay is waited for between reads, so it limits bandwidth too.
+Limits: a black hole makes bytes wait (they arrive after `heal`, like retransmitted ones), and the
+kernel still accepts connections for it. A delay is waited for between reads, so it limits bandwidth
+too.
 """
 
 from __future__ import annotations
@@ -136,11 +137,12 @@ class Proxy:
     Attributes:
         url_port: where clients connect, on 127.0.0.1.
         target_port: where the server listens; may be changed, for the connections to come.
-        counts: connections, requests, replies, request_bytes, reply_bytes, resets, dropped, answered, unreachable.
+        counts: connections, requests, replies, request_bytes, reply_bytes, resets, dropped,
+            answered, unreachable.
     """
 
     def __init__(self, target_port: int, *, seed: int = 0) -> None:
-        """`seed` fixes the jitter, and which replies `drop_replies` drops if their order is fixed."""
+        """`seed` fixes the jitter, and the dropped replies if their order is fixed."""
         self.target_port = target_port
         self.url_port = free_port()
         self.counts: Counter[str] = Counter()
@@ -188,7 +190,7 @@ class Proxy:
     # Faults that last
 
     def heal(self) -> None:
-        """End every fault. What waited in a black hole goes on its way; connections that were closed stay closed."""
+        """End every fault: a black hole's bytes go on their way; closed connections stay so."""
         self._do("heal", self._heal)
 
     def slow(
@@ -199,7 +201,10 @@ class Proxy:
         jitter: float = 0,
         bandwidth: float = 0,
     ) -> None:
-        """Hold back what is read for `latency` ± `jitter` seconds; at most `bandwidth` bytes/s pass (0: any number)."""
+        """Hold back what is read for `latency` ± `jitter` seconds.
+
+        At most `bandwidth` bytes/s pass (0: any number).
+        """
         self._change(direction, latency=latency, jitter=jitter, bandwidth=bandwidth)
 
     def chop(self, direction: Direction | None = None) -> None:
@@ -207,7 +212,7 @@ class Proxy:
         self._change(direction, is_chopped=True)
 
     def black_hole(self, direction: Direction | None = None) -> None:
-        """Let nothing through, neither bytes nor the end of a connection; both sides still look connected."""
+        """Let nothing through, neither bytes nor FIN; both sides still look connected."""
         self._change(direction, is_hole=True)
 
     def refuse(self) -> None:
@@ -226,12 +231,12 @@ class Proxy:
         self._run(self._reset_all())
 
     def finish(self) -> None:
-        """FIN to both ends of every connection: each side reads what is on its way, then the end."""
+        """FIN to both ends of all connections: each side reads the rest, then the end."""
         for direction in Direction:
             self.half_close(direction)
 
     def half_close(self, direction: Direction) -> None:
-        """FIN to the receiver of this direction of every connection; what goes the other way still goes."""
+        """FIN to the receivers of this direction; the other direction still works."""
 
         def finish() -> None:
             for connection in self._tasks:
@@ -242,13 +247,13 @@ class Proxy:
     # Faults that wait for whom they meet
 
     def reset_after(self, length: int, direction: Direction = REPLIES) -> None:
-        """Let `length` more bytes of this direction pass, then reset the connection whose byte would be the next."""
+        """Let `length` more bytes of this direction pass, then reset the next one's connection."""
         self._change(direction, reset_after=length)
 
     def drop_next_reply(self, *, matching: bytes | None = None, times: int = 1) -> None:
         """Forward a request, let it be executed, swallow its reply and reset the connection.
 
-        With `matching` it is the next request that contains these bytes; without, the next reply to come, perhaps
+        With `matching` it is the next request with these bytes; without, the next reply, perhaps
         to a request that is already waiting.
         """
         self._set_trap(drops=times, drop_matching=matching)
@@ -256,10 +261,11 @@ class Proxy:
     def answer_next(
         self, error: str | Answer, *, matching: bytes = b"", times: int = 1, executed: bool = False
     ) -> None:
-        """Answer the next request that contains `matching` with a Redis error, e.g. "LOADING wait"; do not forward it.
+        """Answer the next request that contains `matching` with a Redis error; do not forward it.
 
-        A pipeline is answered with one error a command. For other servers `error` makes the reply from the request. `executed`:
-        forward it after all, and put the answer in the place of its reply.
+        The error is, for example, "LOADING wait". A pipeline gets one error a command. For other
+        servers `error` makes the reply from the request. `executed`: forward the request after all,
+        and replace its reply by the answer.
         """
         text, make = (error.removeprefix("-"), None) if isinstance(error, str) else ("", error)
         self._set_trap(
@@ -329,7 +335,7 @@ class Proxy:
             connection.prepare()
             self._log(connection.number, "connected")
             self._tasks[connection] = task = self._loop.create_task(self._serve(connection))
-            # Not in a `finally` of _serve: a task that is cancelled before its first step never gets there.
+            # Not in a `finally` of _serve: a task cancelled before its first step never gets there.
             task.add_done_callback(partial(self._ended, connection))
 
     def _ended(self, connection: _Connection, _: asyncio.Task[None]) -> None:
@@ -381,7 +387,7 @@ class Proxy:
                 )
 
     def _answer_to(self, connection: _Connection, request: bytes) -> bytes:
-        """The error to send instead of forwarding, or nothing; notes whose reply is to be dropped."""
+        """Return the error to send instead of forwarding, if any; note a reply to drop."""
         traps = self._traps
         if traps.drops and traps.drop_matching is not None and traps.drop_matching in request:
             traps.drops -= 1

@@ -1,6 +1,6 @@
-"""Private real servers for tests: on free ports of 127.0.0.1, each in a folder of its own, gone with the test.
+"""Private real servers for tests: on free local ports, each in its own folder, gone with the test.
 
-    RedisServer          one Redis; append-only file, memory limit, password, TLS with a private CA, unix socket
+    RedisServer          one Redis; append-only file, memory limit, password, TLS, unix socket
     RedisSentinelTrio    a master, its replicas and three sentinels
     RedisCluster         three masters and three replicas
     RabbitMQServer       one node, with its own epmd
@@ -11,8 +11,9 @@
     with RedisServer(appendonly=True) as redis:
         Server(redis.url)
 
-A single one has start, stop, kill, restart, freeze, thaw and close, see `private`. Nothing is shared with another test
-run on the same machine. A test that needs one begins with `require(RedisServer)`, which skips it where none is installed.
+A single one has start, stop, kill, restart, freeze, thaw and close, see `private`. Tests on one
+machine share nothing. A test that needs a server begins with `require(RedisServer)`, which skips it
+where none is installed.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ __all__ = [
 
 
 class RabbitMQServer(PrivateServer):
-    """One RabbitMQ node, without plug-ins. It starts in three seconds. Durable queues survive `kill`, but for those just made.
+    """One RabbitMQ node without plug-ins, which starts in three seconds.
+
+    Durable queues survive `kill`, but for those just made.
 
     Attributes:
         node: the name of the Erlang node.
@@ -82,7 +85,7 @@ class RabbitMQServer(PrivateServer):
         config: Mapping[str, str] | None = None,
         first: RabbitMQServer | None = None,
     ) -> None:
-        """Lines of rabbitmq.conf go into `config`. `first`: a node whose cluster this one joins; it ends after this one."""
+        """`first`: the node to join; it ends after this one. `config`: for rabbitmq.conf."""
         super().__init__(port=port)
         self.node = f"machinery{self.port}@localhost"
         self._cluster: str = first._cluster if first else self.node
@@ -134,7 +137,8 @@ class RabbitMQServer(PrivateServer):
         )
         if done.returncode:
             raise ServerBroken(
-                f"rabbitmqctl {words} on {self}: exit code {done.returncode}: {done.stderr or done.stdout}"
+                f"rabbitmqctl {words} on {self}: "
+                f"exit code {done.returncode}: {done.stderr or done.stdout}"
             )
         return done.stdout
 
@@ -148,26 +152,25 @@ class RabbitMQServer(PrivateServer):
 
     def environment(self) -> dict[str, str]:
         folder = str(self.folder)
-        return (
-            super().environment()
-            | {
-                "RABBITMQ_NODENAME": self.node,
-                "RABBITMQ_NODE_IP_ADDRESS": HOST,
-                "RABBITMQ_NODE_PORT": str(self.port),
-                "RABBITMQ_DIST_PORT": str(self._distribution),
-                "RABBITMQ_BASE": folder,
-                "RABBITMQ_MNESIA_BASE": f"{folder}/mnesia",
-                "RABBITMQ_LOG_BASE": f"{folder}/logs",
-                "RABBITMQ_CONF_ENV_FILE": f"{folder}/env.conf",
-                "RABBITMQ_CONFIG_FILE": f"{folder}/rabbitmq.conf",
-                "RABBITMQ_ENABLED_PLUGINS_FILE": f"{folder}/enabled_plugins",
-                "RABBITMQ_PID_FILE": f"{folder}/pid",
-                "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1} -start_epmd false",
-                "ERL_EPMD_PORT": str(self._epmd.port),
-                "ERL_EPMD_ADDRESS": HOST,
-                "RUNNING_UNDER_SYSTEMD": "1",  # makes the script exec Erlang, so that our child is the node itself
-            }
-        )
+        return super().environment() | {
+            "RABBITMQ_NODENAME": self.node,
+            "RABBITMQ_NODE_IP_ADDRESS": HOST,
+            "RABBITMQ_NODE_PORT": str(self.port),
+            "RABBITMQ_DIST_PORT": str(self._distribution),
+            "RABBITMQ_BASE": folder,
+            "RABBITMQ_MNESIA_BASE": f"{folder}/mnesia",
+            "RABBITMQ_LOG_BASE": f"{folder}/logs",
+            "RABBITMQ_CONF_ENV_FILE": f"{folder}/env.conf",
+            "RABBITMQ_CONFIG_FILE": f"{folder}/rabbitmq.conf",
+            "RABBITMQ_ENABLED_PLUGINS_FILE": f"{folder}/enabled_plugins",
+            "RABBITMQ_PID_FILE": f"{folder}/pid",
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1} "
+            "-start_epmd false",
+            "ERL_EPMD_PORT": str(self._epmd.port),
+            "ERL_EPMD_ADDRESS": HOST,
+            # The script execs Erlang then, so that our child is the node itself.
+            "RUNNING_UNDER_SYSTEMD": "1",
+        }
 
     def _before(self) -> None:
         self._epmd.start()

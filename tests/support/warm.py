@@ -1,9 +1,10 @@
-"""A process that has imported the package, and runs each program in a fork of itself: an import takes a third of a second.
+"""A process that imports the package once (a third of a second), then runs programs in forks.
 
     with WarmPython() as python:
         python.run("tests.system.crashing", "worker", "after-claim", environment=os.environ)
 
-The child is a process of its own, with nothing but imported modules in it: it can be killed as any other.
+The child is its own process, with nothing but imported modules in it: it can be killed like
+any other.
 """
 
 from __future__ import annotations

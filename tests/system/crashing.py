@@ -1,13 +1,14 @@
 """A process that kills itself at a chosen point; run by test_crash_points.py.
 
-    python -m tests.system.crashing worker POINT          run a worker until it is killed, or until nothing is left to do
+    python -m tests.system.crashing worker POINT          run a worker until killed or idle
     python -m tests.system.crashing send SHAPE POINT      publish one shape
     python -m tests.system.crashing unique NAME POINT     send a unique task
     python -m tests.system.crashing revoke UUID POINT     revoke a task that waits
 
-The stores are wrapped at their contracts, so the library itself knows nothing of this. Every call of user code is noted in a
-ledger that no store can lose: one write to a file that is only appended to. The point `write-3-before` is the third command
-that writes to MongoDB, which is not sent; `write-3-after`: it was carried out, and its reply is not heard.
+The stores are wrapped at their contracts, so the library knows nothing of this. Every call of user
+code is noted in a ledger that no store can lose: one write to an append-only file. At the point
+`write-3-before`, the third command that writes to MongoDB is not sent; at `write-3-after`, it was
+carried out and its reply is lost.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ PUT_POINTS = ("before-put", "behind-put")
 REFUSAL_POINTS = ("before-bury", "after-bury", "after-failure")
 
 
-#: Of whoever revokes a task: around the two steps of revocation.py, and around the end of a chord that is broken by it.
+#: Of a revocation: around its two steps in revocation.py, and the end of a chord that it breaks.
 REVOKE_POINTS = (
     "before-remember",
     "after-remember",
@@ -165,7 +166,7 @@ REVOKE_POINTS = (
 )
 
 
-#: Of a transaction of the RabbitMQ backend that settles or fires: nothing is written yet; all is written, the locks are held.
+#: Of a RabbitMQ backend's settling or firing transaction: nothing written; all written, locks held.
 TX_POINTS = ("tx-before-end", "tx-after-end")
 
 

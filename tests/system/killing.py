@@ -1,4 +1,4 @@
-"""The app of test_kills.py: a task that notes each run and each completion where no store can lose them."""
+"""The app of test_kills.py: its task notes each run and completion where no store can lose them."""
 
 from __future__ import annotations
 

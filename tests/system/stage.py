@@ -21,7 +21,7 @@ from tests.system import crashing
 
 HANG = 60.0  # seconds; a guard, nothing is measured with it
 
-#: How often each function must have completed, and what the ledger may hold more of because of the kill.
+#: How often each function must complete, and what the kill may add in the ledger.
 EXPECTED: dict[str, dict[str, int]] = {
     "task": {"plain": 1, "after": 1},
     "retry": {"shaky": 2, "after": 1},
@@ -33,7 +33,7 @@ EXPECTED: dict[str, dict[str, int]] = {
     "delayed": {"plain": 1, "after": 1},
     "refused": {"plain": 1, "on_error": 1},
 }
-#: How many tasks there are in the end. A callback that was published twice would have a UUID of its own.
+#: How many tasks exist in the end; a callback published twice would have another UUID.
 TASKS = {
     "task": 2,
     "retry": 2,
@@ -139,7 +139,7 @@ def is_done(server: Server) -> bool:
         return not any(one.waiting or one.running or one.delayed for one in stats)
 
     def nothing_left() -> bool:
-        # Twice: a callback may be on its way from the ready groups to its queue while we look at one and then the other.
+        # Twice: a callback may move from the ready groups to its queue between two looks.
         return (
             empty()
             and not server.backend.ready_groups(1)
@@ -154,7 +154,7 @@ def is_done(server: Server) -> bool:
     )
 
 
-#: What is between its first write to MongoDB and its last is in no other place that can be looked at.
+#: Between its first and last write to MongoDB, a step is visible nowhere else.
 COLLECTIONS = (
     "machinery_tokens",
     "machinery_messages",
@@ -174,10 +174,10 @@ def has_unfinished_writes(driver: MongoDriver) -> bool:
 
 
 def check_history(calls: collections.Counter[str], shape: str, point: str) -> None:
-    """A run that the kill cut off, or whose result it kept from being stored, is repeated; nothing else is."""
+    """Only a run that was cut off, or whose result was not stored, is repeated after a kill."""
     expected = EXPECTED[shape]
-    # Two slots, and what the second of them was doing at that moment. A chord is fired when all of its members have been settled,
-    # but for one that is broken: that is failed at once, while another member may be running.
+    # Two slots, and what the second was doing. A chord is fired when all its members are settled,
+    # but a broken one fails at once, while another member may be running.
     is_quiet = point in ("before-fire", "inside-fire") and shape != "broken-chord"
     slack = 4 if calls["killed"] and not is_quiet else 0
     for function, count in expected.items():

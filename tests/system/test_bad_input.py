@@ -1,5 +1,7 @@
-"""Messages that no program should have sent, put straight on the queue of a working worker: each gets a clear end, and
-nothing else suffers."""
+"""Invalid messages put straight on the queue of a working worker.
+
+Each gets a clear end, and nothing else suffers.
+"""
 
 from __future__ import annotations
 
@@ -164,7 +166,7 @@ def test_message_that_kills_a_go_worker_is_harmless_here(server: Server) -> None
         assert [result.get(timeout=HANG) for result in good] == [number + 1 for number in range(50)]
         wait_until(lambda: quiet(server), timeout=HANG, what="every message has come to an end")
         assert worker.ready
-    # Each is a dead letter, has a final state, or waits for a worker that knows its task: none is lost.
+    # Each is a dead letter, has a final state, or waits for a worker that knows its task.
     kept = {letter.body for letter in server.inspect.dead(limit=1000)}
     kept |= {message.body for message in server.broker.delayed(1000)}
     ended = {state.task_uuid for state in server.inspect.tasks(limit=1000) if state.is_finished}

@@ -1,4 +1,4 @@
-"""The benchmarks work: every measurement runs, checks what it measured, gives figures. How fast is not asked here."""
+"""The benchmarks run, check what they measured, and give figures; speed is not tested here."""
 
 from __future__ import annotations
 

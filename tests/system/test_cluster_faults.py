@@ -54,7 +54,7 @@ def server(empty_cluster: RedisCluster) -> Iterator[Server]:
 
 @contextmanager
 def moving(cluster: RedisCluster, keys: list[str]) -> Iterator[Counter[str]]:
-    """Give the slots of these keys from master to master, one after the other; how many moves were made."""
+    """Move these keys' slots between masters in turn during the block; yield the moves."""
     over = threading.Event()
     moves: Counter[str] = Counter()
     failures: list[Exception] = []

@@ -1,10 +1,10 @@
-"""A real process is killed at every step of its work; another one finishes it. Over every pair of stores.
+"""A real process is killed at every step of its work; another finishes it, on every store pair.
 
-What must hold in every cell: nothing is lost, nothing completes twice, every callback and every chord runs exactly once, and
-a task runs a second time only if the first run may have begun.
+In every cell nothing is lost, nothing completes twice, every callback and chord runs exactly once,
+and a task runs a second time only if the first run may have begun.
 
-`make test` tries every point with every shape of work on one SQLite file, and on the others what they do in steps of their
-own. `make chaos` (MACHINERY_TEST_FULL=1) tries the rest of each table as well.
+`make test` tries every point with every shape of work on one SQLite file, and on the others only
+their own steps. `make chaos` (MACHINERY_TEST_FULL=1) tries the rest of each table as well.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def test_killed_worker_loses_and_doubles_nothing(
 def survive_worker(
     stage: Stage, survivor: Server, shape: str, point: str, *, certain: bool
 ) -> None:
-    """A worker is killed at that point (for sure, if `certain`), and the survivor ends what it has left."""
+    """Kill a worker at that point (for sure, if `certain`); the survivor finishes its work."""
     sent = survivor.send(SHAPES[shape]())
 
     first = stage.run("worker", point)
@@ -171,7 +171,7 @@ FEW_WRITES = (
 
 
 def all_writes() -> Iterator[Cell]:
-    # After the nth write is before the next one, but for what the server does in between: one shape is enough.
+    # After a write is before the next one, but for the server's own work: one shape is enough.
     for number, shape in itertools.product(range(1, 16), ("retry", "chord")):
         yield "mongodb", f"write-{number}-before", shape
     for number in range(4, 15, 2):
@@ -306,8 +306,8 @@ def test_worker_killed_while_a_message_is_refused_loses_nothing(
     }
 
 
-# Revoking: its steps, and what finishes each of them, are in machinery_py/revocation.py. The task is a member of a chord and
-# the first of a chain, and has an error callback: all of that follows from its end, once.
+# Revoking: revocation.py lists its steps, and what finishes each. The task is a member of a chord
+# and the first of a chain, and has an error callback: all of that follows from its end, once.
 
 #: Where Redis or MongoDB alone keeps all, there is no inside of a step.
 _WITHOUT_INSIDE = tuple(point for point in REVOKE_POINTS if not point.startswith("inside"))

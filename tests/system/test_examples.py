@@ -1,4 +1,4 @@
-"""The examples run as their README.md says: each in its folder, with a worker from the command line, and no server."""
+"""Each example runs in its folder as its README.md says, with a worker process and no server."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ HANG = 150.0  # seconds
 
 
 def environ(folder: Path, **more: str) -> dict[str, str]:
-    """An environment without anything of ours but what is given; all that is written goes into the folder."""
+    """An environment with only the given settings of ours; all files go into the folder."""
     return {"PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(folder), **more}
 
 
 @contextlib.contextmanager
 def worker(module: str, place: Path, folder: Path, **more: str) -> Iterator[None]:
-    """`machinery worker module`, in `folder`, with the application from `place`; it must end in good order."""
+    """Run `machinery worker module` in `folder`, with `place`'s application; it must end well."""
     child = subprocess.Popen(
         [
             sys.executable,

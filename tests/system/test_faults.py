@@ -1,6 +1,6 @@
-"""Faults of Redis and of the way to it while tasks are sent and run: nothing is lost, nothing completes twice, work goes on.
+"""Faults of Redis and its network while tasks run: nothing is lost or doubled, and work goes on.
 
-Each task has a callback, which is sent by its completion: a second completion of a task would be a second callback.
+Each task's completion sends a callback: a second completion would send a second callback.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ from tests.support.servers import RedisServer, require
 
 HANG = 60.0  # seconds; a guard, nothing is measured with it
 ROOT = Path(__file__).parents[2]
-DURING, FEW = (
-    40,
-    2,
-)  # tasks that somebody tries to send while the fault lasts; few where each try takes its whole time
+# Tasks that somebody tries to send during the fault; few where each try takes its whole time.
+DURING, FEW = 40, 2
 ALWAYS = {"appendfsync": "always"}
 
 Window = Callable[["Scene"], contextlib.AbstractContextManager[None]]
@@ -318,7 +316,8 @@ def test_workers_with_clocks_an_hour_off_take_nothing_over(scene: Scene, tmp_pat
     assert len(ledger.read_text().splitlines()) == 6
     logs = [(tmp_path / name).read_text() for name in ("early", "late", "right")]
     assert re.search(
-        r"this host's clock is 3[56]\d\d s ahead: its retries and delayed tasks come at the wrong time",
+        r"this host's clock is 3[56]\d\d s ahead: "
+        r"its retries and delayed tasks come at the wrong time",
         logs[0],
     )
     assert re.search(r"this host's clock is 3[56]\d\d s behind", logs[1])

@@ -1,4 +1,7 @@
-"""A process forks while its threads are in the library, as a task does that uses multiprocessing: the child can send as well."""
+"""A process forks while its threads are in the library; the child can send as well.
+
+A task that uses multiprocessing does this.
+"""
 
 from __future__ import annotations
 

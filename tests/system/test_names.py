@@ -1,5 +1,8 @@
-"""What other programs keep on the same servers under the name of a task, a group or a queue of ours: it stays as it is, and one
-message suffers, not the others. The rule for names itself: tests/test_names.py, and the conformance suite."""
+"""Foreign values on the same servers, under the name of a task, group or queue of ours.
+
+They stay as they are, and one message suffers, not the others. The rule for names is tested in
+tests/test_names.py and the conformance suite.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ THEIRS = "theirs"  # the name under which the other program keeps something
 
 
 class Neighbour:
-    """Another program on the server. `plant`: let it keep something as THEIRS; `looks`: what is there, however it looks."""
+    """Another program on the server. `plant`: keep something as THEIRS; `looks`: what is there."""
 
     def __init__(
         self, server: Server, plant: Callable[[], object], look: Callable[[], Any]

@@ -1,4 +1,7 @@
-"""Workers whose Redis is away: when they start, and later. They wait, tell of it, and end when they are asked or allowed to."""
+"""Workers whose Redis is away, at their start or later.
+
+They wait, report it, and end when asked or allowed to.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +141,8 @@ def test_permanent_error_ends_a_worker_at_once(app: App, processes: str) -> None
         "LOADING Redis is loading the dataset in memory",
         "NOREPLICAS Not enough good replicas to write.",
         "MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.",
-        "MISCONF Redis is configured to save RDB snapshots, but it's currently unable to persist on disk.",
+        "MISCONF Redis is configured to save RDB snapshots, "
+        "but it's currently unable to persist on disk.",
         "OOM command not allowed when used memory > 'maxmemory'.",
         "ERR max number of clients reached",
         "READONLY You can't write against a read only replica.",

@@ -1,4 +1,4 @@
-"""What is in the sdist and in the wheel, and what a project that has nothing but the wheel can do with it.
+"""The contents of sdist and wheel, and what a project can do with the wheel alone.
 
 They are built as an installer builds them: the wheel from the sdist.
 """
@@ -28,7 +28,7 @@ FOLDERS = ("benchmarks", "changelog.d", "docs", "examples", "machinery_py", "scr
 UNBUILT = shutil.ignore_patterns("__pycache__", "*.db", "*.db-*", "*.egg-info", ".*")
 HANG = 300.0  # seconds; a guard, nothing is measured with it
 
-#: All of machinery_py.testing beside its conformance suites. What only our own tests use belongs into tests/support.
+#: Everything in machinery_py.testing but its conformance suites; our own tests use tests/support.
 TESTING = {"__init__", "clocks", "flaky", "harness", "plugin", "waiting"}
 
 THIRD_PARTY_TEST = """

@@ -1,8 +1,9 @@
-"""Whole applications over a broker beside a result backend of another kind; what docs/reference/matrix.md shows.
+"""Whole applications on a broker and another kind of backend; see docs/reference/matrix.md.
 
-`make matrix` (MACHINERY_TEST_PAIRS=1) and `make chaos` (MACHINERY_TEST_FULL=1) run every pair whole. Otherwise one pair of two
-servers and one of two kinds without a server are run whole, and each further broker and backend with what depends on the pair:
-how a task ends, retries, groups, paused queues, dead letters. One store alone: test_workflows.py.
+`make matrix` (MACHINERY_TEST_PAIRS=1) and `make chaos` (MACHINERY_TEST_FULL=1) run every pair
+whole. Otherwise one pair of two servers and one of two kinds without a server run whole, and each
+further broker and backend runs what depends on the pair: how a task ends, retries, groups, paused
+queues, dead letters. One store alone: test_workflows.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The comparison with other task queues works, on few tasks. How fast anybody is, is not asked here; nothing is installed."""
+"""The comparison with other task queues works, on few tasks.
+
+Speed is not tested here, and nothing is installed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rights that the how-to pages give a user are enough: each is read from its page, and an application runs under it."""
+"""The how-to pages' user rights are enough: each is read from its page, and an application runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HOW_TO = Path(__file__).parents[2] / "docs" / "how-to"
 
 
 def documented(page: str, begin: str) -> list[str]:
-    """The words of the command of that page that begins like this; a line that ends in a backslash goes on."""
+    """The words of the page's command with this beginning; backslashes continue a line."""
     text = (HOW_TO / page).read_text(encoding="utf-8").replace("\\\n", " ")
     (line,) = [line for line in text.splitlines() if line.startswith(begin)]
     return shlex.split(line)
@@ -281,7 +281,7 @@ def test_the_documented_permissions_of_rabbitmq_are_enough(
 
 # MongoDB
 
-#: What the server lets a user with this role do, of all that a client can ask: MongoDB's manual, "built-in roles".
+#: What this role allows a user, of all that a client can ask: MongoDB's manual, "built-in roles".
 ROLES = {
     "readWrite": {
         "aggregate",
@@ -324,7 +324,10 @@ MORE = {
 def test_documented_role_of_mongodb_allows_each_command(
     mongodb_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not run under the role itself: the servers that stand in for MongoDB have none. What was sent is compared with it."""
+    """Compare the commands sent with the role.
+
+    They do not run under it: the servers that stand in for MongoDB have no roles.
+    """
     sent: set[tuple[str, str]] = set()
 
     class Listener(pymongo.monitoring.CommandListener):

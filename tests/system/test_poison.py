@@ -1,4 +1,4 @@
-"""Workers die, of tasks that kill them or of `kill -9`: only what kills them is given up, and all others are done."""
+"""Workers die of poison tasks or `kill -9`: only the poison is given up, all else is done."""
 
 from __future__ import annotations
 
@@ -102,8 +102,9 @@ def test_only_tasks_that_kill_workers_are_given_up(fleet: Fleet, server: Server)
     states = {state.task_uuid: state.state for state in server.inspect.tasks(limit=2 * len(good))}
     assert {uuid for uuid, state in states.items() if state is State.SUCCESS} == good
     runs = fleet.runs()
-    # One less: its neighbour killed the worker when it was noted as begun and not called yet (K4 of the delivery guarantees).
-    # One more: on RabbitMQ the next worker may have the message before this host knows of the death.
+    # One less: its neighbour killed the worker when the task was noted as begun and not yet called
+    # (K4 of the delivery guarantees).
+    # One more: on RabbitMQ the next worker may get the message before this host sees the death.
     counts = collections.Counter(runs[uuid] for uuid in poison)
     most = STRIKES + fleet.url.startswith("amqp")
     assert all(STRIKES - 1 <= count <= most for count in counts), counts

@@ -1,4 +1,4 @@
-"""Each fault of the proxy, seen from both sides: a client, and a tiny server that notes what reaches it."""
+"""Each fault of the proxy, seen by a client and by a tiny server that notes what reaches it."""
 
 from __future__ import annotations
 

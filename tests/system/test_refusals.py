@@ -1,6 +1,7 @@
-"""Refusals of real servers: what they refuse for good fails with their words, what finds no room waits, and nothing else does.
+"""Refusals of real servers: a lasting one fails with the server's words, a full store waits.
 
-Each application sends one that is refused among good ones, which must have their results though it is in their batch.
+Nothing else fails or waits. Each application sends a refused task among good ones, which must have
+their results though it is in their batch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""No password of a URL is ever shown, also when it is malformed: by no error, log, repr, configuration or command."""
+"""No error, log, repr, configuration or command shows a URL's password, even a malformed one's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Url = st.builds(
 
 
 def said(act: Callable[[], object]) -> str:
-    """All that it raises, with what led to it, or what it gives back as a program would print it."""
+    """Everything raised, with its causes, or the returned value as a program would print it."""
     try:
         found = act()
     except (MachineryError, ValueError, TypeError) as error:
@@ -159,7 +159,8 @@ def test_no_command_shows_the_secret_of_an_unusable_server(
     monkeypatch.setenv("MACHINERY_BROKER_CONNECTION_RETRY", "no")
     name = f"app_of_secrets_{UNREACHABLE.index(url)}"
     (tmp_path / f"{name}.py").write_text(
-        "from machinery_py import Server\nserver = Server()\n@server.task\ndef add(a: int, b: int) -> int: return a + b\n"
+        "from machinery_py import Server\nserver = Server()\n"
+        "@server.task\ndef add(a: int, b: int) -> int: return a + b\n"
     )
 
     with written() as screen:

@@ -1,4 +1,4 @@
-"""The private servers of the tests: they start, answer, die, come back, stand still, end, and leave nothing behind."""
+"""The tests' private servers start, answer, die, return, freeze, end, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ def test_rabbitmq_server_keeps_messages_over_a_kill() -> None:
             "mail",
             "1",
         ]
-        # That there is a queue, RabbitMQ 3 writes down later. RabbitMQ 4 has another store for that.
+        # RabbitMQ 3 writes a new queue's existence down later; RabbitMQ 4 has another store for it.
         server.ctl("eval", "mnesia:system_info(is_running) =:= no orelse (ok = mnesia:sync_log()).")
         processes = family(server.pid)
 

@@ -1,6 +1,7 @@
 """Unique and exclusive tasks over pairs of stores, with real workers in threads.
 
-On pairs and slower stores, `make chaos` (MACHINERY_TEST_FULL=1) runs all of it; otherwise what depends on how a key is kept.
+`make chaos` (MACHINERY_TEST_FULL=1) runs all of it on pairs and slower stores; otherwise only what
+depends on how a key is kept.
 """
 
 from __future__ import annotations

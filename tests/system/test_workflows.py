@@ -1,4 +1,4 @@
-"""Whole applications over one store, with real workers in threads. Pairs of stores: test_pairs.py."""
+"""Whole applications over one store, with real worker threads. Pairs of stores: test_pairs.py."""
 
 from __future__ import annotations
 

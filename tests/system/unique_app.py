@@ -1,6 +1,6 @@
 """The app of test_unique_kills.py, and a process that sends from it.
 
-python -m tests.system.unique_app COUNT GATE     send `alone` so often when the file GATE is there; prints UUIDs
+python -m tests.system.unique_app COUNT GATE     send `alone` COUNT times once GATE exists
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def wire(signature: Signature[Any]) -> dict[str, Any]:
 
 
 def shape(signature: dict[str, Any], ids: dict[str, str] | None = None) -> Any:
-    """The message without what differs from run to run: ids become the order they are met in; null is an empty list."""
+    """The message in a stable form: ids in order of appearance, and an empty list for null."""
     ids = {} if ids is None else ids
 
     def walk(value: Any, key: str = "") -> Any:
@@ -270,7 +270,7 @@ STEPS = st.recursive(
     st.sampled_from("abc").map(sig),
     lambda inner: st.one_of(
         st.lists(inner, min_size=1, max_size=3).map(Chain),
-        # A group in a group, or at a member's end, is refused; a task behind it makes any member fit.
+        # A group in a group or at a member's end is refused; a task behind it makes it fit.
         st.lists(inner.map(lambda step: step | sig("x")), min_size=1, max_size=3).map(
             lambda members: group(members) | sig("cb")
         ),

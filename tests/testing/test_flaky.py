@@ -1,4 +1,4 @@
-"""What machinery_py.testing promises to those who use it: the clock, the waiting, and faults on command."""
+"""The public promises of machinery_py.testing: the clock, the waiting, and faults on command."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Parcel:
 
 
 class Shop:
-    """A user's application: a Server and its tasks. Its stores would be in a file, if anything opened them."""
+    """A user's application: a Server and its tasks. Opening its stores would make a file."""
 
     def __init__(self, path: str) -> None:
         self.server = Server(f"sqlite:///{path}/never-made.db")

@@ -47,7 +47,7 @@ LISTING = """
         machinery.assert_sent("send_welcome", "ada@example.com")
         assert machinery.drain() == 1                    # runs what is due, here, in this thread
 
-        machinery.advance(hours=1)                       # moves the library's clock, waits for nothing
+        machinery.advance(hours=1)                       # moves the clock, waits for nothing
         assert machinery.drain() == 1
 
 
@@ -101,7 +101,8 @@ ONE = """
         ("", "*no machinery_app: which Server is to be tested?*machinery_app = shop.tasks:server*"),
         (
             "shop.task",
-            "*machinery_app = shop.task, *: cannot import 'shop.task' *: no such module (there is 'shop.tasks'*",
+            "*machinery_app = shop.task, *: cannot import 'shop.task' *: "
+            "no such module (there is 'shop.tasks'*",
         ),
         ("shop.tasks:app", "*module 'shop.tasks': no 'app' in it (there is 'server')*"),
         ("shop.tasks:add", "*module 'shop.tasks': 'add' is a Task (expected a Server)*"),
@@ -183,7 +184,8 @@ def test_plugin_loads_nothing_heavy_before_a_fixture_is_used(
 
         def test_nothing():
             assert "machinery_py.testing.plugin" in sys.modules
-            heavy = {"machinery_py.testing.harness", "machinery_py.testing.conformance", "redis", "pymongo", "pika",
+            heavy = {"machinery_py.testing.harness", "machinery_py.testing.conformance",
+                     "redis", "pymongo", "pika",
                      "sqlite3", "hypothesis"}
             assert not heavy & set(sys.modules)
     """
@@ -196,7 +198,8 @@ def test_the_library_itself_does_not_import_pytest(pytester: pytest.Pytester) ->
         sys.executable,
         "-c",
         (
-            "import sys, machinery_py.testing.harness, machinery_py.testing.waiting, machinery_py.testing.flaky; "
+            "import sys, machinery_py.testing.harness, "
+            "machinery_py.testing.waiting, machinery_py.testing.flaky; "
             "sys.exit('pytest' in sys.modules)"
         ),
     )

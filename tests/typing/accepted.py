@@ -1,4 +1,4 @@
-"""Every public call of docs API-BY-EXAMPLE 1-10, 13-15, 17 and 18, with the types that a checker must see.
+"""Every public call of docs API-BY-EXAMPLE 1-10, 13-15, 17 and 18, with its checked types.
 
 Read by mypy --strict and pyright, see test_typing.py; never run.
 """

@@ -1,4 +1,7 @@
-"""Lines that a type checker must refuse: each that ends in `# refused`, and no other. See test_typing.py; never run."""
+"""Exactly the lines marked `# refused` must fail a type checker.
+
+See test_typing.py; never run.
+"""
 
 from __future__ import annotations
 

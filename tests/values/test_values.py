@@ -39,7 +39,8 @@ INTS = st.integers(-(2**63), 2**64 - 1)
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 TEXT = st.text()
 PLAIN = st.one_of(st.none(), st.booleans(), INTS, FLOATS, TEXT)
-# Python calls an ambiguous moment of a named zone unequal to the same moment anywhere else; see the test of its own.
+# Python calls an ambiguous moment of a named zone unequal to the same moment in any other zone; it
+# has a test of its own.
 ZONES = st.integers(-1439, 1439).map(lambda minutes: dt.timezone(dt.timedelta(minutes=minutes)))
 SPECIAL = st.one_of(
     st.binary(),
@@ -282,7 +283,10 @@ def test_refusal_names_the_key_that_would_return_as_a_list() -> None:
     with pytest.raises(ArgumentError) as caught:
         describe({(1, 2): "a"})
 
-    text = "cannot send (1, 2) as a key of a dict or an item of a set: it would come back as a list (send a list of pairs)"
+    text = (
+        "cannot send (1, 2) as a key of a dict or an item of a set: "
+        "it would come back as a list (send a list of pairs)"
+    )
     assert str(caught.value) == text
 
 
@@ -538,7 +542,8 @@ def test_annotated_parameter_gets_the_sent_value(value: Any, annotation: Any) ->
 
 @pytest.mark.parametrize(
     "annotation",
-    [int, str, bool, bytes, Any, None, object, list, dict, list[int], list[str] | None, int | None, dict[str, Any],
+    [int, str, bool, bytes, Any, None, object, list, dict, list[int], list[str] | None,
+     int | None, dict[str, Any],
      "Later", Annotated[int, "int32"], typing.TypeVar("T"), int | str | None],
 )  # fmt: skip
 def test_argument_of_its_own_type_is_not_converted(annotation: Any) -> None:

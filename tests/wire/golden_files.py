@@ -1,4 +1,4 @@
-"""The recorded lines of the real Go program; golden/ is a copy of what /golden of the project's reference holds."""
+"""Recorded lines of the real Go program; golden/ copies /golden of the project's reference."""
 
 from __future__ import annotations
 

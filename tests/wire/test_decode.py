@@ -1,4 +1,4 @@
-"""Payloads that Go's decoder was given: we accept what it accepts, with the same values, and refuse what it refuses."""
+"""Payloads given to Go's decoder: ours accepts the same ones, with the same values."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_payload_that_go_refuses_is_refused(line: dict[str, Any]) -> None:
 
 
 def values_with_tokens() -> dict[str, Any]:
-    """The values with their numbers as text: those of Args and Headers stand exactly as Go keeps them."""
+    """The values with numbers as text: those of Args and Headers stand exactly as in Go."""
     with (FOLDER / "decode.jsonl").open(encoding="utf-8") as file:
         found = [json.loads(text, parse_float=str, parse_int=str) for text in file]
     return {line["name"]: line.get("value") for line in found}
@@ -181,12 +181,15 @@ def test_non_string_header_is_passed_on_but_refused_from_users() -> None:
 
 
 NUMBERS = (
-    "0", "-0", "1", "1.0", "1e2", "1E2", "1.5", "-1", "255", "256", "1e0", "0e0", "-0.0", "3.0", "2e-1", "12", "1.50", "[-0]",
-    "18446744073709551615", "18446744073709551616", "-9223372036854775809", "[1,-0 ,2]", "[1e3]", "[1.0]", "[0]", "true",
+    "0", "-0", "1", "1.0", "1e2", "1E2", "1.5", "-1", "255", "256", "1e0", "0e0", "-0.0", "3.0",
+    "2e-1", "12", "1.50", "[-0]", "18446744073709551615", "18446744073709551616",
+    "-9223372036854775809",
+    "[1,-0 ,2]", "[1e3]", "[1.0]", "[0]", "true",
     '"MQ=="', "null",
 )  # fmt: skip
 TYPES = (
-    "int64", "int8", "uint8", "uint64", "uint", "float64", "float32", "string", "[]int64", "[]uint8", "[]byte", "[]uint64",
+    "int64", "int8", "uint8", "uint64", "uint", "float64", "float32", "string",
+    "[]int64", "[]uint8", "[]byte", "[]uint64",
     "[]float64",
 )  # fmt: skip
 SEVEN = (Arg(type="int64", value=7),)

@@ -1,4 +1,4 @@
-"""Messages that are deep, large or hostile: decoding ends in a signature or in DecodeError, soon."""
+"""Deep, large or hostile messages: decoding soon ends in a signature or DecodeError."""
 
 from __future__ import annotations
 

@@ -22,12 +22,12 @@ from tests.wire.golden_files import FOLDER, line_id, lines
 SIGNATURES = lines("signatures.jsonl")
 KEYS = list(json.loads(SIGNATURES[0]["wire"]))
 
-# Strings with <, > or & and floats are spelled differently (README of golden); our ETA is in UTC, to the microsecond.
+# Strings with <, > or & and floats differ in spelling (golden/README); our ETA: UTC, microseconds.
 _SPELLED_OTHERWISE = re.compile(r'\\u|float|"json.Number|"ETA":"[^"]*(\.\d{7,9}Z|\d\d:\d\d)"|1\.5')
 
 
 def comparable(message: Any) -> Any:
-    """The message as it counts: null and empty are the same, moments are moments, numbers are numbers."""
+    """The message's meaning: null equals empty; moments and numbers compare by value."""
     if isinstance(message, list):
         return [comparable(item) for item in message]
     if not isinstance(message, dict) or "RoutingKey" not in message:
@@ -74,7 +74,7 @@ SLOW = {
 def test_fast_decoder_reads_gos_messages(
     line: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Both decoders read the same, so only this shows it when messages take the slow way by accident.
+    # Both decoders read the same; only this shows it when messages take the slow one by accident.
     def refuse(body: bytes, **options: Any) -> Any:
         raise AssertionError(body)
 

@@ -84,7 +84,8 @@ def test_every_result_of_go_can_be_read(line: dict[str, Any]) -> None:
 
 #: Where we differ: name → why.
 OTHERWISE = {
-    "state_unknown_state": "Go keeps any word; there is nothing that a waiting caller could do with it",
+    "state_unknown_state": "Go keeps any word; "
+    "there is nothing that a waiting caller could do with it",
     "state_null_result": "a null result is one without type and value",
 }
 

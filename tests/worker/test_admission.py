@@ -1,4 +1,4 @@
-"""Tasks that have a strike: they begin one at a time, with nothing beside them, and keep nobody else waiting for long."""
+"""Tasks with a strike begin one at a time, with nothing beside them, and delay others briefly."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from machinery_py.worker.intake import accept, peek
 
 
 class Pausing(FlakyConsumer):
-    """Stops a thread that has taken a delivery from the executors' queue and does not run it yet."""
+    """Stops a thread that has taken a delivery from the executors' queue and not yet run it."""
 
     def __init__(self, consumer: Consumer) -> None:
         super().__init__(consumer, Faults())
@@ -40,7 +40,7 @@ class Pausing(FlakyConsumer):
 
 
 class Pool:
-    """Executors over a memory store, and tasks for them; `runs` has the names of those that have begun."""
+    """Executors over a memory store, and tasks for them; `runs`: the names of those begun."""
 
     def __init__(self, concurrency: int) -> None:
         hub = MemoryHub()

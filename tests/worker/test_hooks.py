@@ -1,4 +1,4 @@
-"""What the user's code may do in a worker: whatever it is, its task comes to an end and the worker keeps all of its slots."""
+"""Whatever user code does in a worker, its task ends and the worker keeps all of its slots."""
 
 from __future__ import annotations
 

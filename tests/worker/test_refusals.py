@@ -1,4 +1,4 @@
-"""What a store refuses for good fails in its place, and what finds no room waits; nothing else waits for either."""
+"""A lasting refusal by a store fails one task; a full store makes only its own writes wait."""
 
 from __future__ import annotations
 
@@ -447,7 +447,7 @@ def test_refusal_is_handled_once_at_any_fault(call: str, lose_reply: bool) -> No
     assert set(shop.dead()) == {(bad.uuid, "refused")}
     assert len(shop.dead()) == 1 or call == "bury"
     assert backend.unsent(10, older_than=0.0) == []
-    # An outbox that was published and could not be cleared is published again: one of each completes.
+    # An outbox published but not cleared is published again: one of each completes.
     assert len(shop.told) == 1 or call == "clear_outbox"
 
 

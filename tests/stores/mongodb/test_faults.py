@@ -1,4 +1,4 @@
-"""What is MongoDB's own: lost replies, a primary that steps down, a server that is away, and Go's documents."""
+"""MongoDB's faults: lost replies, a primary that steps down, a server away, Go's documents."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_unique_task_is_sent_once_at_any_fault_of_a_reply(
 def test_a_claim_shows_its_task_although_its_sender_stands_still(
     store: MongoStore, monkeypatch: pytest.MonkeyPatch, beside: bool
 ) -> None:
-    """Behind the write of the claim: who took a task without a state for one that is over would let a second one in."""
+    """After the claim's write: a stateless task taken for a finished one would admit a second."""
     backend = MongoBackend(store.driver)
     slow: Store = (
         TwoStores(MemoryBroker(MemoryHub(ManualClock())), backend, ManualClock())
@@ -238,7 +238,7 @@ def test_a_lock_is_held_by_one_though_a_reply_was_lost(
 
 
 def test_a_callback_that_is_stored_once_more_is_not_run_again(store: MongoStore) -> None:
-    """Its name is free again once it was run and deleted; the state of its task says that it was."""
+    """A key is free again once its task was run and deleted; the task's state says that it ran."""
     message = message_of("a")
     submission = Submission(token="t", messages=[message], states=[state_of("a")])
     store.submit(submission)
@@ -279,7 +279,7 @@ def test_change_cut_off_between_writes_is_finished_by_another(
 def test_effects_of_a_change_are_finished_once_by_another(
     driver: MongoDriver, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
-    """Its owner died behind the first write. Who finishes it also takes it out, or it would be done again for ever."""
+    """The owner died after the first write. Its finisher removes it, or it repeats for ever."""
     backend, heir = MongoBackend(driver), MongoBackend(driver)
     retry = Change(key="t", mark="1", states=(state_of("t", State.RETRY), state_of("c")))
     monkeypatch.setattr(
@@ -316,7 +316,10 @@ def test_effects_of_a_change_are_finished_once_by_another(
 def test_uncounted_member_does_not_block_its_chord(
     driver: MongoDriver, monkeypatch: pytest.MonkeyPatch, late: int
 ) -> None:
-    """Its worker died between the arrival and the count; so many others arrive before somebody finishes that, the rest after."""
+    """A worker died between a member's arrival and its count.
+
+    So many members arrive before somebody finishes that, the rest after it.
+    """
     backend, heir = MongoBackend(driver), MongoBackend(driver)
 
     def ended(uuid: str) -> Change:
@@ -407,7 +410,7 @@ def test_connections_that_the_server_has_closed_are_opened_anew(
 
 
 def test_every_write_waits_for_the_majority(mongodb_url: str) -> None:
-    """What only an old primary had is gone when it comes back; no write of ours may be of that kind."""
+    """A returning old primary loses what it alone had: no write of ours may be of that kind."""
     heard: list[Any] = []
     is_over = threading.Event()
 
@@ -465,7 +468,10 @@ def test_unstorable_state_is_refused_and_blocks_nothing(store: MongoStore) -> No
 
 
 def sorted_out(error: Exception) -> tuple[type[MachineryError], bool, bool]:
-    """As what it is raised when a settlement meets it; whether it may have been carried out; whether it is repeated."""
+    """Return the error that a settlement raises for this one, and two facts.
+
+    Whether the settlement may have been carried out, and whether it is repeated.
+    """
     ours = mongo_errors.as_ours(
         error, url="mongodb://h", doing="settling", away=BrokerUnavailable, refused=MachineryError
     )
@@ -588,7 +594,10 @@ def test_every_integer_goes_in_64_bits() -> None:
 
 
 def test_client_library_is_imported_only_for_its_url() -> None:
-    program = "import sys, machinery_py; machinery_py.Server('memory://'); print('pymongo' in sys.modules, 'bson' in sys.modules)"
+    program = (
+        "import sys, machinery_py; machinery_py.Server('memory://'); "
+        "print('pymongo' in sys.modules, 'bson' in sys.modules)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
     )

@@ -1,4 +1,4 @@
-"""What the tests of the RabbitMQ stores share: a vhost for each test, and a clock that waits while messages are delayed."""
+"""A vhost for each test, and a clock that waits for delayed messages, for the RabbitMQ stores."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Brokers:
 
 
 def crash(broker: AMQPBroker, consumer: AMQPConsumer) -> None:
-    """The consumer's connection breaks, as when its process is killed; returns when what it held is back."""
+    """Break the consumer's connection, as a kill does; return when its messages are back."""
     held: dict[str, int] = {}
     for one in list(consumer._held.values()):
         held[one.delivery.queue] = held.get(one.delivery.queue, 0) + 1

@@ -1,4 +1,4 @@
-"""What the tests of the Redis stores share: a private server, and a clock that moves the server's time."""
+"""A private server, and a clock that moves the server's time, for tests of the Redis stores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ repeat
   for _, key in ipairs(step[2]) do
     local left = redis.call('PTTL', key)
     if left > 0 then
-      if left <= tonumber(ARGV[1]) then redis.call('DEL', key) else redis.call('PEXPIRE', key, left - ARGV[1]) end
+      if left <= tonumber(ARGV[1]) then
+        redis.call('DEL', key)
+      else
+        redis.call('PEXPIRE', key, left - ARGV[1])
+      end
     end
   end
 until cursor == '0'

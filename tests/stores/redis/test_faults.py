@@ -1,4 +1,4 @@
-"""What is Redis's own: what it refuses, forgets and cuts off, on a real server that is made to do so."""
+"""Refused, forgotten and cut-off commands of a real Redis."""
 
 from __future__ import annotations
 
@@ -478,7 +478,8 @@ def test_a_worker_that_moves_a_million_can_beat_in_between(
     monkeypatch.setattr(redis, "PATIENCE", 0.0)
     broker = RedisBroker(driver)
     due = dt.datetime.now(dt.timezone.utc) + dt.timedelta(seconds=0.5)
-    body = b'{"UUID":"task_%d","Name":"n","RoutingKey":"mail","Args":null}'  # as Go writes it: for Go's delayed set
+    # As Go writes it, for Go's delayed set.
+    body = b'{"UUID":"task_%d","Name":"n","RoutingKey":"mail","Args":null}'
     late = [
         Message(uuid=f"task_{n}", name="n", queue="mail", body=body % n, eta=due)
         for n in range(3 * redis.MOVE + 1)

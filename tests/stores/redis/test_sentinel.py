@@ -1,6 +1,7 @@
 """The contracts over the master that sentinels name.
 
-Behind the connection all is as on one Redis: `make chaos` and `make matrix` run the contracts of broker and backend as well.
+Once connected, all is as on one Redis; `make chaos` and `make matrix` also run the contracts of
+broker and backend.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Redis as Go Machinery sees it: keys, commands, scores and bytes, compared with what the real Go program wrote."""
+"""Redis as Go Machinery sees it: keys, commands, scores and bytes, against Go's recordings."""
 
 from __future__ import annotations
 

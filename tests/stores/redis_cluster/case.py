@@ -1,4 +1,4 @@
-"""What the tests of the Redis Cluster stores share: a private cluster, and a clock that moves its time."""
+"""A private cluster, and a clock that moves its time, for tests of the Redis Cluster stores."""
 
 from __future__ import annotations
 

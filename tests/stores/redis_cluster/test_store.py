@@ -105,7 +105,7 @@ def test_a_slot_that_is_on_its_way_stands_still(
             broker.put([Message(uuid="", name="", queue="q", body=b"x")], token="t")
         broker.put([Message(uuid="", name="", queue="elsewhere", body=b"x")], token="t")
         assert (source.cli("LLEN", "q"), source.cli("KEYS", "mpy:{q}:mpy:p:t")) == (1, [])
-        # What would happen else: a script that names a key which is still there is begun, and stopped after its first write.
+        # Otherwise a script that names a remaining key would begin and stop after its first write.
         with pytest.raises(ReplyError, match="non local key"):
             source.cli(
                 "EVAL", "redis.call('RPUSH', 'q', 'half'); redis.call('GET', '{q}gone')", 1, "q"
@@ -291,7 +291,8 @@ def test_a_note_without_a_record_is_dropped(open_cluster: Clusters, clock: Clust
     wait_until(lambda: backend._steps.noted(9, 0.0) == [])
 
 
-# A Go program that settles a group takes a mutex, reads the document, and writes it with its flag, if there was none.
+# A Go program settles a group so: it takes a mutex, reads the document, and writes it with its flag
+# if there was none.
 
 MUTEX = "TriggerChordMutex"
 GROUP = "group_1"

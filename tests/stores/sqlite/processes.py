@@ -1,4 +1,4 @@
-"""Other processes for the SQLite tests: a script of a few lines on the same file, talked to by lines of text."""
+"""Other processes on the same SQLite file: short scripts that answer in lines of text."""
 
 from __future__ import annotations
 

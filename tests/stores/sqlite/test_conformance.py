@@ -1,4 +1,4 @@
-"""The contracts over SQLite. A consumer dies by letting go of the lock on its session's file, as a process does."""
+"""The contracts over SQLite. A dying consumer releases its session file's lock, like a process."""
 
 from __future__ import annotations
 
