@@ -24,20 +24,18 @@ _REASONS: Mapping[str, str] = {
     "No route to host | Network is unreachable | Host is unreachable": (
         "there is no way to it (check host and network)"
     ),
-    "WRONG_VERSION_NUMBER | UNEXPECTED_EOF | SSL handshake failed | [SSL | SSLError | SSLEOFError": (
-        "the TLS handshake failed (does this port speak TLS? check scheme and port)"
-    ),
+    "WRONG_VERSION_NUMBER | UNEXPECTED_EOF | SSL handshake failed | [SSL | SSLError | "
+    "SSLEOFError": ("the TLS handshake failed (does this port speak TLS? check scheme and port)"),
     "IncompatibleProtocolError": (
         "it ended the connection at once (is this RabbitMQ's port, and does it want amqps://?)"
     ),
     "No servers found yet | No replica set | No primary": (
         "no server answered in time (check hosts and ports, and replicaSet in the URL)"
     ),
-    "timed out | Timeout  | TimeoutError | no answer within | Errno 110 | StackTimeout | SocketTimeout": (
-        "no answer in time (check host, port and firewall; is it overloaded?)"
-    ),
-    "Connection reset | Connection closed | connection closed | closed the connection | Broken pipe | "
-    "Errno 104 | Errno 32] | Transport indicated EOF": (
+    "timed out | Timeout  | TimeoutError | no answer within | Errno 110 | StackTimeout | "
+    "SocketTimeout": ("no answer in time (check host, port and firewall; is it overloaded?)"),
+    "Connection reset | Connection closed | connection closed | closed the connection | "
+    "Broken pipe | Errno 104 | Errno 32] | Transport indicated EOF": (
         "the connection was closed (did it stop or restart? does this port want TLS?)"
     ),
 }

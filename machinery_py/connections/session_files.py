@@ -165,7 +165,10 @@ def _mapped(descriptor: int) -> mmap.mmap | None:
 
 
 def host_file(kind: str) -> SessionFile:
-    """Return the file of a new consumer of such a server, which has to `touch` it every few minutes."""
+    """Return the file of a new consumer of such a server.
+
+    The consumer must `touch` it every few minutes.
+    """
     folder = host_folder(kind)
     sweep(folder, (), forgotten=FORGOTTEN_ON_HOST)
     return SessionFile(folder)

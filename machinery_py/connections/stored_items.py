@@ -4,8 +4,8 @@
     rabbitmq    connections/rabbitmq/queues.py       sqlite      connections/sqlite/schema.py
     mongodb     connections/mongodb/collections.py
 
-The tables of the documentation are drawn from them. Tests compare them with what a workload leaves on
-real servers.
+The tables of the documentation are drawn from them. Tests compare them with the items that a
+workload leaves on real servers.
 """
 
 from __future__ import annotations

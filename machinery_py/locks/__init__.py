@@ -1,4 +1,4 @@
-"""Locks: one holder at a time, for as long as it says, across processes where the store is shared."""
+"""Locks: one holder at a time, for as long as it says, across processes if the store is shared."""
 
 from machinery_py.locks.base import Lock, LockHolding
 

@@ -134,7 +134,8 @@ class RedisGoLock(GoLock):
             return False
         if not held.isdigit():
             raise ValueError(
-                f"lock {name.decode(errors='replace')!r}: found {held[:50]!r} (expected a moment in nanoseconds)"
+                f"lock {name.decode(errors='replace')!r}: found {held[:50]!r} "
+                "(expected a moment in nanoseconds)"
             )
         return 0 < int(held) < now
 

@@ -53,7 +53,8 @@ class SQLiteLock(Lock):
             now = self._driver.now()
             return (
                 connection.execute(
-                    "UPDATE locks SET expires_at = ? WHERE name = ? AND token = ? AND expires_at > ?",
+                    "UPDATE locks SET expires_at = ? "
+                    "WHERE name = ? AND token = ? AND expires_at > ?",
                     (now + _micros(ttl), held.name, held.token, now),
                 ).rowcount
                 > 0

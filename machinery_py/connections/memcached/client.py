@@ -249,8 +249,9 @@ class MemcacheDriver:
         text = reply.decode(errors="replace")
         if reply.startswith(b"SERVER_ERROR object too large"):
             raise ArgumentError(
-                f"{doing}: the item {command.key.decode(errors='replace')!r} has {len(command.packet)} bytes, more than "
-                "memcached takes (1 MiB, see its option -I): return less, or keep large results elsewhere"
+                f"{doing}: the item {command.key.decode(errors='replace')!r} has "
+                f"{len(command.packet)} bytes, more than memcached takes (1 MiB, see its option "
+                "-I): return less, or keep large results elsewhere"
             )
         place = self._place(self.server_of(command.key))
         if reply.startswith(b"SERVER_ERROR"):

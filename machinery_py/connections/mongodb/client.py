@@ -196,7 +196,7 @@ class MongoDriver:
 
     def _open(self) -> Store:
         if os.getpid() != self._pid:
-            # A client that a fork copied must be neither used nor closed: the parent has its sockets.
+            # A client that a fork copied must not be used or closed: the parent has its sockets.
             self._client, self._store, self._pid = None, None, os.getpid()
         store = self._store
         if store is None:

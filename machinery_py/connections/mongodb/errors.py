@@ -92,7 +92,8 @@ def as_ours(
     if isinstance(error, DocumentTooLarge) or _code(error) in _TOO_BIG:
         return for_good(
             refused(
-                f"MongoDB at {place}: {doing}: a document would be greater than MongoDB allows (16 MB): {text}"
+                f"MongoDB at {place}: {doing}: a document would be greater than MongoDB allows "
+                f"(16 MB): {text}"
             )
         )
     if _code(error) in _FULL:

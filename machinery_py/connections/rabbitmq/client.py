@@ -215,7 +215,10 @@ def _lasting_problem(error: BaseException | None) -> str:
                 "(rabbitmqctl add_vhost, rabbitmqctl set_permissions)"
             )
         if isinstance(error, ssl.SSLCertVerificationError):
-            return f"the server's certificate cannot be trusted: {error.verify_message} (set ?ca_file=…)"
+            return (
+                f"the server's certificate cannot be trusted: {error.verify_message} "
+                "(set ?ca_file=…)"
+            )
         inner = [one for one in error.args if isinstance(one, BaseException)]
         error = inner[0] if inner else error.__cause__
     return ""
@@ -258,8 +261,8 @@ def explained(error: ChannelLost) -> str:
         )
     if error.code == 403:
         return (
-            f"{text} (give the user the right to it, see rabbitmqctl set_permissions, or use another"
-            " name; those that begin with 'amq.' are RabbitMQ's own)"
+            f"{text} (give the user the right to it, see rabbitmqctl set_permissions, or use"
+            " another name; those that begin with 'amq.' are RabbitMQ's own)"
         )
     return text
 

@@ -365,7 +365,8 @@ class QueueTransactions:
         link = self.link()
         if not link.wait_unblocked(self.driver.timeout):
             raise BackendUnavailable(
-                f"RabbitMQ at {self.driver.place}: {doing}: it takes no messages now: {link.blocked}"
+                f"RabbitMQ at {self.driver.place}: {doing}: it takes no messages now: "
+                f"{link.blocked}"
             )
         while True:
             try:

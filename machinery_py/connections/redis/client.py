@@ -253,8 +253,8 @@ class RedisDriver:
         ahead = self.clock.now().timestamp() - (int(time_there[0]) + int(time_there[1]) / 1e6)
         if abs(ahead) > SKEW:
             logger.warning(
-                "Redis at %s: this host's clock is %.0f s %s: its retries and delayed tasks come at the wrong time "
-                "(set the clock; is NTP running?)",
+                "Redis at %s: this host's clock is %.0f s %s: its retries and delayed tasks come "
+                "at the wrong time (set the clock; is NTP running?)",
                 place,
                 abs(ahead),
                 "ahead" if ahead > 0 else "behind",

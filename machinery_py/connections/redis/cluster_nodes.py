@@ -163,8 +163,8 @@ class Nodes:
                     raise
                 if "cluster support disabled" in str(error):
                     raise StoreUnusable(
-                        "Redis at {}:{} is no node of a cluster (expected redis://host/0, one host, without "
-                        "redis.cluster_mode)".format(*address)
+                        "Redis at {}:{} is no node of a cluster (expected redis://host/0, one "
+                        "host, without redis.cluster_mode)".format(*address)
                     ) from error
                 failure = said_by(error)
                 continue

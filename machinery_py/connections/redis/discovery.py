@@ -76,7 +76,8 @@ class Servers:
         for url, parsed in self._parsed.items():
             if parsed.tls and not parsed.verify:
                 logger.warning(
-                    "%s: verify=none: certificates are not checked, and anybody in between can read and change all",
+                    "%s: verify=none: certificates are not checked, and anybody in between can "
+                    "read and change all",
                     redact(url),
                 )
 
@@ -88,7 +89,7 @@ class Servers:
         return self._address or self._parsed[self._current].place
 
     def connect(self, timeout: float) -> tuple[Any, int]:
-        """Return a new connection whose replies may take `timeout` seconds, and its server's number.
+        """Return a new connection with `timeout` seconds for its replies, and its server's number.
 
         Raises:
             StoreUnusable: a certificate cannot be used, or the strategy.
@@ -355,8 +356,8 @@ def tls_options(url: RedisUrl) -> dict[str, Any]:
             context.load_cert_chain(url.cert_file, url.key_file or None, password=_no_password)
     except (ssl.SSLError, ValueError) as error:
         raise StoreUnusable(
-            f"Redis at {url.place}: certificate or key cannot be used: {error} (see ca_file, cert_file, "
-            "key_file of the URL)"
+            f"Redis at {url.place}: certificate or key cannot be used: {error} "
+            "(see ca_file, cert_file, key_file of the URL)"
         ) from error
     return {
         "ssl_cert_reqs": "required" if url.verify else "none",

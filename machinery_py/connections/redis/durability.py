@@ -56,7 +56,8 @@ def _role(info: Facts) -> Concern | None:
     hint = "(name the master in the URL, or its sentinels and master_name)"
     if info.get("slave_read_only") == "0":
         return Concern(
-            f"it is a replica of {master} that takes writes, and forgets them when it is synchronised again {hint}"
+            f"it is a replica of {master} that takes writes, and forgets them when it is "
+            f"synchronised again {hint}"
         )
     return Concern(
         f"it is a read-only replica of {master}: no task can be stored or taken here {hint}"
@@ -66,7 +67,10 @@ def _role(info: Facts) -> Concern | None:
 def _eviction(info: Facts) -> Concern | None:
     policy = info.get("maxmemory_policy")
     if policy is None:
-        text = "it does not tell its maxmemory-policy (expected noeviction: any other throws tasks away)"
+        text = (
+            "it does not tell its maxmemory-policy "
+            "(expected noeviction: any other throws tasks away)"
+        )
         return Concern(text, is_certain=False)
     if policy == "noeviction":
         return None
@@ -93,7 +97,10 @@ def _persistence(info: Facts, config: Facts | None) -> Concern | None:
             "(set appendfsync everysec, or always)"
         )
     if config is None or "save" not in config:
-        lost = "a restart loses what came since its last snapshot, or everything (whether it makes any, it does not tell)"
+        lost = (
+            "a restart loses what came since its last snapshot, or everything "
+            "(whether it makes any, it does not tell)"
+        )
     elif config["save"].strip():
         lost = f"a restart loses what came since its last snapshot (save {config['save']})"
     else:

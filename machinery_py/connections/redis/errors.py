@@ -42,14 +42,19 @@ _WORDS: tuple[tuple[ErrorKind, tuple[str, ...]], ...] = (
     (ErrorKind.TYPE, ("WRONGTYPE", "against a key holding the wrong kind of value")),
     (ErrorKind.DISK, ("MISCONF", "unable to persist on disk")),
     (ErrorKind.ROLE, (
-        "READONLY", "You can't write against a read only", "LOADING", "Redis is loading", "MASTERDOWN", "Link with MASTER",
+        "READONLY", "You can't write against a read only", "LOADING", "Redis is loading",
+        "MASTERDOWN", "Link with MASTER",
     )),
     (ErrorKind.SLOT, ("CLUSTERDOWN", "UNBLOCKED")),
     (ErrorKind.AWAY, ("TRYAGAIN", "BUSY ", "Redis is busy", "NOREPLICAS", "max number of clients")),
-    (ErrorKind.NEVER, ("one of the keys", "permissions to access a key", "invalid bulk length", "exceeds proto-max-bulk-len")),
+    (ErrorKind.NEVER, (
+        "one of the keys", "permissions to access a key", "invalid bulk length",
+        "exceeds proto-max-bulk-len",
+    )),
     (ErrorKind.FATAL, (
-        "NOAUTH", "Authentication required", "WRONGPASS", "invalid username-password", "invalid password", "NOPERM",
-        "has no permissions", "unknown command", "Unknown Redis command", "without any password configured", "DB index",
+        "NOAUTH", "Authentication required", "WRONGPASS", "invalid username-password",
+        "invalid password", "NOPERM", "has no permissions", "unknown command",
+        "Unknown Redis command", "without any password configured", "DB index",
         "without any username", "CERTIFICATE_VERIFY_FAILED", "certificate",
     )),
 )  # fmt: skip
@@ -64,7 +69,8 @@ _SPOILT = re.compile(
 #: Our keys that all tasks share, not those of one task, group or queue.
 _SHARED = re.compile(r"mpy:[a-z]+(?::[n0-9]+)?\Z")
 _HINTS = (
-    ("certificate", "ca_file, cert_file and key_file of the URL"), ("CERTIFICATE", "ca_file, cert_file and key_file of the URL"),
+    ("certificate", "ca_file, cert_file and key_file of the URL"),
+    ("CERTIFICATE", "ca_file, cert_file and key_file of the URL"),
     ("DB index", "the number of the database in the URL"),
 )  # fmt: skip
 
@@ -118,7 +124,8 @@ def spoilt(text: str, where: str) -> StoreUnusable | NameRefused:
     is_gos_delayed_set = what.endswith("not a zset") and not key.startswith("mpy:")
     if _SHARED.match(key) or is_gos_delayed_set:
         return StoreUnusable(
-            f"{where}: key {key!r} {what}: another program has written to it (rename or delete the key)"
+            f"{where}: key {key!r} {what}: another program has written to it "
+            "(rename or delete the key)"
         )
     return NameRefused(
         f"{where}: key {key!r} {what}: it is not ours, and was left as it is (choose another name)",

@@ -191,13 +191,19 @@ def queue_keys(queue: str) -> tuple[str, str]:
 
 
 def document_key(uuid: str) -> bytes:
-    """Return the key of a task's or group's document: Go's, but for names so short that they are rather a queue's."""
+    """Return the key of a task's or group's document.
+
+    It is Go's key, unless the name is so short that it is rather a queue's.
+    """
     key = encoded(uuid)
     return key if len(key) > 2 else b"mpy:k:{%b}" % key
 
 
 def companion_key(uuid: str) -> bytes:
-    """Return the key of the fields of a state that Go does not know; a channel of this name announces its end."""
+    """Return the key of the fields of a state that Go does not know.
+
+    A channel of the same name announces the end of the task.
+    """
     return b"mpy:m:{%b}" % encoded(uuid)
 
 

@@ -1,19 +1,20 @@
-"""One SQLite file, shared by broker, backend and lock: its connections, transactions, notifiers and checks.
+"""One SQLite file of broker, backend and lock: connections, transactions, notifiers and checks.
 
     <file>, <file>-wal, <file>-shm    the database, mode 0600; tables in schema.py
     <file>-bells/                     named pipes of waiting threads (wakeup.py)
     <file>-sessions/                  locks that prove who lives (connections/session_files.py)
 
-Each process has one connection that writes, under one lock, and others that read and never wait for it. A transaction
-is `BEGIN IMMEDIATE`, so that it never fails for being late. What the outside is told about is committed with fsync;
-claims and beats are not: a power cut that takes them takes the workers as well, and a later fsync brings all that came
-before it.
+Each process has one connection that writes, under one lock, and others that read and never wait for
+it. A transaction is `BEGIN IMMEDIATE`, so that it never fails for being late. Changes that the
+outside is told about are committed with fsync. Claims and heartbeats are not: a power cut that
+undoes them ends the workers as well. A later fsync saves all commits before it.
 
-Python gives up its interpreter lock at every step of a statement, and may get it back milliseconds later. So a
-transaction is few steps on many rows (`insert_rows`, json_each), not many small ones: other processes wait for it.
+Python gives up its interpreter lock at every step of a statement, and may get it back milliseconds
+later, while other processes wait for the transaction. So a transaction is few steps on many rows
+(`insert_rows`, json_each), not many small ones.
 
-Limits: one machine; network file systems are refused. The file keeps the greatest size it had (`VACUUM` shrinks it).
-One process writes at a time: more processes run more tasks, but do not commit more.
+Limits: one machine; network file systems are refused. The file keeps its greatest size (`VACUUM`
+shrinks it). One process writes at a time: more processes run more tasks, but do not commit more.
 """
 
 from __future__ import annotations
@@ -67,12 +68,12 @@ class SQLiteDriver:
         return micros(self.clock.now())
 
     def transaction(self, unavailable: Unavailable = BrokerUnavailable) -> Transaction:
-        """Return a transaction for `with … as connection:`; a thread that is inside may enter again.
+        """Return a transaction for `with … as connection:`. A thread inside it may enter it again.
 
         Raises:
             BrokerUnavailable (or `unavailable`): others kept the file busy; nothing was done.
-            StoreUnusable: the file cannot be worked with. It is PublishRefused as well, or PublishUnknown if it is not
-                certain that nothing was done.
+            StoreUnusable: the file cannot be worked with. It is PublishRefused as well, or
+                PublishUnknown if something may have been done.
         """
         return Transaction(self, True, unavailable)
 
@@ -81,11 +82,14 @@ class SQLiteDriver:
         return Transaction(self, False, BrokerUnavailable)
 
     def reading(self) -> Reading:
-        """Return a connection for SELECT, for `with`. It waits for no writer, and sees our own transaction."""
+        """Return a connection for `with … as connection:`, for SELECT only.
+
+        It waits for no writer, and sees our own transaction.
+        """
         return Reading(self)
 
     def notify(self, kind: wakeup.Kind) -> None:
-        """Wake all threads that wait for this kind, in all processes, once the transaction is committed."""
+        """Wake all threads that wait for this kind, in all processes, after the commit."""
         handles = self.here()
         if handles.depth and handles.owner == threading.get_ident():
             handles.kinds.add(kind)
@@ -93,7 +97,7 @@ class SQLiteDriver:
             wakeup.notify(self.wakeup_folder, {kind})
 
     def after_commit(self, hook: Callable[[], object]) -> None:
-        """Call this when the transaction that the thread is in has been committed; never if it is rolled back."""
+        """Call the hook once the thread's transaction is committed; never if it is rolled back."""
         self.here().hooks.append(hook)
 
     def notifier(self, kind: wakeup.Kind) -> wakeup.Notifier:
@@ -103,7 +107,8 @@ class SQLiteDriver:
         """Make sure that the file is still the one that was opened.
 
         Raises:
-            StoreUnusable: it was deleted or replaced. This driver does nothing any more until it is closed.
+            StoreUnusable: it was deleted or replaced. The driver does nothing more until it is
+                closed.
         """
         handles = self.here()
         with handles.lock:
@@ -151,7 +156,8 @@ class SQLiteDriver:
         deadline = 0.0
         try:
             if handles.durable is not durable:
-                # Not execute(): SQLite obeys this one when it is compiled, and Python would compile it once.
+                # Not execute(): SQLite obeys this pragma when it is compiled, and Python would
+                # compile it once.
                 writer.executescript(
                     f"PRAGMA synchronous = {self.synchronous if durable else 'NORMAL'}"
                 )

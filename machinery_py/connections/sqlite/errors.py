@@ -26,7 +26,9 @@ _TEXTS = {
     _IOERR: "the disk does not work (see the system's log)",
     _CORRUPT: "it is damaged (restore it, or save what is left with: sqlite3 FILE .recover)",
     _FULL: "no space is left on the disk (free some; nothing is lost)",
-    _CANTOPEN: "it cannot be opened (has this user the right to read and write the file and its folder?)",
+    _CANTOPEN: (
+        "it cannot be opened (has this user the right to read and write the file and its folder?)"
+    ),
     _NOTADB: "it is no SQLite database (name another file, or move this one away)",
 }
 
@@ -36,7 +38,7 @@ class FileUnusable(StoreUnusable, PublishRefused):
 
 
 class CommitUnknown(StoreUnusable, PublishUnknown):
-    """The disk failed in the middle of a commit: after a power cut it may turn out to have happened."""
+    """A disk failure during a commit: after a power cut, the commit may turn out to stand."""
 
 
 def code_of(error: sqlite3.Error) -> int:

@@ -1,15 +1,18 @@
 """Open connections of a process to a SQLite file, and how they survive a fork.
 
-SQLite knows the locks of a process by the files that it has open. If a child inherited open ones, its own connections
-would rely on locks that only the parent has, and the log could be deleted under them. So all is closed before a fork.
+SQLite knows the locks of a process by the files that it has open. If a child inherited open files,
+its own connections would rely on locks that only the parent has, and the log could be deleted under
+them. So all files are closed before a fork.
 
-The SQLite library has locks of its own, for all connections of a process. A child that was forked while another thread
-held one waits for it for ever, at its first call. So no thread is in the library during a fork, not even to free a
-connection that was dropped without `close`: that is done when nobody forks.
+The SQLite library has locks of its own, for all connections of a process. If a child is forked
+while another thread holds one, the child's first call waits for ever. So no thread is in the
+library during a fork, not even to free a connection that was dropped without `close`: that is done
+when nobody forks.
 
-Limits: forks that Python does not see (by a C library) are noticed by the process id, and the inherited connections are
-left alone; such a child must not outlive its parent. Other users of SQLite in the process are not known here: a program
-whose threads use it by themselves must not fork meanwhile.
+Limits: forks that Python does not see (by a C library) are noticed by the process id. The child
+then leaves the inherited connections alone, and must not outlive its parent. Other users of SQLite
+in the process are not known here: a program whose threads use it by themselves must not fork
+meanwhile.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ from machinery_py.connections.forks import FORK_PATIENCE, at_fork
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Handles:
-    """`lock` guards all but the readers; `readers_lock` guards those, and may be taken inside of `lock`.
+    """The open connections of a process to the file.
+
+    `lock` guards all but the readers; `readers_lock` guards those, and may be taken inside `lock`.
 
     Attributes:
         identity: device and inode of the file that was opened.
@@ -87,7 +92,7 @@ class Handles:
             writer.close()
 
     def lend(self) -> sqlite3.Connection | None:
-        """Return an idle reader, or None: then the caller opens one. Followed by `take_back` in any case."""
+        """Return an idle reader, or None: then the caller opens one. `take_back` must follow."""
         with self.readers_lock:
             while self.forking:
                 self.readers_lock.wait()
@@ -121,7 +126,7 @@ class Handles:
         self.lock.release()
 
     def keep_for_ever(self) -> None:
-        """Keep the parent's connections in a child: closing them, even as garbage, could harm the file."""
+        """Keep the parent's connections in a child: closing or freeing them could harm the file."""
         _inherited.append(self)
 
 

@@ -1,4 +1,4 @@
-"""Opening the file of the SQLite stores: what is refused, how it is made, and how its connections are set.
+"""Opening the file of the SQLite stores: refusals, creation, and settings of its connections.
 
 Limits: network file systems are known by their type in /proc/mounts, so on Linux only.
 """
@@ -120,7 +120,7 @@ def identity(path: str) -> tuple[int, int] | None:
 def _create(path: str) -> None:
     """Create an empty file with mode 0600.
 
-    One that is there is not opened: closing it would drop the locks that SQLite has on it in this process.
+    An existing file is not opened: closing it would drop SQLite's locks on it in this process.
     """
     # The log first: another process that makes both in between has made the file before it.
     if os.path.exists(path + "-wal") and not os.path.exists(path):
@@ -137,7 +137,10 @@ def _create(path: str) -> None:
 
 
 def _prepare(connection: sqlite3.Connection, path: str) -> bool:
-    """Set the pragmas, and create the tables if there are none. False: another process holds the file."""
+    """Set the pragmas, and create the tables if there are none.
+
+    Returns False if another process holds the file.
+    """
     try:
         mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
         if mode != "wal":
@@ -189,7 +192,8 @@ def _version(connection: sqlite3.Connection, path: str) -> int:
     if version > VERSION:
         raise unusable(
             path,
-            f"it was written by a newer machinery_py (schema {version}, this one knows {VERSION}); upgrade this one",
+            f"it was written by a newer machinery_py (schema {version}, this one knows {VERSION}); "
+            "upgrade this one",
         )
     return int(version)
 

@@ -33,7 +33,7 @@ def as_json(values: Sequence[str] | Sequence[int]) -> str:
 def insert_rows(
     connection: sqlite3.Connection, head: str, rows: Sequence[tuple[Any, ...]], tail: str = ""
 ) -> int:
-    """Run `head VALUES (?, …), … tail` in few big statements; returns how many rows were changed."""
+    """Run `head VALUES (?, …), … tail` in few big statements; return how many rows changed."""
     changed = start = 0
     for size in (128, 32, 8, 1):
         while len(rows) - start >= size:

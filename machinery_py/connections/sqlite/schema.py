@@ -48,38 +48,42 @@ ITEMS = (
 
 # id: AUTOINCREMENT, so that no change of a record passes unseen.
 _PAUSED = "CREATE TABLE paused (queue TEXT PRIMARY KEY) WITHOUT ROWID"
-_RECORDS = "CREATE TABLE records (id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, body BLOB NOT NULL)"
+_RECORDS = (
+    "CREATE TABLE records (id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, "
+    "body BLOB NOT NULL)"
+)
 _CLAIMS = (
-    "CREATE TABLE claims (name TEXT PRIMARY KEY, body BLOB NOT NULL, expires_at INTEGER NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE claims (name TEXT PRIMARY KEY, body BLOB NOT NULL, expires_at INTEGER NOT NULL) "
+    "WITHOUT ROWID",
     "CREATE INDEX claims_expiring ON claims (expires_at)",
 )
 
 #: Run in one transaction on an empty file.
 TABLES: tuple[str, ...] = (
-    # status: 0 waiting, 1 delayed, 2 held. AUTOINCREMENT, because a receipt must never mean another message.
+    # status: 0 waiting, 1 delayed, 2 held. AUTOINCREMENT: no receipt may mean another message.
     """
     CREATE TABLE messages (
-        id INTEGER PRIMARY KEY AUTOINCREMENT, queue TEXT NOT NULL, uuid TEXT NOT NULL, name TEXT NOT NULL,
-        priority INTEGER NOT NULL, status INTEGER NOT NULL, due_at INTEGER, parks INTEGER NOT NULL,
-        sent_at INTEGER NOT NULL,
-        fence INTEGER NOT NULL DEFAULT 0, strikes INTEGER NOT NULL DEFAULT 0, session INTEGER, claim INTEGER,
-        body BLOB NOT NULL)
+        id INTEGER PRIMARY KEY AUTOINCREMENT, queue TEXT NOT NULL, uuid TEXT NOT NULL,
+        name TEXT NOT NULL, priority INTEGER NOT NULL, status INTEGER NOT NULL, due_at INTEGER,
+        parks INTEGER NOT NULL, sent_at INTEGER NOT NULL,
+        fence INTEGER NOT NULL DEFAULT 0, strikes INTEGER NOT NULL DEFAULT 0,
+        session INTEGER, claim INTEGER, body BLOB NOT NULL)
     """,
     "CREATE INDEX messages_waiting ON messages (queue, status, priority DESC) WHERE status = 0",
     "CREATE INDEX messages_delayed ON messages (due_at) WHERE status = 1",
     "CREATE INDEX messages_held ON messages (session, claim) WHERE status = 2",
     """
     CREATE TABLE dead (
-        id INTEGER PRIMARY KEY AUTOINCREMENT, uuid TEXT NOT NULL, name TEXT NOT NULL, queue TEXT NOT NULL,
-        reason TEXT NOT NULL, error TEXT NOT NULL, strikes INTEGER NOT NULL, died_at INTEGER NOT NULL,
-        body BLOB NOT NULL)
+        id INTEGER PRIMARY KEY AUTOINCREMENT, uuid TEXT NOT NULL, name TEXT NOT NULL,
+        queue TEXT NOT NULL, reason TEXT NOT NULL, error TEXT NOT NULL, strikes INTEGER NOT NULL,
+        died_at INTEGER NOT NULL, body BLOB NOT NULL)
     """,
     "CREATE INDEX dead_queue ON dead (queue)",
     """
     CREATE TABLE sessions (
-        id INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL, worker TEXT NOT NULL, host TEXT NOT NULL,
-        pid INTEGER NOT NULL, place TEXT NOT NULL, queues TEXT NOT NULL, started_at INTEGER NOT NULL,
-        beat_at INTEGER NOT NULL)
+        id INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL, worker TEXT NOT NULL,
+        host TEXT NOT NULL, pid INTEGER NOT NULL, place TEXT NOT NULL, queues TEXT NOT NULL,
+        started_at INTEGER NOT NULL, beat_at INTEGER NOT NULL)
     """,
     "CREATE TABLE queues (name TEXT PRIMARY KEY) WITHOUT ROWID",
     _PAUSED,
@@ -87,9 +91,10 @@ TABLES: tuple[str, ...] = (
     "CREATE INDEX tokens_used ON tokens (used_at)",
     """
     CREATE TABLE tasks (
-        uuid TEXT PRIMARY KEY, name TEXT NOT NULL, state TEXT, run INTEGER NOT NULL, attempt INTEGER NOT NULL,
-        queue TEXT NOT NULL, created_at INTEGER NOT NULL, ttl INTEGER NOT NULL, error TEXT, error_type TEXT,
-        traceback TEXT, progress TEXT, started_at INTEGER, finished_at INTEGER, eta INTEGER, worker TEXT NOT NULL,
+        uuid TEXT PRIMARY KEY, name TEXT NOT NULL, state TEXT, run INTEGER NOT NULL,
+        attempt INTEGER NOT NULL, queue TEXT NOT NULL, created_at INTEGER NOT NULL,
+        ttl INTEGER NOT NULL, error TEXT, error_type TEXT, traceback TEXT, progress TEXT,
+        started_at INTEGER, finished_at INTEGER, eta INTEGER, worker TEXT NOT NULL,
         mark TEXT NOT NULL, epoch INTEGER NOT NULL,
         changed_at INTEGER NOT NULL, expires_at INTEGER, results BLOB, message BLOB)
     """,
@@ -97,8 +102,9 @@ TABLES: tuple[str, ...] = (
     "CREATE INDEX tasks_expiring ON tasks (expires_at) WHERE expires_at IS NOT NULL",
     """
     CREATE TABLE groups (
-        uuid TEXT PRIMARY KEY, created_at INTEGER NOT NULL, ttl INTEGER NOT NULL, locked INTEGER NOT NULL,
-        total INTEGER NOT NULL DEFAULT 0, arrived INTEGER NOT NULL DEFAULT 0, failed_member TEXT NOT NULL DEFAULT '',
+        uuid TEXT PRIMARY KEY, created_at INTEGER NOT NULL, ttl INTEGER NOT NULL,
+        locked INTEGER NOT NULL, total INTEGER NOT NULL DEFAULT 0,
+        arrived INTEGER NOT NULL DEFAULT 0, failed_member TEXT NOT NULL DEFAULT '',
         fired INTEGER NOT NULL DEFAULT 0, ready INTEGER NOT NULL DEFAULT 0, expires_at INTEGER,
         callback BLOB NOT NULL DEFAULT x'')
     """,
@@ -106,11 +112,13 @@ TABLES: tuple[str, ...] = (
     "CREATE INDEX groups_expiring ON groups (expires_at) WHERE expires_at IS NOT NULL",
     """
     CREATE TABLE group_members (
-        group_uuid TEXT NOT NULL, task_uuid TEXT NOT NULL, position INTEGER, arrived INTEGER NOT NULL DEFAULT 0,
-        ok INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (group_uuid, task_uuid)) WITHOUT ROWID
+        group_uuid TEXT NOT NULL, task_uuid TEXT NOT NULL, position INTEGER,
+        arrived INTEGER NOT NULL DEFAULT 0, ok INTEGER NOT NULL DEFAULT 0,
+        PRIMARY KEY (group_uuid, task_uuid)) WITHOUT ROWID
     """,
     "CREATE INDEX group_members_task ON group_members (task_uuid)",
-    "CREATE TABLE outbox (key TEXT PRIMARY KEY, kept_at INTEGER NOT NULL, bodies BLOB NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE outbox (key TEXT PRIMARY KEY, kept_at INTEGER NOT NULL, bodies BLOB NOT NULL) "
+    "WITHOUT ROWID",
     "CREATE TABLE revoked (uuid TEXT PRIMARY KEY, expires_at INTEGER NOT NULL) WITHOUT ROWID",
     "CREATE INDEX revoked_expiring ON revoked (expires_at)",
     # id is the fence: AUTOINCREMENT never gives a number twice.
@@ -124,7 +132,8 @@ TABLES: tuple[str, ...] = (
     *_CLAIMS,
 )
 
-#: What makes the tables of a version those of the next. A program of the version before can go on with the file that it has open.
+#: Statements that turn the tables of a version into those of the next. A program of the version
+#: before can go on with the file that it has open.
 UPGRADES: Mapping[int, tuple[str, ...]] = {
     1: (_PAUSED, _RECORDS),
     2: _CLAIMS,

@@ -1,14 +1,14 @@
-"""Wake-up across processes without polling: named pipes in a folder, and a byte for each that sleeps.
+"""Wake-up across processes without polling: named pipes in a folder, and a byte for each sleeper.
 
     <folder>/q-<pid>-<n>-<random>    a named pipe; its owner sleeps until a byte comes
 
-Only a thread that sleeps has its pipe in the folder, so that `notify` costs a busy system one look at an empty folder.
-No wake-up is lost in this order: the sleeper makes its pipe, looks for work once more, and sleeps; the other side commits
-first and notifies then.
+Only a thread that sleeps has its pipe in the folder, so that in a busy system `notify` is one look
+at an empty folder. This order loses no wake-up: the sleeper makes its pipe, looks for work once
+more, and sleeps; the other side commits first and notifies then.
 
-Limits: `notify` wakes all sleepers of a kind; each looks for itself whether there is work. Where no named pipe can be made
-(Windows, some mounts, a folder without rights) a sleeper looks every 50 ms instead. A folder that is deleted during a sleep
-is noticed within a second.
+Limits: `notify` wakes all sleepers of a kind; each looks for work itself. Where no named pipe can
+be made (Windows, some mounts, a folder without rights), a sleeper polls every 50 ms instead. If the
+folder is deleted during a sleep, the sleeper notices within a second.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _remove_stale(path: str) -> None:
 
 
 class Notifier:
-    """A named pipe on which one thread waits. It exists inside `with notifier:`. `wake` is thread-safe."""
+    """A named pipe on which one thread waits, inside `with notifier:`. `wake` is thread-safe."""
 
     def __init__(self, folder: str, kind: Kind) -> None:
         self._folder = folder
@@ -112,7 +112,7 @@ class Notifier:
                 return
             self._path = path
             try:
-                # For writing as well, so that a writer that closes its end leaves no end of file behind.
+                # For writing as well: a writer that closes its end must leave no end of file.
                 self._pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
             except OSError:
                 _remove(path)
@@ -169,7 +169,7 @@ class Notifier:
         """Remove the pipe; nobody may wait any more. May be called twice."""
         with self._lock:
             self._remove_pipe()
-            # Forgotten first: a child that is forked in between must not close another file under these numbers.
+            # Forgotten first: a child forked in between must not close other files by number.
             ends = self._wake_read, self._wake_write
             self._wake_read = self._wake_write = -1
             for end in ends:
@@ -181,7 +181,7 @@ class Notifier:
         self.close()
 
     def after_fork(self) -> None:
-        """Close the inherited end of the parent's pipe in a forked child, so that it does not look alive."""
+        """Close the inherited end of the parent's pipe in a child, or the pipe would look alive."""
         self._lock = threading.Lock()
         self._woken = threading.Event()
         pipe, self._pipe = self._pipe, -1
