@@ -1,4 +1,4 @@
-"""Brokers hold messages until a worker has dealt with them. A store is imported from its own file."""
+"""Brokers hold messages until a worker has dealt with them. Import a store from its own file."""
 
 from machinery_py.brokers.base import Broker, BrokerFeatures, Consumer, Delivery, Message
 

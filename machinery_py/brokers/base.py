@@ -1,7 +1,8 @@
 """The contract of a broker: messages are put, claimed by consumers, and disposed of once.
 
-A message is at every moment in exactly one place: waiting, delayed, held by one consumer, or among the dead letters. Claiming
-moves it into the consumer's hold, from where it comes back by itself when the consumer's process dies.
+At every moment a message is in exactly one place: waiting, delayed, held by one consumer, or among
+the dead letters. A claim moves it into the consumer's hold. It comes back by itself when the
+consumer's process dies.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class BrokerFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     priorities: bool = True
     peeking: bool = True  # waiting and delayed messages can be listed without taking them
     pausing: bool = True  # a queue can be paused
-    deduplicates: bool = True  # a token is known to all processes; else to the one that used it, unless a reply was lost
+    # A token is known to all processes; else to the one that used it, unless a reply was lost.
+    deduplicates: bool = True
     whole_batches: bool = True  # nobody sees a part of what one call has put
     counts_returns: bool = True  # else the fence counts the first return alone
     tells_age: bool = True  # QueueStats.oldest_at is known
@@ -64,8 +66,10 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     Attributes:
         receipt: hashable; means something to the store alone. Unique for this handing-over.
         fence: grows with each delivery of the message; see BrokerFeatures.counts_returns.
-        epoch: of a result backend that is another store: grows with each delivery of the task that was begun. 0: there is none.
-        strikes: how many consumers died (or lost their lease) while they ran it; fewer, if nobody could see what one of them ran.
+        epoch: grows with each delivery of the task that was begun, as counted by a result backend
+            that is another store. 0: there is none.
+        strikes: how many consumers died (or lost their lease) while they ran it; fewer, if nobody
+            could see what one of them ran.
         sent_at: when it was put on the queue, if the broker knows.
     """
 
@@ -85,11 +89,13 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def mark_of(delivery: Delivery) -> str:
-    """Return what names a delivery in a backend, so that our own repeat is told from others' work."""
+    """Return a delivery's name in a backend, which tells our own repeat from others' work."""
     return f"{delivery.receipt}/{delivery.fence}"
 
 
-WAITING = "waiting"  # reason of a Fate.LATER that does not count as parked: the worker knows the task, and it must wait its turn
+# Reason of a Fate.LATER that does not count as parked: the worker knows the task, and it must wait
+# its turn.
+WAITING = "waiting"
 
 
 class Fate(Enum):
@@ -97,7 +103,7 @@ class Fate(Enum):
 
     DONE = "done"  # it is gone
     BACK = "back"  # it goes back to where it was in its queue; nobody is blamed
-    LATER = "later"  # it goes back and waits until the disposal's eta; parks + 1, unless the reason is WAITING
+    LATER = "later"  # it waits until the disposal's eta; parks + 1, unless the reason is WAITING
     DEAD = "dead"  # it goes to the dead letters
 
 
@@ -151,7 +157,10 @@ def new_letter(
     name: str = "",
     strikes: int = 0,
 ) -> DeadLetter:
-    """Return a dead letter with an id of its own. Queue, UUID and name are the message's if they are empty."""
+    """Return a dead letter with an id of its own.
+
+    Queue, UUID and name are the message's if they are empty.
+    """
     return DeadLetter(
         id=secrets.token_hex(16),
         uuid=uuid or message.uuid,
@@ -188,7 +197,10 @@ class Entry(msgspec.Struct):
         )
 
     def put_off(self, disposal: Disposal) -> None:
-        """Let the message wait as Fate.LATER says; listings show it as it waits now, not as it was sent."""
+        """Let the message wait as Fate.LATER says.
+
+        Listings show it as it waits now, not as it was sent.
+        """
         parks = self.message.parks + (disposal.reason != WAITING)
         self.message = msgspec.structs.replace(self.message, eta=disposal.eta, parks=parks)
 
@@ -219,7 +231,12 @@ def new_worker(name: str, queues: Sequence[str], now: dt.datetime) -> WorkerInfo
 
 
 class QueueStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """How full a queue is. `oldest_at`: when its oldest waiting message was put there. `paused`: nothing is claimed from it."""
+    """The message counts of a queue.
+
+    Attributes:
+        oldest_at: when its oldest waiting message was put there.
+        paused: nothing is claimed from it.
+    """
 
     queue: str
     waiting: int = 0
@@ -231,23 +248,27 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Consumer(ABC):
-    """One worker's hold on some queues. `receive` belongs to one thread; the rest may be called from any."""
+    """One worker's hold on some queues.
+
+    `receive` belongs to one thread; the rest may be called from any.
+    """
 
     @abstractmethod
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
-        """Claim up to `limit` waiting messages, the first queue's before the second's, the oldest first.
+        """Claim up to `limit` waiting messages: first those of the first queue, oldest first.
 
-        Returns at once with what there is; waits up to `timeout` seconds (or until `wake`) only when there is nothing.
-        `order`: the consumer's queues, all of them, as they come in this claim; empty: as they were given to `consume`.
-        From a paused queue nothing is claimed; a call that waits sleeps as beside an empty one, and `resume` wakes it.
+        Returns at once with what there is. Only if there is nothing, it waits up to `timeout`
+        seconds (or until `wake`). `order` has all of the consumer's queues in the order of this
+        claim; empty: as they were given to `consume`. A paused queue is treated as an empty one,
+        and `resume` wakes a call that waits.
         """
 
     @abstractmethod
     def dispose(self, disposals: Sequence[Disposal]) -> list[bool]:
         """End these deliveries, all in one step.
 
-        Returns, for each, whether it was still ours. False: the lease was lost (or it was disposed of before), and nothing
-        was done with it.
+        Returns, for each, whether it was still ours. False: the lease was lost (or the delivery was
+        disposed of before), and nothing was done with it.
         """
 
     @abstractmethod
@@ -257,21 +278,26 @@ class Consumer(ABC):
     def run_begins(self, delivery: Delivery) -> None:  # noqa: B027 - not every broker can make use of it
         """The task is called now: if this consumer dies before `run_ends`, it gets a strike.
 
-        A round trip is made for what came back alone, and only where a consumer may die in a place that nobody sees.
+        A round trip is made only for a redelivery, and only where a consumer may die unseen.
         """
 
     def run_ends(self, delivery: Delivery) -> None:  # noqa: B027
         """The call has come back."""
 
     def is_lost(self, delivery: Delivery) -> bool:
-        """Whether it is known here, without a round trip, that the delivery is not ours any more: it must not be begun."""
+        """Return whether the delivery is known here, without a round trip, to be lost.
+
+        A lost delivery is not ours any more, and must not be begun.
+        """
         del delivery
         return False
 
     @abstractmethod
     def beat(self) -> bool:
-        """Say that this consumer lives. False: it had been given up, what it held belongs to others now, and it has
-        started again as a new one."""
+        """Say that this consumer lives.
+
+        False: it had been given up. Others own what it held, and it has started again as a new one.
+        """
 
     @abstractmethod
     def wake(self) -> None:
@@ -295,7 +321,7 @@ def close_all(consumers: Iterable[Consumer]) -> None:
 
 
 class Broker(ABC):
-    """Holds messages until a worker has dealt with them. All methods may be called from any thread."""
+    """Holds messages until a worker has dealt with them. Any thread may call any method."""
 
     features: ClassVar[BrokerFeatures]
 
@@ -303,7 +329,7 @@ class Broker(ABC):
     def put(self, messages: Sequence[Message], *, token: str) -> bool:
         """Store all the messages or none.
 
-        With a token that was used before (within 10 minutes) it does nothing and returns False; "" is no token.
+        Does nothing and returns False if the token was used within 10 minutes; "" is no token.
 
         Raises:
             PublishRefused: nothing was stored.
@@ -315,7 +341,9 @@ class Broker(ABC):
         """Register a consumer. Nothing is claimed yet."""
 
     def declare(self, queues: Sequence[str]) -> Sequence[str]:
-        """Make on the server all that these queues will ever need, when an application is deployed; what that is, in words.
+        """Make on the server all that these queues will ever need, and say in words what that is.
+
+        Called when an application is deployed.
 
         Most stores need nothing. Doing it again changes nothing.
         """
@@ -324,9 +352,9 @@ class Broker(ABC):
 
     @abstractmethod
     def tend(self) -> float:
-        """Do the house-keeping that is due: delayed messages to their queues, messages of dead consumers back.
+        """Do house-keeping: queue delayed messages that are due, take back those of dead consumers.
 
-        Any number of processes may do it. Returns the seconds after which it wants to be called again.
+        Any number of processes may do it. Returns the seconds until it wants to be called again.
         """
 
     def pending(self, queue: str, limit: int) -> list[Message]:
@@ -359,10 +387,11 @@ class Broker(ABC):
         """Delete the waiting and delayed messages of a queue; how many they were."""
 
     def pause(self, queue: str) -> None:
-        """Let nobody claim from this queue until `resume`: once this has returned, no consumer does.
+        """Let no consumer claim from this queue, from the return of this call until `resume`.
 
-        It is kept with the messages and survives the end of every process. What is held already is not touched. Senders,
-        delayed messages and what is given back go on filling the queue. It need not exist yet. May be done twice.
+        The pause is kept with the messages and survives the end of every process. Held messages are
+        not touched. Senders, delayed messages and messages that are given back go on filling the
+        queue. It need not exist yet. May be done twice.
 
         Raises:
             Unsupported: this broker cannot.
@@ -372,7 +401,9 @@ class Broker(ABC):
         )
 
     def resume(self, queue: str) -> None:
-        """Let the queue be claimed from again, and wake the consumers that wait for it. May be done twice.
+        """Let the queue be claimed from again, and wake the consumers that wait for it.
+
+        May be done twice.
 
         Raises:
             Unsupported: this broker cannot.
@@ -397,11 +428,11 @@ class Broker(ABC):
     def take_dead(self, ids: Sequence[str]) -> list[DeadLetter]:
         """Remove dead letters, and return those that were there.
 
-        After a lost reply nobody knows whether they are still there: put what they held elsewhere first.
+        After a lost reply they may be there or not: put what they held elsewhere first.
         """
 
     def bury(self, message: Message, *, queue: str, reason: str, error: str) -> None:
-        """Keep a message that was never stored as a dead letter of this queue, which need not be its own.
+        """Keep a message that was never stored as a dead letter of `queue`, which may be another's.
 
         Done again, it may be there twice.
 
@@ -422,11 +453,11 @@ class Broker(ABC):
     def get_pending_tasks(
         self, queue: str = "machinery_tasks", limit: int = 10_000
     ) -> list[Signature[Any]]:
-        """The tasks that wait in a queue, the next to run first; bytes that are no signature are left out."""
+        """The tasks waiting in a queue, the next one first, without bytes that are no signature."""
         return _signatures(self.pending(queue, limit))
 
     def get_delayed_tasks(self, limit: int = 10_000) -> list[Signature[Any]]:
-        """The delayed tasks of all queues, the next due first; bytes that are no signature are left out."""
+        """The delayed tasks of all queues, next due first, without bytes that are no signature."""
         return _signatures(self.delayed(limit))
 
 

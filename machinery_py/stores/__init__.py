@@ -1,1 +1,1 @@
-"""Stores: a broker, a result backend and a lock that were opened from one URL or several, and their settlements."""
+"""Stores: broker, result backend and lock, opened from one URL or several, and settlements."""

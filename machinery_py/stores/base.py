@@ -1,11 +1,12 @@
 """The contract that keeps tasks from being lost or doubled: submit, receive, settle.
 
-A settlement is everything that must become true when a delivery is over. Its invariants, on every store:
+A settlement is all that must become true when a delivery is over. Its invariants, on every store:
 
-- A message that was accepted is waiting, delayed, held, dead or done; never in two of these, never in none.
-- Of all deliveries of a message at most one settlement is SETTLED. A worker that lost its lease writes nothing.
-- State, callbacks, group arrival and the end of the delivery become true together (one store), or each of them
-  becomes true in the end (two stores, see outbox.py).
+- An accepted message is waiting, delayed, held, dead or done; never in two of these, never in none.
+- Of all deliveries of a message at most one settlement is SETTLED. A worker that lost its lease
+  writes nothing.
+- State, callbacks, group arrival and the end of the delivery become true together (one store), or
+  each of them becomes true in the end (two stores, see outbox.py).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Messages to be published, with the states and groups that go with them, all or none.
 
     Attributes:
-        token: the same when the submission is repeated after a lost reply; it is then carried out once.
+        token: stays the same when a submission is repeated after a lost reply; it is done once.
         states: normally PENDING for each message.
         replay: the states replace finished ones.
     """
@@ -62,7 +63,7 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     Attributes:
         uuid, name: of the task; empty when the bytes were no signature.
-        states: the task's own first, then others that follow (PENDING of a callback, FAILURE of a chord).
+        states: the task's own first, then others (PENDING of a callback, FAILURE of a chord).
         send: callbacks, or the retry itself.
         groups: that the messages in `send` belong to; created if they are not there.
         eta, reason, error: for Fate.LATER and Fate.DEAD.
@@ -82,14 +83,16 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """RECEIVED, STARTED or progress of a delivery that is not over. Dropped if the delivery is not ours any more."""
+    """RECEIVED, STARTED or progress of a delivery that is not over. Dropped if it is not ours."""
 
     delivery: Delivery
     state: TaskState
 
 
 class Firing(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The settling of a group: its callback is sent, or failed, once. Or the end of a task that no worker holds.
+    """The settling of a group, or the end of a task that no worker holds.
+
+    A group's callback is sent, or failed, once.
 
     Attributes:
         task_uuid: of the task, whose state is the first; then there is no group.
@@ -160,7 +163,10 @@ Sending = TypeVar("Sending", Settlement, Firing)
 
 
 def in_place_of(sending: Sending, refusals: Sequence[Refusal]) -> Sending:
-    """The settlement or firing when all that it sends is refused for good: the rest stands, and these tasks have failed."""
+    """Return the settlement or firing when all that it sends is refused for good.
+
+    The rest stands, and the tasks of the refused messages have failed.
+    """
     failed = {message.uuid for message in sending.send}  # of a retry the task itself
     own: list[TaskState] = [state for state in sending.states if state.task_uuid not in failed]
     return msgspec.structs.replace(
@@ -179,7 +185,7 @@ AWAY = (BackendUnavailable, PublishRefused, PublishUnknown, StoreUnusable)
 
 
 class Session(ABC):
-    """Hold of a worker on a store. `receive` belongs to one thread; the rest may be called from any.
+    """Hold of a worker on a store. `receive` belongs to one thread; any thread may call the rest.
 
     Attributes:
         consumer: of the broker; it is woken, and told which deliveries run.
@@ -194,25 +200,28 @@ class Session(ABC):
 
     @abstractmethod
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
-        """As Consumer.receive, less the deliveries that were settled before: those are finished here and not handed out."""
+        """As Consumer.receive, but finish deliveries that were settled before, and omit them."""
 
     def prepare(self, settlement: Settlement) -> None:  # noqa: B027 - most stores have nothing to gain
-        """Do what can be done before its turn to be settled comes. Called in the thread that ended it; raises nothing."""
+        """Do what can be done before the settlement's turn comes; raises nothing.
+
+        Called in the thread that ended the call.
+        """
 
     @abstractmethod
     def settle(
         self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()
     ) -> list[Verdict]:
-        """Make it all true, in as few round trips as the store allows. Returns a verdict for each settlement.
+        """Make it all true, in as few round trips as the store allows; return a verdict for each.
 
-        May be repeated with the same settlements after any error: what was settled then is ALREADY now.
+        May be repeated with the same settlements after any error: the settled ones are ALREADY.
 
         Raises:
             BrokerUnavailable, BackendUnavailable, StoreUnusable: some of it may have become true.
         """
 
     def _give_back(self, deliveries: Sequence[Delivery] = ()) -> None:
-        """Give back deliveries that were claimed and cannot be handed out, or nobody would settle them.
+        """Give back deliveries that were claimed but not handed out, or nobody would settle them.
 
         If that fails, the next call, at the beginning of the next `receive`, does it.
         """
@@ -241,8 +250,10 @@ class Store(ABC):
     )
 
     def give_up(self, message: Message, error: Exception, *home: str) -> None:
-        """Keep a message that was refused for good among the dead letters: of `home`, the queue it was sent from, if there
-        is one and it can be used, else of another.
+        """Keep a message that was refused for good as a dead letter.
+
+        It goes to the dead letters of `home`, the queue it was sent from, if that is given and can
+        be used, else to those of another queue.
 
         Raises:
             BrokerUnavailable, PublishUnknown: nobody knows whether it is kept.
@@ -256,7 +267,10 @@ class Store(ABC):
             extra={"task_uuid": message.uuid},
         )
         bare = msgspec.structs.replace(message, body=b"")  # it may be too large for any queue
-        only = f"{error}; too large for a dead letter, only its state keeps it (machinery retry {message.uuid})"
+        only = (
+            f"{error}; too large for a dead letter, only its state keeps it "
+            f"(machinery retry {message.uuid})"
+        )
         for letter, text in ((message, str(error)), (bare, only)):
             for queue in dict.fromkeys((*home, message.queue)):
                 try:
@@ -284,7 +298,9 @@ class Store(ABC):
 
     @abstractmethod
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
-        """Return a session that claims from these queues, which its caller closes. `worker`: its name in states.
+        """Return a session that claims from these queues; its caller closes it.
+
+        `worker` is the session's name in states.
 
         Raises:
             BrokerUnavailable: no server could be reached.
@@ -293,16 +309,21 @@ class Store(ABC):
 
     @abstractmethod
     def fire(self, firing: Firing) -> bool:
-        """Settle a group, or end a task that no worker holds. True for one caller; for all others nothing is written."""
+        """Settle a group, or end a task that no worker holds.
+
+        Returns True to one caller; for all others nothing is written.
+        """
 
     def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
-        """Change a record of the backend, and publish messages with it, as one step (two stores: the rest follows in any
-        case). True for one caller; for all who expected the same, later, nothing is written. As Backend.amend.
+        """Change a record of the backend, and publish messages with it, as one step.
+
+        With two stores the messages follow in any case. Returns True to one caller; for later ones
+        who expected the same, nothing is written. As Backend.amend.
         """
         raise Unsupported(f"{type(self).__name__} keeps no schedules")
 
     def publish_left(self, key: str) -> None:  # noqa: B027 - most stores keep no messages of their own
-        """Publish what an `amend` with this outbox key has left, if it was cut off between two stores.
+        """Publish what an `amend` with this outbox key left when it was cut off between two stores.
 
         Raises:
             PublishRefused, BackendUnavailable: it is still left.
@@ -317,7 +338,7 @@ class Store(ABC):
         """House-keeping of both; the seconds after which it wants to be called again."""
 
     def attach(self, drain: Callable[[], object]) -> None:  # noqa: B027 - most stores leave running to workers
-        """Hand over a function that runs what is waiting. Only the eager store calls it, inside `submit`."""
+        """Take a function that runs what is waiting. Only the eager store calls it, in `submit`."""
 
     def close(self) -> None:
         """Close broker and backend. May be called twice."""

@@ -1,7 +1,7 @@
 """Stores in this process: `memory://`, `eager` and `null`.
 
 memory://name    shared by all Servers of the process that name it; memory:// belongs to one Server
-eager            tasks run inside `send`, in the caller's thread, at once; delays are not waited for. As in Go
+eager            tasks run inside `send`, at once, in the caller's thread, without delays, as in Go
 null             a result backend that keeps nothing, for fire and forget
 """
 
@@ -80,8 +80,8 @@ def _check(url: str, first: FamilyOptions, options: FamilyOptions) -> None:
     ):
         if there is not here and there != here:
             raise ConfigError(
-                f"{url}: {name} is {there!r} in the Server that opened this store first, and {here!r} here "
-                "(give both the same, or name another store)"
+                f"{url}: {name} is {there!r} in the Server that opened this store first, and "
+                f"{here!r} here (give both the same, or name another store)"
             )
 
 

@@ -1,4 +1,4 @@
-"""From a configuration to its stores: families, each of which opens what a URL names, and the table of them.
+"""Stores of a configuration: the table of families, each of which opens what a URL names.
 
 Families are named as strings, and loaded when a URL needs them.
 """
@@ -86,7 +86,9 @@ FAMILIES: dict[str, str] = {
 def add_family(
     scheme: str, target: str, roles: Iterable[Role] = ("broker", "result backend")
 ) -> None:
-    """Let URLs of this scheme open a store of your own. Call it before the Config with such a URL is made.
+    """Let URLs of this scheme open a store of your own.
+
+    Call it before the Config with such a URL is made.
 
     Args:
         target: `module:name` of the `Family`, imported when a URL needs it.
@@ -124,7 +126,7 @@ def open_family(url: str, options: FamilyOptions) -> Family:
 
 
 class Stores:
-    """The stores of one Server: its store, its lock, and the families that own their connections."""
+    """The stores of one Server: its store, its lock, and the families that own the connections."""
 
     def __init__(self, config: Config, clock: Clock) -> None:
         options = FamilyOptions(
@@ -153,11 +155,15 @@ class Stores:
 
     @property
     def lock(self) -> Lock:
-        """The lock. Raises ConfigError if neither broker nor backend can lock and no other store is named."""
+        """The lock.
+
+        Raises:
+            ConfigError: neither broker nor backend can lock, and no other store is named.
+        """
         if self._lock_family is None:
             raise ConfigError(
-                "lock: neither the broker nor the result backend gives out locks (set lock, for instance to "
-                "redis://host)"
+                "lock: neither the broker nor the result backend gives out locks "
+                "(set lock, for instance to redis://host)"
             )
         if self._lock is None:
             self._lock = self._lock_family.lock()

@@ -14,7 +14,7 @@ The order of the steps is what makes it safe; each may be the last one before a 
                                                same UUIDs, and `begin` lets one of each be finished
     3             final state, empty outbox    the redelivery is acknowledged
 
-A second message of a task is no redelivery: it is acknowledged, and the outbox is left to the first.
+A second message of a task is no redelivery: it is acknowledged; the outbox is left to the first.
 An outbox whose delivery never comes back (its broker lost it) is sent by `tend` when it is old.
 
 In step 2 the broker may refuse a message. One refused for good (too large) fails in its place:
@@ -28,9 +28,9 @@ In step 2 the broker may refuse a message. One refused for good (too large) fail
 
 A message that a full queue refuses is parked in the session: steps 3 and 4 of that settlement wait,
 and its delivery stays unacknowledged. Claiming goes on, since a claim makes room in its queue, and
-parked messages are tried right behind each claim: a chain that fills its own queue comes to its end.
+parked messages are tried right after each claim: a chain that fills its own queue still ends.
 
-Limits: with a backend without conditional changes (see its features) callbacks go out at least once.
+Limits: if a backend has no conditional changes (see its features), callbacks go out at least once.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class TwoStores(Store):
             raise
 
     def _store_states(self, submission: Submission) -> set[str]:
-        """Write states and groups before a worker can see the messages; return the tasks written."""
+        """Write states and groups before workers can see the messages; return the written tasks."""
         if submission.replay and not self._replayed.add(submission.token):
             return set()  # carried out before, and the task may have ended since
         mark = f"submit {submission.token}"
@@ -167,7 +167,7 @@ class TwoStores(Store):
         return True
 
     def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
-        """A crash before step 2 or 3 leaves the outbox: `tend` publishes it, with the same UUIDs."""
+        """A crash before step 2 or 3 leaves the outbox; `tend` publishes it with the same UUIDs."""
         amendment = msgspec.structs.replace(amendment, outbox=[_pack(message) for message in send])
         if not self.backend.amend(amendment):
             return False
@@ -452,7 +452,7 @@ class TwoSession(Session):
         self._store.parked.add(outbox.key)
 
     def _resume(self) -> bool:
-        """Publish parked messages as far as there is room; return whether a settlement was ended."""
+        """Publish parked messages as far as there is room; return whether a settlement ended."""
         if not self._parked or not self._settling.acquire(blocking=False):
             return False
         try:

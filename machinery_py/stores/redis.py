@@ -233,13 +233,14 @@ def open_redis(url: str, options: FamilyOptions) -> Family:
         )
     if parsed[0].master_name or parsed[0].path or parsed[0].database:
         raise ConfigError(
-            f"{shown}: redis.cluster_mode: a cluster has no sentinels, no socket, and database 0 only"
+            f"{shown}: redis.cluster_mode: a cluster has no sentinels, no socket, and database 0 "
+            "only"
         )
     key = options.redis.delayed_tasks_key
     if not is_usable(key):
         raise ConfigError(
-            f"redis.delayed_tasks_key: {key!r} cannot be used in a cluster (expected a name without braces, or "
-            "with one {…} in it)"
+            f"redis.delayed_tasks_key: {key!r} cannot be used in a cluster "
+            "(expected a name without braces, or with one {…} in it)"
         )
     return RedisClusterFamily(url, options)
 

@@ -1,7 +1,8 @@
-"""Settlement where broker and backend are one store with transactions: one transaction for each batch.
+"""Settlement where broker and backend are one store with transactions: a transaction per batch.
 
-The delivery is removed from our hold first, inside the transaction. If it was not there, the lease is lost, and nothing of
-the settlement is written: that is lease, acknowledgement and fence at once.
+First, inside the transaction, the delivery is removed from our hold. If it was not there, the lease
+is lost and nothing of the settlement is written. This one step serves as lease, acknowledgement and
+fence.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Transaction = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 class OneStore(Store):
-    """A broker and a backend that share `transaction`, which a thread that is inside it may enter again."""
+    """A broker and a backend that share `transaction`; a thread inside it may enter it again."""
 
     def __init__(
         self, broker: Broker, backend: TransactionalBackend, transaction: Transaction
@@ -56,7 +57,7 @@ class OneStore(Store):
             if self.broker.put(submission.messages, token=submission.token) and (
                 submission.states or submission.groups
             ):
-                # One change for all, so that states and groups of a batch are loaded and saved together.
+                # One change for all: a batch's states and groups are loaded and saved together.
                 self.backend.apply(
                     [
                         Change(

@@ -1,7 +1,7 @@
 """A message on RabbitMQ: Go Machinery's bytes and properties, and headers of ours that Go ignores.
 
-content_type    application/json          delivery_mode   2 (persistent)        priority   of the message
-message_id      the task's UUID           type            the task's name
+content_type    application/json      delivery_mode   2 (persistent)      priority   of the message
+message_id      the task's UUID       type            the task's name
 headers
   machinery_sent       when it was put on its queue, in µs since 1970
   machinery_queue      where a delayed or dead message belongs

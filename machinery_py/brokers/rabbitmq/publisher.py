@@ -165,8 +165,8 @@ class MessagePublisher:
             self._forget()
             why = str(failure) if failure else f"no confirm within {self._driver.timeout:g} s"
             raise PublishUnknown(
-                f"{self._place}: {ends.count(Confirmation.UNKNOWN)} of {len(ends)} messages may or may not"
-                f" have been stored: {why}"
+                f"{self._place}: {ends.count(Confirmation.UNKNOWN)} of {len(ends)} messages may or"
+                f" may not have been stored: {why}"
             ) from failure
         if Confirmation.REFUSED in ends:
             is_limited = self._topology.limits_length

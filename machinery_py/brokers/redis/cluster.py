@@ -1,6 +1,6 @@
 """Messages in a Redis Cluster: each queue has a broker of its own, in the slot of its name.
 
-A queue has delayed messages of its own, in its slot, so that they come to its list in one step. Go's
+A queue has its own delayed messages, in its slot, so that they come to its list in one step. Go's
 set (`redis.delayed_tasks_key`), in a slot of its own, is emptied into the queues: see `_move_due`.
 
 Limits: messages for several queues are put queue by queue: after an error some may be there, and
@@ -113,8 +113,8 @@ class ClusterBroker(Broker):
         if broker is None:
             if not is_usable(queue):
                 raise NameRefused(
-                    f"queue {queue!r}: its keys would be in several slots of a Redis Cluster (expected a name "
-                    "without braces, or with one {…} in it)",
+                    f"queue {queue!r}: its keys would be in several slots of a Redis Cluster "
+                    "(expected a name without braces, or with one {…} in it)",
                     queue,
                 )
             broker = QueueBroker(

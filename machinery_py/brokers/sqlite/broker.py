@@ -2,10 +2,11 @@
 
 Tables: connections/sqlite/schema.py.
 
-A consumer whose process has ended is found at the next `tend` of any other: the lock has gone with it. A consumer that
-lives is left alone however late it is, unless its process is stopped (SIGSTOP) and its beat older than the lease.
+A consumer whose process has ended has lost its file lock: the next `tend` of any other finds it. A
+live consumer is left alone however late it is, unless its process is stopped (SIGSTOP) and its
+heartbeat is older than the lease.
 
-Limits: one machine. Every message that arrives wakes all consumers that sleep, whatever their queues.
+Limits: one machine. Every message that arrives wakes all sleeping consumers, whatever their queues.
 """
 
 from __future__ import annotations
@@ -44,14 +45,17 @@ BATCH = 10_000  # tokens forgotten in one step
 # In: the message. priority is stored as it is; the waiting index orders by it.
 _PUT = "INSERT INTO messages (queue, uuid, name, priority, status, due_at, parks, sent_at, body)"
 
-# Out: a line for each queue: name, waiting, id of the oldest, running, delayed, dead, whether it is paused.
+# Out: a row per queue: name, waiting, id of the oldest, running, delayed, dead, whether paused.
 _STATS = """
 SELECT name, coalesce(w.n, 0), w.oldest, coalesce(h.n, 0), coalesce(d.n, 0), coalesce(x.n, 0),
     name IN (SELECT queue FROM paused) FROM queues
-LEFT JOIN (SELECT queue, count(*) AS n, min(id) AS oldest FROM messages WHERE status = 0 GROUP BY queue) AS w
-    ON w.queue = name
-LEFT JOIN (SELECT queue, count(*) AS n FROM messages WHERE status = 2 GROUP BY queue) AS h ON h.queue = name
-LEFT JOIN (SELECT queue, count(*) AS n FROM messages WHERE status = 1 GROUP BY queue) AS d ON d.queue = name
+LEFT JOIN (
+    SELECT queue, count(*) AS n, min(id) AS oldest FROM messages WHERE status = 0 GROUP BY queue
+) AS w ON w.queue = name
+LEFT JOIN (SELECT queue, count(*) AS n FROM messages WHERE status = 2 GROUP BY queue) AS h
+    ON h.queue = name
+LEFT JOIN (SELECT queue, count(*) AS n FROM messages WHERE status = 1 GROUP BY queue) AS d
+    ON d.queue = name
 LEFT JOIN (SELECT queue, count(*) AS n FROM dead GROUP BY queue) AS x ON x.queue = name
 ORDER BY name
 """
@@ -166,7 +170,8 @@ class SQLiteBroker(Broker):
         folder = self.driver.sessions_folder
         with self.driver.claiming() as connection:
             for number, key in dead:
-                # Only who takes the row gives back: another reaper, or the consumer's own close, may have been faster.
+                # Only the one that deletes the row gives back: another reaper, or the consumer's
+                # own close, may have been faster.
                 if connection.execute("DELETE FROM sessions WHERE id = ?", (number,)).rowcount:
                     ran = session_files.ran(folder, key)
                     connection.execute(
@@ -267,7 +272,8 @@ class SQLiteBroker(Broker):
             rows = connection.execute(_SESSIONS).fetchall()
             holding = dict(
                 connection.execute(
-                    "SELECT session, count(*) FROM messages INDEXED BY messages_held WHERE status = 2 GROUP BY session"
+                    "SELECT session, count(*) FROM messages INDEXED BY messages_held"
+                    " WHERE status = 2 GROUP BY session"
                 ).fetchall()
             )
         return [
@@ -325,7 +331,8 @@ class SQLiteBroker(Broker):
         with self.driver.transaction() as connection:
             self._name_queues(connection, {queue})
             connection.execute(
-                "INSERT INTO dead (uuid, name, queue, body, reason, error, strikes, died_at) VALUES (?, ?, ?, ?, ?, ?, 0, ?)",
+                "INSERT INTO dead (uuid, name, queue, body, reason, error, strikes, died_at)"
+                " VALUES (?, ?, ?, ?, ?, ?, 0, ?)",
                 row,
             )
 

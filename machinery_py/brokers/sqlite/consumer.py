@@ -4,7 +4,7 @@ The tables are listed in connections/sqlite/schema.py.
 
 Claims and beats are committed without fsync (`SQLiteDriver.claiming`), disposals with it.
 
-Limits: all sleeping consumers of the file wake at each message, and those that find nothing sleep again.
+Limits: each message wakes all sleeping consumers of the file; those that find nothing sleep again.
 """
 
 from __future__ import annotations
@@ -35,35 +35,39 @@ BEATS = 8  # a beat is written down this often in a lease
 #: Remembers the names of queues, inside a transaction.
 NameQueues = Callable[[sqlite3.Connection, set[str]], object]
 
-# In: now. Out: how many. All that are due become waiting.
-# In: now. The oldest first, and no more than nobody minds to wait for: a million at once would keep all others from writing.
+# In: now. Out: how many. Due messages become waiting, the oldest first, at most 10,000 at once: a
+# million would keep all others from writing.
 PROMOTE = """
 UPDATE messages SET status = 0 WHERE id IN (
-    SELECT id FROM messages INDEXED BY messages_delayed WHERE status = 1 AND due_at <= ? ORDER BY due_at LIMIT 10000)
+    SELECT id FROM messages INDEXED BY messages_delayed WHERE status = 1 AND due_at <= ?
+    ORDER BY due_at LIMIT 10000)
 """
 
 # In: key, worker, host, pid, place, queues (JSON), started_at, beat_at.
 _REGISTER = """
-INSERT INTO sessions (key, worker, host, pid, place, queues, started_at, beat_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+INSERT INTO sessions (key, worker, host, pid, place, queues, started_at, beat_at)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?)
 """
 
-# In: session, claim, queue, limit. Out: how many. A session that was given up claims nothing; a paused queue gives nothing.
+# In: session, claim, queue, limit. Out: how many. A session that was given up claims nothing; a
+# paused queue gives nothing.
 _CLAIM = """
 UPDATE messages SET status = 2, session = ?1, claim = ?2, fence = fence + 1 WHERE id IN (
     SELECT id FROM messages INDEXED BY messages_waiting WHERE status = 0 AND queue = ?3
     ORDER BY priority DESC, id LIMIT ?4)
-AND EXISTS (SELECT 1 FROM sessions WHERE id = ?1) AND NOT EXISTS (SELECT 1 FROM paused WHERE paused.queue = ?3)
+AND EXISTS (SELECT 1 FROM sessions WHERE id = ?1)
+AND NOT EXISTS (SELECT 1 FROM paused WHERE paused.queue = ?3)
 """
 
-# In: size, session, claim. Out: what was claimed, as one JSON array, so that it is one step. JSON has no bytes: they
-# are in hex, and bodies that are bigger than size are null, to be fetched one by one.
+# In: size, session, claim. Out: what was claimed, as one JSON array, so that it is one step. JSON
+# has no bytes: bodies are in hex. Those bigger than size are null, to be fetched one by one.
 _CLAIMED = """
 SELECT json_group_array(json_array(
     id, queue, fence, strikes, parks, priority, sent_at, iif(length(body) <= ?, hex(body), NULL)))
 FROM messages INDEXED BY messages_held WHERE status = 2 AND session = ? AND claim = ?
 """
 
-# In: queues (JSON). Out: whether anything waits there that may be claimed; the next moment at which something anywhere is due.
+# In: queues (JSON). Out: whether a message there may be claimed; when the next one anywhere is due.
 _PEEK = """
 SELECT EXISTS (SELECT 1 FROM json_each(?1) AS q WHERE EXISTS (
            SELECT 1 FROM messages INDEXED BY messages_waiting WHERE status = 0 AND queue = q.value)
@@ -71,17 +75,24 @@ SELECT EXISTS (SELECT 1 FROM json_each(?1) AS q WHERE EXISTS (
        (SELECT min(due_at) FROM messages INDEXED BY messages_delayed WHERE status = 1)
 """
 
-# In: ids (JSON), session. Out: [[id, fence], …] (JSON, so that it is one step) of those that the session holds.
+# In: ids (JSON), session. Out: [[id, fence], …] of those that the session holds. JSON, so that it
+# is one step.
 _OURS = """
 SELECT json_group_array(json_array(id, fence)) FROM messages NOT INDEXED
 WHERE id IN (SELECT value FROM json_each(?)) AND status = 2 AND session = ?
 """
 
 _DELETE = "DELETE FROM messages WHERE id IN (SELECT value FROM json_each(?))"
-_BACK = "UPDATE messages SET status = 0, session = NULL, claim = NULL WHERE id IN (SELECT value FROM json_each(?))"
+_BACK = (
+    "UPDATE messages SET status = 0, session = NULL, claim = NULL"
+    " WHERE id IN (SELECT value FROM json_each(?))"
+)
 
 # In: eta, 1 if that is to come, 1 if it counts as parked, id.
-_LATER = "UPDATE messages SET due_at = ?, status = ?, session = NULL, claim = NULL, parks = parks + ? WHERE id = ?"
+_LATER = (
+    "UPDATE messages SET due_at = ?, status = ?, session = NULL, claim = NULL, parks = parks + ?"
+    " WHERE id = ?"
+)
 
 # In: uuid, name, reason, error, now, id. What is empty is taken from the message.
 _BURY = """
@@ -93,7 +104,8 @@ FROM messages WHERE id = ?
 # In: id, session. Its run is noted here where there is no file to note it in: as claim -1.
 _BEGIN = "UPDATE messages SET claim = -1 WHERE id = ? AND status = 2 AND session = ?"
 
-# In: ids that get a strike (JSON; NULL: those that are noted here), session. What it held goes back to its place.
+# In: ids that get a strike (JSON; NULL: those noted here), session. What the session held goes back
+# to its place.
 RELEASE = """
 UPDATE messages INDEXED BY messages_held SET status = 0, session = NULL, claim = NULL,
     strikes = strikes + iif(?1 IS NULL, claim IS -1, id IN (SELECT value FROM json_each(?1)))
@@ -178,7 +190,7 @@ class SQLiteConsumer(Consumer):
         return []
 
     def _look(self) -> tuple[bool, float]:
-        """Return whether something may be claimed, and the seconds until the next message is due."""
+        """Return whether a message may be claimed, and the seconds until the next one is due."""
         with self._driver.reading() as connection:
             waiting, due_at = connection.execute(_PEEK, (self._json,)).fetchone()
         due_in = math.inf if due_at is None else (due_at - self._driver.now()) / 1e6
@@ -346,11 +358,12 @@ class SQLiteConsumer(Consumer):
         self._file.end()
 
     def abandon(self) -> None:
-        """Release the lock that proves this consumer alive and nothing else, as a dying process does."""
+        """Release only the lock that proves this consumer alive, as a dying process does."""
         self._file.abandon()
 
     def __del__(self) -> None:
-        # Nobody can dispose of what it holds any more: others shall find it dead, not alive as long as this process.
+        # Nobody can dispose of its messages any more: others must find it dead, and not alive for
+        # as long as this process.
         if self.session:
             self.abandon()
 
