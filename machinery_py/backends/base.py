@@ -1,4 +1,4 @@
-"""The contract of a result backend: task states, groups, and what a settlement must change in them as one step.
+"""The contract of a result backend: task states, groups, and the one-step changes of a settlement.
 
 No store decides which state may follow which: each change goes through `states.advance`.
 """
@@ -40,11 +40,12 @@ class BackendFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     claims: bool = False  # it keeps the keys of unique tasks
     forgets: bool = False  # anything stored may be lost at any time: see its documentation
     schedules: bool = True  # it keeps records, which schedules are kept in
-    foreign_time: float = 0.0  # seconds that a group which Go shares is left to Go, since Go does not ask who has settled it
+    # Seconds that a group shared with Go is left to Go, since Go does not ask who has settled it.
+    foreign_time: float = 0.0
 
 
 class ReadyGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A group whose callback is to be sent (all members are in), or to be failed (one member failed)."""
+    """A group whose callback is to be sent (all members are in) or failed (one member failed)."""
 
     group_uuid: str
     callback: bytes
@@ -56,9 +57,11 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     Attributes:
         key: the task (or group) that the change belongs to.
-        mark: names the delivery that makes the change. The same mark again is a repeat after a lost reply.
-        epoch: from `Backend.begin`; the change is refused when a later delivery has begun. 0: not checked.
-        states: through `advance`, each; the one that bears `key`, if any, decides whether the task was finished already.
+        mark: names the delivery that makes the change; the same mark again is a repeat after a
+            lost reply.
+        epoch: from `Backend.begin`; refused when a later delivery has begun. 0: not checked.
+        states: each goes through `advance`; the one that bears `key`, if any, decides whether the
+            task was finished already.
         groups: created if they are not there.
         arrivals: members that are finished.
         fires: a group whose callback this change settles; refused if that was done before.
@@ -100,10 +103,11 @@ class Amendment(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         expected: what the record must hold; None: there must be none.
         body: what it holds then; None: it is gone.
         states, groups: of the messages that are sent with it.
-        outbox: those messages, where the broker is another store; kept under `outbox_key` until `clear_outbox`.
+        outbox: those messages, where the broker is another store; kept under `outbox_key` until
+            `clear_outbox`.
         outbox_key: `tick_key` or `sending_key`; empty if nothing is sent.
-        life: seconds; then it is no record, but a claim: `claims` reads it, it has a name of its own kind, and is forgotten
-            that long after its last change. 0: a record.
+        life: 0: a record. Else a claim, which `claims` reads and which has a name of its own kind;
+            it is forgotten that many seconds after its last change.
     """
 
     name: str
@@ -170,7 +174,10 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Listener(ABC):
-    """Tells a waiting thread that tasks may have finished. Owned by one thread, but `wake` and `watch` may be called from any."""
+    """Tells a waiting thread that tasks may have finished.
+
+    Owned by one thread, but `wake` and `watch` may be called from any.
+    """
 
     @abstractmethod
     def watch(self, uuids: Iterable[str]) -> None:
@@ -182,7 +189,7 @@ class Listener(ABC):
 
     @abstractmethod
     def wait(self, timeout: float) -> None:
-        """Return when one of the watched tasks may have finished, after `wake`, or after `timeout` seconds."""
+        """Return once a watched task may have finished, or after `wake` or `timeout` seconds."""
 
     @abstractmethod
     def wake(self) -> None:
@@ -194,16 +201,19 @@ class Listener(ABC):
 
 
 class OutboxBackend(ABC):
-    """Outboxes and epochs, which let changes and the messages of another store become true together.
+    """Outboxes and epochs, which let changes and another store's messages become true together.
 
-    Needed only where broker and backend are two stores (protocol: stores/outbox.py). A backend that is always
-    used with the broker of its own store does without. All methods may be called from any thread, and again
-    after a lost reply: `begin` then takes one more epoch, which does no harm.
+    Needed only where broker and backend are two stores (protocol: stores/outbox.py). A backend that
+    is always used with the broker of its own store does without. All methods may be called from any
+    thread, and again after a lost reply: `begin` then takes one more epoch, which does no harm.
     """
 
     @abstractmethod
     def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
-        """Take the next epoch for deliveries of (task UUID, run). Asked only when broker and backend are two stores."""
+        """Take the next epoch for deliveries of (task UUID, run).
+
+        Called only when broker and backend are two stores.
+        """
 
     @abstractmethod
     def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:
@@ -211,11 +221,11 @@ class OutboxBackend(ABC):
 
     @abstractmethod
     def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
-        """Forget these outboxes: they have been published. One that was written for a key since then stays."""
+        """Forget these published outboxes. One that was written for a key since then stays."""
 
     @abstractmethod
     def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
-        """Outboxes that nobody has cleared for that many seconds: their owner died between two stores."""
+        """Outboxes not cleared for that many seconds: their owner died between two stores."""
 
     @abstractmethod
     def settled_by(self, uuids: Sequence[str]) -> list[str]:
@@ -223,9 +233,10 @@ class OutboxBackend(ABC):
 
 
 class RecordKeeper:
-    """Records of schedules and claims of unique tasks, for a backend that keeps them; every method refuses by default.
+    """Records of schedules and claims of unique tasks; every method refuses by default.
 
-    `BackendFeatures.schedules` and `claims` say what there is. All methods may be called from any thread.
+    `BackendFeatures.schedules` and `claims` say which of them a backend keeps. All methods may be
+    called from any thread.
     """
 
     features: ClassVar[BackendFeatures]
@@ -239,8 +250,10 @@ class RecordKeeper:
         raise self._keeps_no("schedules")
 
     def amend(self, amendment: Amendment) -> bool:
-        """Change a record as one step with all that goes with it. False: it did not hold what was expected, and nothing
-        was written. So it may be repeated after a lost reply, but the answer may then be False though it was carried out.
+        """Change a record as one step with all that goes with it.
+
+        False: it did not hold what was expected, and nothing was written. So it may be repeated
+        after a lost reply; the answer may then be False though the change was carried out.
 
         Raises:
             Unsupported: this backend keeps none.
@@ -266,14 +279,15 @@ class RecordKeeper:
 
 
 class Backend(RecordKeeper, ABC):
-    """Remembers how far each task is. Reads change nothing. All methods may be called from any thread."""
+    """Remembers how far each task is. Reads change nothing. Any thread may call any method."""
 
     @abstractmethod
     def apply(self, changes: Sequence[Change]) -> list[Verdict]:
         """Make the changes, each as one step.
 
-        A change is FENCED when its epoch is old, when its group was fired before, or when `advance` drops the state of its
-        key and the mark is not the one that wrote it (then it is ALREADY). A FENCED or ALREADY change writes nothing.
+        A change is FENCED when its epoch is old, when its group was fired before, or when `advance`
+        drops the state of its key; if the same mark wrote that state, it is ALREADY instead. A
+        FENCED or ALREADY change writes nothing.
         """
 
     @abstractmethod
@@ -286,11 +300,16 @@ class Backend(RecordKeeper, ABC):
 
     @abstractmethod
     def ready_groups(self, limit: int) -> list[ReadyGroup]:
-        """Groups whose callback nobody has settled yet. Any worker may do it; `Change.fires` lets one through."""
+        """Groups whose callback is not settled yet.
+
+        Any worker may settle it; `Change.fires` lets one through.
+        """
 
     def partial_groups(self, limit: int) -> list[Arrival]:
-        """Chords of which members of ours are in, and others have been missing for long: Go programs may have ended those, of
-        which nobody is told. Each is given to one caller, and later again. The arrivals name no member.
+        """Chords of which members of ours are in, while others have been missing for long.
+
+        Go programs may have ended those without telling anybody. Each chord is given to one caller,
+        and later again. The arrivals name no member.
         """
         del limit
         return []
@@ -319,12 +338,13 @@ class Backend(RecordKeeper, ABC):
         raise self._unlisted()
 
     def finished_since(self, moment: dt.datetime) -> dict[str, tuple[int, int]]:
-        """For each queue, how many tasks (succeeded, failed) since then. Raises as `list_states`."""
+        """Count tasks per queue since then: (succeeded, failed). Raises as `list_states`."""
         raise self._unlisted()
 
     def _unlisted(self) -> Unsupported:
         return Unsupported(
-            f"the {self.features.name} backend cannot list the tasks that it keeps: ask for one by its whole UUID"
+            f"the {self.features.name} backend cannot list the tasks that it keeps: ask for one by "
+            "its whole UUID"
         )
 
     @abstractmethod
@@ -372,7 +392,7 @@ class Backend(RecordKeeper, ABC):
         return state
 
     def set_state_pending(self, signature: Signature[object]) -> None:
-        """Write PENDING. As all of Go's setters: a step that is not legal is dropped, without an error."""
+        """Write PENDING. As in all of Go's setters, an illegal step is dropped without an error."""
         self._set(signature, State.PENDING)
 
     def set_state_received(self, signature: Signature[object]) -> None:
@@ -442,7 +462,7 @@ class Backend(RecordKeeper, ABC):
         return [states[uuid] for uuid in group.task_uuids]
 
     def member_states(self, group_uuid: str, uuids: Sequence[str]) -> dict[str, TaskState]:
-        """As get_states, of members of a group: a store may have kept for it what is gone otherwise."""
+        """As get_states, for a group's members: for the group a store may keep them longer."""
         return self.get_states(uuids)
 
     def group_completed(self, group_uuid: str) -> bool:
@@ -471,6 +491,6 @@ def outbox_of(backend: Backend) -> OutboxBackend:
     if isinstance(backend, OutboxBackend):
         return backend
     raise Unsupported(
-        f"the {backend.features.name} backend keeps no outbox: use it with the broker of the same store, "
-        "or name another result backend"
+        f"the {backend.features.name} backend keeps no outbox: use it with the broker of the same "
+        "store, or name another result backend"
     )

@@ -1,6 +1,7 @@
-"""A backend over a few dicts, for stores that can read and write these in a transaction: memory, a file, a key-value store.
+"""A backend over a few dicts, which a store reads and writes in a transaction.
 
-A store brings `_transaction` and `_tables`; which states may follow which, what a chord waits for and what expires is here.
+Such stores are memory, a file, a key-value store. Each brings `_transaction` and `_tables`. This
+module decides which states may follow which, what a chord waits for and what expires.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ LONGEST_CHORD = dt.timedelta(days=7)  # without an arrival, until its results ma
 
 
 class GroupRow(msgspec.Struct):
-    """A group and its members that have finished. `touched_at`: when the last one came in, or the callback was settled."""
+    """A group and its members that have finished.
+
+    `touched_at`: when the last one came in, or the callback was settled.
+    """
 
     meta: GroupMeta
     touched_at: dt.datetime
@@ -40,10 +44,12 @@ class GroupRow(msgspec.Struct):
 
 
 class Tables(msgspec.Struct):
-    """All that the backend keeps, as a record that msgspec can encode. There are no sets: equal tables have equal bytes.
+    """All that the backend keeps, as a record that msgspec can encode.
+
+    There are no sets: equal tables have equal bytes.
 
     Attributes:
-        changed_at: of each task, in the order of the last change, which the sweep and the listings need.
+        changed_at: of each task, in the order of the last change, for the sweep and the listings.
         ready: groups whose callback is to be settled.
         revoked: task UUID → until when.
         version: counts the changes of `records`.
@@ -269,7 +275,7 @@ class MappingBackend(TransactionalBackend):
             self._tables.ready.pop(group_uuid, None)
 
     def listener(self) -> Listener:
-        """Return a listener that looks at the states; a store that can tell its waiters brings its own."""
+        """Return a listener that polls the states; a store that can notify brings its own."""
         return PollingListener(self._finished_of, latest=0.1, rest=4.0)
 
     def _finished_of(self, uuids: Sequence[str]) -> list[str]:

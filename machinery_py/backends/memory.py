@@ -1,4 +1,4 @@
-"""States and groups in this process: for tests, and the reference that the other backends are compared with.
+"""States and groups in this process, for tests, and as the reference for the other backends.
 
 Limits: nothing survives the process, and no other process sees it.
 """

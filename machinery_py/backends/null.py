@@ -1,7 +1,7 @@
 """A backend that keeps nothing: for tasks whose results nobody wants.
 
-Limits: states cannot be read, and groups with a callback are refused, since nobody would count their members. (Go calls the
-callback once for each member, without results.)
+Limits: states cannot be read. Groups with a callback are refused, since nobody would count their
+members. (Go calls the callback once for each member, without results.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The contract of Backend.apply carried out once, for stores that have transactions: memory and SQL.
+"""The contract of Backend.apply carried out once, for stores with transactions: memory and SQL.
 
 Such a store brings the small steps (`_load`, `_save`, …), which are called inside `_transaction()`.
 """
@@ -54,7 +54,7 @@ class TransactionalBackend(Backend, OutboxBackend):
 
     @abstractmethod
     def _arrive(self, arrivals: Sequence[Arrival]) -> None:
-        """Count each member once, and mark the group ready when it is complete or a member failed."""
+        """Count each member once; mark the group ready when it is complete or a member failed."""
 
     @abstractmethod
     def _fire(self, group_uuid: str) -> bool:
@@ -186,5 +186,5 @@ def decide(change: Change, rows: Mapping[str, Row]) -> tuple[Verdict, Iterable[T
 
 
 def _is_at(current: TaskState | None, state: TaskState) -> bool:
-    """Return whether the task is in that state and run: a repeat of RETRY must not send a run twice."""
+    """Return whether the task is in that state and run: a repeated RETRY sends no run twice."""
     return current is not None and current.state is state.state and current.run == state.run

@@ -5,9 +5,9 @@ states of other tasks, groups, arrivals. These come next; each may be done twice
 
     crash after                     who goes on
     the index, before the item      nobody: nothing is true
-    the item                        the redelivery: `begin` finds the note, carries it out, and returns
-                                    the outbox; the same when the change comes again (ALREADY), or
-                                    `unsent` finds the outbox
+    the item                        the redelivery: `begin` finds the note, carries it out, and
+                                    returns the outbox; the same when the change comes again
+                                    (ALREADY), or `unsent` finds the outbox
     all of it                       the redelivery: doing it once more changes nothing
 
 A firing is one `add` of mpy:f:<group>, with the same note and outbox in it. There is no redelivery
@@ -368,7 +368,7 @@ def _is_of_task(change: Change) -> bool:
 
 def _not_ours(uuid: str, found: str) -> NameRefused:
     return NameRefused(
-        f"the item {quoted(uuid)} in memcached is no state of this task, and was left as it is (choose another "
-        f"UUID): {found}",
+        f"the item {quoted(uuid)} in memcached is no state of this task, and was left as it is "
+        f"(choose another UUID): {found}",
         uuid,
     )

@@ -7,8 +7,8 @@ and never too little.
 
     crash after                     who goes on
     the index, or the list          nobody: nothing is true
-    the item                        a worker that looks for unsent outboxes: it writes the states and
-                                    publishes the messages
+    the item                        a worker that looks for unsent outboxes: it writes the states
+                                    and publishes the messages
     the states                      the same; each may be written twice
 
 The reader of a claim looks at its task next, and takes a task without a state for one that is over.

@@ -70,8 +70,8 @@ def refusal_of(document: Document) -> NameRefused | None:
         return None
     uuid, fields = str(document["_id"]), ", ".join(sorted(map(str, document)))
     return NameRefused(
-        f"document {quoted(uuid)} in MongoDB's collection 'tasks' is no state of a task, and was left as it is "
-        f"(choose another UUID): it has the fields {quoted(fields)}",
+        f"document {quoted(uuid)} in MongoDB's collection 'tasks' is no state of a task, and was "
+        f"left as it is (choose another UUID): it has the fields {quoted(fields)}",
         uuid,
     )
 

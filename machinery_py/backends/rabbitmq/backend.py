@@ -8,8 +8,8 @@ outbox.
 
     crash of this process    what is true    who goes on
     before the commit        nothing         the redelivery runs the task
-    after it                 all of it       the redelivery: `begin` says finished, and hands out the
-                                             outbox; `unsent` finds one without a redelivery
+    after it                 all of it       the redelivery: `begin` says finished, and hands out
+                                             the outbox; `unsent` finds one without a redelivery
 
 Reading changes nothing: what was read is put back. (In Go a read takes the state away. A state
 that a Go program has read is gone for us as well, and its task counts as one that was never

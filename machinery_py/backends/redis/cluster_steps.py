@@ -188,8 +188,8 @@ class Steps:
 
     def _clocks_differ(self) -> StoreUnusable:
         return StoreUnusable(
-            f"Redis {self._cluster.nodes.place}: writing states: the clocks of its nodes differ by more than "
-            f"{scripts.NOTED_FOR // 1_000_000} s (set them by NTP)"
+            f"Redis {self._cluster.nodes.place}: writing states: the clocks of its nodes differ by "
+            f"more than {scripts.NOTED_FOR // 1_000_000} s (set them by NTP)"
         )
 
     def amend(self, name: bytes, expected: bytes, body: bytes, part: Parts) -> bool:

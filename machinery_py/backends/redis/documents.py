@@ -80,7 +80,8 @@ def _lines(state: TaskState) -> bytes:
     started, progress = state.started_at, state.progress
     return (
         f"{'' if started is None else micros(started)}\n"
-        f"{'' if progress is None else f'{progress[0]!r} {progress[1]!r}'}\n{line(state.queue)}\n{line(state.worker)}\n"
+        f"{'' if progress is None else f'{progress[0]!r} {progress[1]!r}'}\n"
+        f"{line(state.queue)}\n{line(state.worker)}\n"
     ).encode() + _our_fields(state)
 
 

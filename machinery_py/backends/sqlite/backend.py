@@ -2,9 +2,9 @@
 
 Tables: connections/sqlite/schema.py.
 
-A finished member of a chord does not expire before the chord was settled, unless no member arrives for a week.
+A chord's finished member is kept until the chord is settled, unless no member arrives for a week.
 
-Limits: one machine. Every commit that finishes tasks wakes all who wait for results; each looks for its own.
+Limits: one machine. Every commit that finishes tasks wakes all waiters; each looks for its own.
 """
 
 from __future__ import annotations
@@ -51,26 +51,27 @@ SWEEP = 60.0  # seconds between two looks for what has expired
 BATCH = 1000  # rows deleted in one step, so that nobody waits long for the file
 READ = 500  # UUIDs in one SELECT
 
-# In: group, created_at, ttl, locked, fired, until when it is kept. A row that an arrival made gets its facts here.
+# In: group, created_at, ttl, locked, fired, kept until. Completes a row that an arrival made.
 _ADD_GROUP = """
 INSERT INTO groups (uuid, created_at, ttl, locked, fired, expires_at) VALUES (?, ?, ?, ?, ?, ?)
-ON CONFLICT (uuid) DO UPDATE SET created_at = excluded.created_at, ttl = excluded.ttl, locked = excluded.locked
-WHERE NOT EXISTS (SELECT 1 FROM group_members WHERE group_uuid = excluded.uuid AND position IS NOT NULL)
+ON CONFLICT (uuid) DO UPDATE SET created_at = excluded.created_at, ttl = excluded.ttl,
+    locked = excluded.locked WHERE NOT EXISTS (
+    SELECT 1 FROM group_members WHERE group_uuid = excluded.uuid AND position IS NOT NULL)
 """
 _LIST_MEMBERS = "INSERT INTO group_members (group_uuid, task_uuid, position)"
-_LIST_MEMBERS_ONCE = """
-ON CONFLICT (group_uuid, task_uuid) DO UPDATE SET position = excluded.position WHERE position IS NULL
-"""
+_LIST_MEMBERS_ONCE = """ON CONFLICT (group_uuid, task_uuid)
+DO UPDATE SET position = excluded.position WHERE position IS NULL"""
 
-# Rows of group, member, 1 if ok, 1. A member arrives once; one that the group does not list (yet) counts as well.
+# Rows of group, member, 1 if ok, 1. A member arrives once; one not (yet) in the list counts too.
 _ARRIVE = "INSERT INTO group_members (group_uuid, task_uuid, ok, arrived)"
-_ARRIVE_ONCE = "ON CONFLICT (group_uuid, task_uuid) DO UPDATE SET arrived = 1, ok = excluded.ok WHERE arrived = 0"
+_ARRIVE_ONCE = """ON CONFLICT (group_uuid, task_uuid)
+DO UPDATE SET arrived = 1, ok = excluded.ok WHERE arrived = 0"""
 
-# In: group, new arrivals, total, callback, failed member or "", now, until when it is kept. The row is made if a
-# member was faster than the group. A group that is ready is kept until its callback was settled.
+# In: group, new arrivals, total, callback, failed member or "", now, kept until. Makes the row if a
+# member was faster than the group. A group that is ready is kept until its callback is settled.
 _COUNT = """
-INSERT INTO groups (uuid, created_at, ttl, locked, arrived, total, callback, failed_member, expires_at)
-VALUES (?1, ?6, 0, 0, ?2, ?3, ?4, ?5, ?7)
+INSERT INTO groups (uuid, created_at, ttl, locked, arrived, total, callback, failed_member,
+    expires_at) VALUES (?1, ?6, 0, 0, ?2, ?3, ?4, ?5, ?7)
 ON CONFLICT (uuid) DO UPDATE SET arrived = arrived + ?2, total = ?3, callback = ?4,
     failed_member = CASE failed_member WHEN '' THEN ?5 ELSE failed_member END,
     expires_at = CASE fired WHEN 1 THEN expires_at ELSE ?7 END
@@ -80,10 +81,11 @@ UPDATE groups SET ready = 1, expires_at = NULL WHERE uuid = ? AND fired = 0 AND 
 AND ((total > 0 AND arrived >= total) OR failed_member <> '')
 """
 
-# In: now, limit. Out: finished tasks whose time is over, less the members of chords that are not settled.
+# In: now, limit. Out: finished tasks whose time is over, but no members of unsettled chords.
 _EXPIRED_TASKS = """
 DELETE FROM tasks WHERE rowid IN (
-    SELECT t.rowid FROM tasks AS t INDEXED BY tasks_expiring WHERE t.expires_at <= ?1 AND NOT EXISTS (
+    SELECT t.rowid FROM tasks AS t INDEXED BY tasks_expiring
+    WHERE t.expires_at <= ?1 AND NOT EXISTS (
         SELECT 1 FROM group_members AS m JOIN groups AS g ON g.uuid = m.group_uuid
         WHERE m.task_uuid = t.uuid AND g.fired = 0 AND g.callback <> x'') LIMIT ?2)
 """
@@ -97,18 +99,21 @@ _EXPIRED = (
 # In: now, limit. Out: groups whose time is over and none of whose members has a state any more.
 _EXPIRED_GROUPS = """
 SELECT uuid FROM groups AS g INDEXED BY groups_expiring WHERE expires_at <= ?1 AND NOT EXISTS (
-    SELECT 1 FROM group_members AS m JOIN tasks AS t ON t.uuid = m.task_uuid WHERE m.group_uuid = g.uuid) LIMIT ?2
+    SELECT 1 FROM group_members AS m JOIN tasks AS t ON t.uuid = m.task_uuid
+    WHERE m.group_uuid = g.uuid) LIMIT ?2
 """
 
 _RECORDS_VERSION = """
-SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'records'), 0) || '-' || (SELECT count(*) FROM records)
+SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'records'), 0)
+    || '-' || (SELECT count(*) FROM records)
 """
 
 REST = 4.0  # a listener that watches many sleeps this much longer than its last look took
 
 # In: UUIDs (JSON). Out: those that are finished.
 _FINISHED = """
-SELECT uuid FROM tasks WHERE uuid IN (SELECT value FROM json_each(?)) AND state IN ('SUCCESS', 'FAILURE')
+SELECT uuid FROM tasks
+WHERE uuid IN (SELECT value FROM json_each(?)) AND state IN ('SUCCESS', 'FAILURE')
 """
 
 _LISTED = (
@@ -189,7 +194,7 @@ class SQLiteBackend(TransactionalBackend):
             return verdicts
 
     def _arrive(self, arrivals: Sequence[Arrival]) -> None:
-        # Counted at the end of the batch: a chord's members come by the hundred, and few steps are cheap.
+        # Counted at the end of the batch, in few steps: a chord's members come by the hundred.
         for one in arrivals:
             self._arrived.setdefault(one.group_uuid, []).append(one)
 
@@ -215,7 +220,8 @@ class SQLiteBackend(TransactionalBackend):
     def _fire(self, group_uuid: str) -> bool:
         until = self.driver.now() + int(self.expire_in * 1e6)
         with self._transaction() as connection:
-            fire = "UPDATE groups SET fired = 1, ready = 0, expires_at = ? WHERE uuid = ? AND fired = 0"
+            fire = """UPDATE groups SET fired = 1, ready = 0, expires_at = ?
+                WHERE uuid = ? AND fired = 0"""
             return connection.execute(fire, (until, group_uuid)).rowcount > 0
 
     def _keep_outbox(self, key: str, bodies: Sequence[bytes]) -> None:
@@ -282,7 +288,8 @@ class SQLiteBackend(TransactionalBackend):
     def claims(self, names: Sequence[str]) -> list[bytes | None]:
         found: dict[str, bytes] = dict(
             self._read(
-                "SELECT name, body FROM claims WHERE name IN (SELECT value FROM json_each(?)) AND expires_at > ?",
+                "SELECT name, body FROM claims"
+                " WHERE name IN (SELECT value FROM json_each(?)) AND expires_at > ?",
                 as_json(names),
                 self.driver.now(),
             )
@@ -291,7 +298,7 @@ class SQLiteBackend(TransactionalBackend):
 
     def records(self, known: str = "") -> Records:
         with self.driver.reading() as connection:
-            # The greatest id ever given, and how many rows there are: one of them changes with every change.
+            # The greatest id ever given, and the number of rows: each change changes one of them.
             version = connection.execute(_RECORDS_VERSION).fetchone()[0]
             rows = (
                 None
@@ -313,7 +320,8 @@ class SQLiteBackend(TransactionalBackend):
         return [marks.get(uuid, "") for uuid in uuids]
 
     def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
-        query = f"SELECT {ALL} FROM tasks WHERE uuid IN (SELECT value FROM json_each(?)) AND state IS NOT NULL AND {STANDS}"
+        query = f"""SELECT {ALL} FROM tasks
+            WHERE uuid IN (SELECT value FROM json_each(?)) AND state IS NOT NULL AND {STANDS}"""
         states: dict[str, TaskState] = {}
         for start in range(0, len(uuids), READ):
             for row in self._read(query, as_json(uuids[start : start + READ]), self.driver.now()):
@@ -326,7 +334,8 @@ class SQLiteBackend(TransactionalBackend):
                 "SELECT fired, locked, created_at, ttl FROM groups WHERE uuid = ?", (group_uuid,)
             ).fetchone()
             members = connection.execute(
-                "SELECT task_uuid FROM group_members WHERE group_uuid = ? AND position IS NOT NULL ORDER BY position",
+                "SELECT task_uuid FROM group_members"
+                " WHERE group_uuid = ? AND position IS NOT NULL ORDER BY position",
                 (group_uuid,),
             ).fetchall()
         if row is None:
@@ -343,8 +352,8 @@ class SQLiteBackend(TransactionalBackend):
 
     def ready_groups(self, limit: int) -> list[ReadyGroup]:
         found = self._read(
-            "SELECT uuid, callback, failed_member FROM groups INDEXED BY groups_ready WHERE ready = 1"
-            " ORDER BY uuid LIMIT ?",
+            "SELECT uuid, callback, failed_member FROM groups INDEXED BY groups_ready"
+            " WHERE ready = 1 ORDER BY uuid LIMIT ?",
             limit,
         )
         return [
@@ -373,7 +382,8 @@ class SQLiteBackend(TransactionalBackend):
 
     def find(self, prefix: str, limit: int = 2) -> list[str]:
         found = self._read(
-            f"SELECT uuid FROM tasks WHERE uuid >= ? AND uuid < ? AND {STANDS} ORDER BY uuid LIMIT ?",
+            f"SELECT uuid FROM tasks WHERE uuid >= ? AND uuid < ? AND {STANDS}"
+            " ORDER BY uuid LIMIT ?",
             *_range(prefix),
             self.driver.now(),
             limit,
@@ -382,7 +392,8 @@ class SQLiteBackend(TransactionalBackend):
 
     def finished_since(self, moment: dt.datetime) -> dict[str, tuple[int, int]]:
         found = self._read(
-            "SELECT queue, sum(state = 'SUCCESS'), sum(state = 'FAILURE') FROM tasks INDEXED BY tasks_changed"
+            "SELECT queue, sum(state = 'SUCCESS'), sum(state = 'FAILURE')"
+            " FROM tasks INDEXED BY tasks_changed"
             " WHERE changed_at >= ? AND state IN ('SUCCESS', 'FAILURE') GROUP BY queue",
             micros(moment),
         )
@@ -455,7 +466,7 @@ class SQLiteListener(PollingListener):
                 if self.look():
                     return
                 now = time.monotonic()
-                # A listener with thousands of tasks would look without end while others finish tasks.
+                # With thousands of tasks a listener would look for ever while others finish tasks.
                 rested = now + REST * (now - started) if len(self._watched) > READ else now
                 while True:
                     now = time.monotonic()
@@ -485,5 +496,5 @@ def _delete_groups(connection: sqlite3.Connection, uuids: Sequence[str]) -> None
 
 
 def _range(prefix: str) -> tuple[str, str]:
-    """Return the bounds of texts with this beginning: not less than the first, less than the second."""
+    """Return the bounds of texts with this beginning: not below the first, below the second."""
     return printable(prefix), printable(prefix) + "\U0010ffff"

@@ -1,6 +1,6 @@
 """A task as a row of the SQLite file, and back.
 
-Limits: moments to the microsecond; a text with half a surrogate pair comes back with that written out.
+Limits: moments to the microsecond; half a surrogate pair in a text comes back written out.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ _COLUMNS = tuple(name.removeprefix("task_") for name in _NAMES)
 COLUMNS = ", ".join(_COLUMNS)
 ALL = f"{COLUMNS}, results, message"
 
-#: In: now. Less what is finished and whose time is over, but for the members of chords that are not settled.
+#: In: now. Leaves out finished tasks whose time is over, unless a chord of theirs is not settled.
 STANDS = """
 (expires_at IS NULL OR expires_at > ? OR EXISTS (
     SELECT 1 FROM group_members AS m JOIN groups AS g ON g.uuid = m.group_uuid
     WHERE m.task_uuid = tasks.uuid AND g.fired = 0 AND g.callback <> x''))
 """
 
-# In: UUIDs (JSON), now. Out: one JSON array, so that it is one step. Without results: only finished tasks have them, and what
-# is finished is never written again from what was loaded. Without message, which SAVE_OVER keeps.
+# In: UUIDs (JSON), now. Out: one JSON array, so that it is one step. Without results: only finished
+# tasks have them, and a finished task is never written again from what was loaded. Without message,
+# which SAVE_OVER keeps.
 LOAD = f"""
 SELECT json_group_array(json_array({COLUMNS}, mark, epoch)) FROM tasks
 WHERE uuid IN (SELECT value FROM json_each(?)) AND {STANDS}
@@ -49,8 +50,8 @@ SAVE_OVER = (
         f"{name} = excluded.{name}"
         for name in (*_COLUMNS[1:], "mark", "epoch", "changed_at", "expires_at", "results")
     )
-    + ", message = CASE WHEN excluded.state = state AND excluded.run = run THEN coalesce(excluded.message, message)"
-    " ELSE excluded.message END"
+    + ", message = CASE WHEN excluded.state = state AND excluded.run = run"
+    " THEN coalesce(excluded.message, message) ELSE excluded.message END"
 )
 
 
