@@ -303,7 +303,8 @@ def test_a_worker_has_a_heartbeat_until_it_ends(app: App) -> None:
 
 
 def test_the_probe_imports_nothing_and_opens_nothing(app: App) -> None:
-    app.worker()
+    worker = app.worker()
+    worker.signal(signal.SIGSTOP)  # a thread of it that opens the file now would make it anew
     app.write("tasks.py", "raise SystemExit(77)")
     (app.folder / "machinery.db").unlink()
 
