@@ -142,7 +142,7 @@ def is_counted(item: pytest.Item, suite: str, base: type) -> bool:
 
 
 class Matrix:
-    """Skip tests that it does not count, collect during the run, write the page at its end."""
+    """Deselects tests that it does not count, collects during the run, and then writes the page."""
 
     def __init__(self) -> None:
         self._of_class: dict[tuple[str, type], tuple[str, str]] = {}

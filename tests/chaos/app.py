@@ -1,6 +1,6 @@
 """The tasks of a chaos run, and the ledger: what ran where and when, written past all stores.
 
-One line for each event, written at once, so that a kill leaves whole lines. Tabs divide the fields:
+One line for each event, in one `write`, so that a kill leaves whole lines. Tabs divide the fields:
 
     start     moment, uuid, run, fence, digest of the arguments, unix time,
               "again" or "first" (delivery of this message)

@@ -285,7 +285,7 @@ class _Checker:
                         )
 
     def fences(self) -> Iterator[Violation]:
-        """I9: each execution has its own fence, and only the greatest one settles."""
+        """I9: each execution has its own fence; only the greatest settles, with none after it."""
         for uuid, runs in self.runs.items():
             for number, count in Counter((one.run, one.fence) for one in runs).items():
                 if count > 1:

@@ -1,6 +1,6 @@
 """The load generator: a process that sends a plan's items, and journals what it was told of each.
 
-journal    attempt | accepted | refused | unknown, moment, UUID, unix time of its ETA or 0; by tabs
+journal    attempt | accepted | refused | unknown, moment, UUID, unix time of its ETA or 0 (tabs)
 
 python -m tests.chaos.load FOLDER URL SEED TASKS RATE
 """

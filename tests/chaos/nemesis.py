@@ -1,7 +1,7 @@
 """The workers under test, and the faults that hit them. Each is recorded: what, whom, from, until.
 
 kill      SIGKILL a worker, start another         term    SIGTERM one, start another; exit code 0
-freeze    SIGSTOP one for longer than its lease   server  SIGKILL Redis or RabbitMQ, restart it
+freeze    SIGSTOP one for longer than its lease   server  SIGKILL the server, restart on its files
 clients   CLIENT KILL                             scripts SCRIPT FLUSH
 drop, reset, hole    a worker's proxy drops replies, resets its connections, lets nothing through
 """

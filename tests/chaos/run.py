@@ -156,7 +156,7 @@ class _Controller:
             if loader.returncode:
                 raise RuntimeError(f"the loader has failed; see {self._folder}/loader.log")
             self._history.drained = self._wait("draining", self._is_drained)
-            # The dead that held nothing are also given up, after a lease and two looks.
+            # Live workers also give up the dead that held nothing, after a lease and two looks.
             self._wait("burying", self._are_dead_forgotten, at_most=3 * self._options.lease)
         drained = time.monotonic() - self._begin
         self._history.samples = observer.samples

@@ -1,4 +1,4 @@
-"""The tables of stored items list everything that a workload leaves on a real server."""
+"""The tables of stored items list exactly what a workload leaves on a real server."""
 
 from __future__ import annotations
 

@@ -725,7 +725,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 def run(open_bench: Callable[[], Bench], *, examples: int, steps: int, same: bool = False) -> None:
-    """`same`: the same examples each time, even if others are asked for; failures unshrunk."""
+    """`same`: the same examples each time, even if others are asked for, and failures unshrunk."""
     machine = type("Machine", (StoreMachine,), {"open_bench": staticmethod(open_bench)})
     run_state_machine_as_test(
         machine,

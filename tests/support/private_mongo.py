@@ -2,7 +2,7 @@
 
     MongoServer      mongod
     NxServer         nx-27017 of PyPI, on SQLite: what it confirmed survives `kill`; no usable
-                    transactions
+                     transactions
 
 pytest's first lines name the kind, so that nobody confuses them. Not used, and why: FerretDB 1.24
 reads and writes in two steps, so that two workers claim one message (8 threads made 160 claims of

@@ -1,6 +1,7 @@
 """Private real servers for tests: on free local ports, each in its own folder, gone with the test.
 
-    RedisServer          one Redis; append-only file, memory limit, password, TLS, unix socket
+    RedisServer          one Redis; append-only file, memory limit, password, unix socket,
+                         TLS with a private CA
     RedisSentinelTrio    a master, its replicas and three sentinels
     RedisCluster         three masters and three replicas
     RabbitMQServer       one node, with its own epmd

@@ -1,4 +1,4 @@
-"""The program of test_schedulers.py: a worker with a schedule, which kills itself at bad moments.
+"""The program of test_schedulers.py: a worker with a schedule, which dies at the worst moments.
 
 python -m tests.system.scheduling BROKER BACKEND LEDGER DEADLINESS
 """

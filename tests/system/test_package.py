@@ -28,7 +28,7 @@ FOLDERS = ("benchmarks", "changelog.d", "docs", "examples", "machinery_py", "scr
 UNBUILT = shutil.ignore_patterns("__pycache__", "*.db", "*.db-*", "*.egg-info", ".*")
 HANG = 300.0  # seconds; a guard, nothing is measured with it
 
-#: Everything in machinery_py.testing but its conformance suites; our own tests use tests/support.
+#: Everything in machinery_py.testing but its conformance suites; our own are in tests/support.
 TESTING = {"__init__", "clocks", "flaky", "harness", "plugin", "waiting"}
 
 THIRD_PARTY_TEST = """

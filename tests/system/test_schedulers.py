@@ -1,4 +1,4 @@
-"""Ten schedulers, killed at random and at bad moments, send each tick once and lose none."""
+"""Ten schedulers, killed at random and at the worst moments, send each tick once and lose none."""
 
 from __future__ import annotations
 

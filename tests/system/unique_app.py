@@ -1,6 +1,7 @@
 """The app of test_unique_kills.py, and a process that sends from it.
 
-python -m tests.system.unique_app COUNT GATE     send `alone` COUNT times once GATE exists
+python -m tests.system.unique_app COUNT GATE     send `alone` COUNT times once GATE exists,
+                                                 and print their UUIDs
 """
 
 from __future__ import annotations

@@ -318,7 +318,7 @@ def test_uncounted_member_does_not_block_its_chord(
 ) -> None:
     """A worker died between a member's arrival and its count.
 
-    So many members arrive before somebody finishes that, the rest after it.
+    `late` other members arrive before somebody finishes the count, the rest after it.
     """
     backend, heir = MongoBackend(driver), MongoBackend(driver)
 
