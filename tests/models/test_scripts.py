@@ -200,7 +200,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "broker BURY_DELAYED": (NOW, QUEUES[0], raw(b"late"), raw(b"head")),
     "broker PENDING": (QUEUES[0], 10),
     "broker LATE": (QUEUES, 10),
-    "broker STATS": (NOW, QUEUES),
+    "broker STATS": (NOW, QUEUES, 2),
     "broker LATE_NAMES": (0, 2),
     "broker WORKERS": (QUEUES,),
     "broker PURGE": (QUEUES[0], [raw(b"late")]),

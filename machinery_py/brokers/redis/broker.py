@@ -234,9 +234,9 @@ class RedisBroker(Broker):
     def stats(self) -> list[QueueStats]:
         self.move_due()
         queues = self._queues()
-        lines, to_wake = self.driver.run(scripts.STATS, self.driver.now(), queues)
+        lines, to_wake, first = self.driver.run(scripts.STATS, self.driver.now(), queues, COUNT)
         self.driver.unblock(to_wake)
-        late = self._late_by_queue()
+        late = self._late_by_queue(*first)
         return [
             QueueStats(
                 queue=queue,
@@ -252,15 +252,15 @@ class RedisBroker(Broker):
             )
         ]
 
-    def _late_by_queue(self) -> collections.Counter[str]:
+    def _late_by_queue(self, looked: int, names: list[Any]) -> collections.Counter[str]:
         """Count the messages in Go's set by queue; in steps, since it may hold a million."""
         counts: collections.Counter[str] = collections.Counter()
-        for start in itertools.count(0, COUNT):
-            looked, names = self.driver.run(scripts.LATE_NAMES, start, COUNT)
+        for start in itertools.count(COUNT, COUNT):
             for name, count in names:
                 counts[_unquoted(name)] += count
             if looked < COUNT:
                 break
+            looked, names = self.driver.run(scripts.LATE_NAMES, start, COUNT)
         return counts
 
     def workers(self) -> list[WorkerInfo]:

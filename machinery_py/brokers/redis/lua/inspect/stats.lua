@@ -1,6 +1,8 @@
--- In: now, queues. Out: for each (waiting, running, parked, dead, when its oldest was put or "", 1
--- if it is paused); connections to be woken.
+-- In: now, queues, how many of Go's delayed set to look at. Out: for each (waiting, running, parked,
+-- dead, when its oldest was put or "", 1 if it is paused); connections to be woken; `late_names` from
+-- the start, in the same step: a retry that goes from one to the other is counted once.
 --! include brokers/redis/lua/messages.lua
+--! include brokers/redis/lua/inspect/late_count.lua
 
 local now, queues, lines, to_wake = now_of(unpacked[1]), unpacked[2], {}, {}
 key_type(DELAYED, 'zset')
@@ -29,4 +31,4 @@ for _, q in ipairs(queues) do
   lines[#lines + 1] = {waiting, running, call('ZCARD', p .. 'z'), call('HLEN', p .. 'd'), oldest,
     call('EXISTS', p .. 'u')}
 end
-return {lines, to_wake}
+return {lines, to_wake, late_names(0, unpacked[3])}
