@@ -291,6 +291,7 @@ class RedisCluster(Private):
         if source is target:
             return
         slot = cast(int, source.cli("CLUSTER", "KEYSLOT", key))
+        wait_until(self._agree_on_epoch, HANG, "nodes that know the newest epoch")
         ids = {node: str(node.cli("CLUSTER", "MYID")) for node in (source, target)}
         target.cli("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source])
         source.cli("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target])
@@ -304,6 +305,22 @@ class RedisCluster(Private):
             HANG,
             f"{target} to have slot {slot}",
         )
+
+    def _agree_on_epoch(self) -> bool:
+        """Whether all nodes know the newest epoch.
+
+        A master gives itself the next one after the newest that it knows when it gets a slot. If
+        another one has that too, or a higher one, then what it said before counts more than the
+        new owner's claim: the nodes disagree for ever, or the new owner drops the keys it got.
+        """
+        epochs = {
+            line
+            for node in self.nodes
+            if node.is_running
+            for line in str(node.cli("CLUSTER", "INFO")).splitlines()
+            if line.startswith("cluster_current_epoch:")
+        }
+        return len(epochs) == 1
 
     def close(self) -> None:
         for node in self.nodes:
