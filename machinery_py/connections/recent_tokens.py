@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from machinery_py.clock import Clock
+from machinery_py.connections.forks import ForkLock
 
 TOKEN_LIFE = 600.0  # seconds; longer than anybody repeats a submission
 
 
 class RecentTokens:
-    """A set that forgets. The owner's lock guards it."""
+    """A set that forgets. May be used from any thread."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._seen: dict[str, float] = {}
+        self._lock = ForkLock()
 
     def add(self, token: str) -> bool:
         """Remember the token; False if it was known. "" is no token."""
         if not token:
             return True
-        now = self._clock.monotonic()
-        for old in list(self._seen):
-            if self._seen[old] > now - TOKEN_LIFE:
-                break
-            del self._seen[old]
-        if token in self._seen:
-            return False
-        self._seen[token] = now
-        return True
+        seen, now = self._seen, self._clock.monotonic()
+        with self._lock:
+            for old in list(takewhile(lambda one: seen[one] <= now - TOKEN_LIFE, seen)):
+                del seen[old]
+            if token in seen:
+                return False
+            seen[token] = now
+            return True
 
     def forget(self, token: str) -> None:
         """Forget a token whose submission was rolled back."""
-        self._seen.pop(token, None)
+        with self._lock:
+            self._seen.pop(token, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import threading
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -14,6 +15,7 @@ from machinery_py.backends.sqlite.backend import SQLiteBackend
 from machinery_py.brokers.base import Message
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.connections.memory import MemoryHub
+from machinery_py.connections.recent_tokens import TOKEN_LIFE
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.errors import BrokerUnavailable, PublishRefused
 from machinery_py.stores.base import Submission
@@ -23,6 +25,7 @@ from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.fencing import drain, settlement, submit, uuid_of
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
 from machinery_py.testing.flaky import FlakyBroker
+from machinery_py.testing.waiting import HANG
 
 
 class TestTwoMemoryStores(SettlementConformance):
@@ -86,6 +89,38 @@ def test_a_refused_replay_leaves_the_finished_state(
         store.submit(submission(replay=True))
 
     assert store.backend.get_state("task_1").state is State.FAILURE
+
+
+class ExpiringTokens(dict[str, float]):
+    """Lets another thread in between the look at an expired token and its removal."""
+
+    enter: Callable[[], object] = staticmethod(lambda: None)
+
+    def __getitem__(self, token: str) -> float:
+        at = super().__getitem__(token)
+        enter, self.enter = self.enter, lambda: None
+        enter()
+        return at
+
+
+def test_threads_may_replay_together_when_tokens_have_expired(clock: ManualClock) -> None:
+    store = TwoStores(MemoryBroker(MemoryHub(clock)), MemoryBackend(MemoryHub(clock)), clock)
+    store.submit(submission(replay=True))
+    tokens = store._replayed._seen = ExpiringTokens(store._replayed._seen)
+    clock.advance(TOKEN_LIFE)
+    other = threading.Thread(
+        target=store.submit, args=(Submission(token="other", messages=(), replay=True),)
+    )
+
+    def enter() -> None:
+        other.start()
+        other.join(0.2)  # with a lock it waits for us
+
+    tokens.enter = enter
+    store.submit(Submission(token="one", messages=(), replay=True))
+    other.join(HANG)
+
+    assert sorted(tokens) == ["one", "other"]
 
 
 class Entered(MemoryBroker):
