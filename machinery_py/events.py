@@ -6,6 +6,7 @@ is logged, and the handler stays subscribed.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -136,17 +137,19 @@ class EventBus:
 
     def __init__(self) -> None:
         self._handlers: dict[type[Event], list[Callable[[Any], object]]] = {}
+        self._changing = threading.RLock()  # a finalizer may unsubscribe at any step
         self.wanted: frozenset[type[Event]] = frozenset()
 
     def subscribe(self, kind: type[E], handler: Handler[E]) -> Callable[[], None]:
         """Call the handler for each event of this class; the returned function ends that."""
-        handlers = self._handlers.setdefault(kind, [])
-        self._handlers[kind] = [*handlers, handler]
-        self._note_wanted()
+        with self._changing:
+            self._handlers[kind] = [*self._handlers.get(kind, ()), handler]
+            self._note_wanted()
 
         def end() -> None:
-            self._handlers[kind] = [one for one in self._handlers[kind] if one is not handler]
-            self._note_wanted()
+            with self._changing:
+                self._handlers[kind] = [one for one in self._handlers[kind] if one is not handler]
+                self._note_wanted()
 
         return end
 

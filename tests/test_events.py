@@ -96,6 +96,31 @@ def test_event_bus_knows_which_events_are_subscribed() -> None:
     assert TaskSent not in bus.wanted
 
 
+def test_subscriptions_of_two_threads_at_once_both_count() -> None:
+    bus = EventBus()
+    looked, go_on = threading.Event(), threading.Event()
+
+    class Held(Event, frozen=True, kw_only=True):
+        @classmethod
+        def __subclasses__(cls) -> list[type[Event]]:
+            if not looked.is_set():  # only the first look is slow
+                looked.set()
+                assert go_on.wait(HANG)
+            return []
+
+    first = threading.Thread(target=bus.subscribe, args=(Held, print))
+    second = threading.Thread(target=bus.subscribe, args=(TaskSent, print))
+    first.start()
+    assert looked.wait(HANG)
+    second.start()
+    second.join(0.1)  # it waits for the first, or has ended
+    go_on.set()
+    first.join(HANG)
+    second.join(HANG)
+
+    assert {Held, TaskSent} <= bus.wanted
+
+
 # What happens
 
 
