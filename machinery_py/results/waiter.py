@@ -78,7 +78,8 @@ class AsyncWaiters:
 
     def _run(self) -> None:
         listener = self._listener
-        assert listener is not None
+        if listener is None:
+            return  # closed before it began
         while not self._loop.is_stopping():
             try:
                 listener.wait(LOOK_AGAIN)
@@ -100,8 +101,9 @@ class AsyncWaiters:
             listener.unwatch(over)
 
     def _wake(self) -> None:
-        if self._listener is not None and self.is_ours:
-            self._listener.wake()
+        listener = self._listener  # read once: another thread may close, too
+        if listener is not None and self.is_ours:
+            listener.wake()
 
     def close(self) -> None:
         """End the thread. May be called twice."""

@@ -12,6 +12,7 @@ import pytest
 
 from machinery_py import Config, ResultTimeout, Server, TaskFailed, chain, chord, group
 from machinery_py.backends.base import Listener
+from machinery_py.results.waiter import AsyncWaiter, AsyncWaiters
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.support.apps import Bench, bench
 
@@ -158,6 +159,35 @@ def test_closing_the_server_ends_the_thread() -> None:
     server.close()
     server.close()
     assert threads() == before
+
+
+def test_closing_before_the_thread_has_begun_is_no_error(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begin = threading.Event()
+    run_thread, join = threading.Thread.run, threading.Thread.join
+
+    def run_late(thread: threading.Thread) -> None:
+        assert thread.name != "machinery-results" or begin.wait(HANG)
+        run_thread(thread)
+
+    def join_thread(thread: threading.Thread, timeout: float | None = None) -> None:
+        begin.set()
+        join(thread, timeout)
+
+    waiters = AsyncWaiters(bench.server.backend.listener)
+    monkeypatch.setattr(threading.Thread, "run", run_late)
+    monkeypatch.setattr(threading.Thread, "join", join_thread)
+
+    async def use() -> None:
+        with AsyncWaiter(waiters) as waiter:
+            waiters.watch(waiter, ["task_1"])
+
+    before = threads()
+    run(use())
+    waiters.close()
+    assert threads() == before
+    assert "has died" not in caplog.text
 
 
 class SlowListener(Listener):
