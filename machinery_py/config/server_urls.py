@@ -349,6 +349,8 @@ def check_mongo_url(url: str) -> None:
     for host in names:
         if not host:
             raise BadUrl("found no host (expected mongodb://host:27017/database)")
+        if host.endswith(":"):  # the client library, unlike ours, refuses an empty port
+            raise BadUrl("found no port after ':' (expected mongodb://host:27017/database)")
         _host(host, 27017)
     if scheme.lower() == "mongodb+srv" and (len(names) > 1 or ":" in names[0]):
         raise BadUrl(

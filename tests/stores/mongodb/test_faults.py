@@ -512,6 +512,7 @@ def test_wrong_url_is_refused_at_reading() -> None:
     for url, text in (
         ("mongodb://", "no host"),
         ("mongodb://h:x/db", "port"),
+        ("mongodb://h:/db", "port"),
         ("mongodb://h/a b", "database"),
         ("mongodb+srv://h:1/db", "name server"),
         ("mongodb://h/db?w=0", "w=0"),
