@@ -90,7 +90,7 @@ def _each(
     for name in names:
         act(name)
     records: Sequence[Any] = names
-    if verb != "remove":
+    if args.json and verb != "remove":  # it is done: what is not shown is not read
         records = [msgspec.structs.asdict(server.schedules.get(name)) for name in names]
     return answer(args, records, f"{done}: {', '.join(names)}")
 

@@ -73,6 +73,17 @@ def test_worker_sends_schedules_and_keeps_pauses_over_a_restart(clockwork: App) 
     )
 
 
+def test_schedule_that_is_removed_as_it_is_sent_is_no_error(app: App) -> None:
+    text = """
+from machinery_py.events import TaskSent
+
+server.schedules.add("@daily", "once", note.signature("now"))
+server.events.subscribe(TaskSent, lambda _: server.schedules.remove("once"))
+"""
+    app.write("tasks.py", (app.folder / "tasks.py").read_text() + text)
+    assert app.run("periodic", "run", "tasks", "once").stdout == "sent: once\n"
+
+
 def test_no_scheduler_sends_nothing(clockwork: App) -> None:
     clockwork.worker("--no-scheduler")
     clockwork.json("periodic", "run", "tasks", "weekdays")
