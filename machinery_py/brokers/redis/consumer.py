@@ -200,7 +200,7 @@ class RedisConsumer(Consumer):
         return self._driver.read_script(link, scripts.CLAIM, argument)
 
     def _open_link(self) -> RedisConnection:
-        if self._driver.servers.has_sentinels:
+        if self._driver.servers.may_move:
             self._driver.servers.look()
         if self._link is not None and self._driver.is_stale(self._link):
             self._link.close()

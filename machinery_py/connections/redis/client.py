@@ -196,7 +196,7 @@ class RedisDriver:
         if os.getpid() != self._pid:
             self._idle, self._subscribers = [], []
             self._quota, self._pid = Quota(self.limits), os.getpid()
-        if self.servers.has_sentinels:
+        if self.servers.may_move:
             self.servers.look()
         while True:
             link = self._spare() or self._enter()

@@ -44,6 +44,7 @@ class NodeServers(Servers):
         client_name: str = "machinery",
     ) -> None:
         super().__init__([url], timeout=timeout, client_name=client_name)
+        self.may_move = True
         self._choose = choose
 
     def _reach(self, url: Any, patience: float) -> tuple[Address, Any]:

@@ -66,7 +66,8 @@ class Servers:
         self._parsed: Mapping[str, RedisUrl] = {
             url: parse_redis_url(url, master_name=master_name) for url in self.urls
         }
-        self.has_sentinels = any(url.master_name for url in self._parsed.values())
+        # Whether `look` may find that connections lead to a server that is not used any more.
+        self.may_move = any(url.master_name for url in self._parsed.values())
         self._strategy = strategy
         self._current = self.urls[0]
         self._address: tuple[str, int] | str = ""  # of the last connection

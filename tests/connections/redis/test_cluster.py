@@ -338,3 +338,21 @@ def test_worker_that_failed_to_register_on_one_node_is_on_none(
         broker.consume(["q", "r"], worker="w")
 
     assert empty_cluster.node_of("q").cli("ZCARD", "mpy:{q}:s") == 0
+
+
+def test_consumer_follows_a_slot_whose_move_is_known(
+    empty_cluster: ClusterServers, broker: ClusterBroker
+) -> None:
+    source = empty_cluster.node_of("q")
+    target = next(node for node in empty_cluster.masters if node is not source)
+    consumer = broker.consume(["q"], worker="w")
+    assert consumer.receive(1, 0.0) == []  # has a connection of its own to the source
+
+    empty_cluster.move("q", target)
+    try:
+        put(broker, b"1", queue="q")  # refused once, and told where the slot is
+
+        assert [one.body for one in consumer.receive(1, 0.0)] == [b"1"]
+        consumer.close()
+    finally:
+        empty_cluster.move("q", source)
