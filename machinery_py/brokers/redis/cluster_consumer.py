@@ -3,8 +3,9 @@
 A part is a RedisConsumer in the slot of its queue. With one queue it blocks as on one Redis. With
 several, `receive` repeats this until something was found:
 
-    1  a claim at each queue, in the wanted order; one that finds nothing adds the blocked client to
-    its queue's sets 2  BLMOVE at the blocking queue, and the claim behind it
+    1  a claim at each queue, in the wanted order; one that finds nothing adds the blocked client
+       to its queue's sets
+    2  BLMOVE at the blocking queue, and the claim behind it
 
 The blocking queue is the first whose node is there and which is not paused. The blocked client is
 the number of the connection there, as `number@queue`: when something is put into another queue,

@@ -308,9 +308,8 @@ class RedisDriver:
 
         Args:
             again: it may be carried out twice, so it is repeated once if the connection is lost.
-            lost: raised when it may have been carried out (`script.away`, if not given). When
-            nothing was
-                written, that is raised.
+            lost: raised when it may have been carried out; `script.away`, if not given, which is
+                raised when nothing was written.
         """
         script, argument = self.adapted(script), pack(values)
         packet = evalsha(script, argument)
