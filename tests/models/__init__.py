@@ -8,8 +8,6 @@
                    (backends/redis/lua/changes.lua)
     backend.py     of backends/redis/scripts.py
     settlement.py  of stores/redis.py
-    amend.py       of backends/redis/records.py, and AMEND of stores/redis.py
-    locks.py       of locks/redis.py
     cluster.py     of backends/redis/cluster_scripts.py and brokers/redis/scripts.py: changes,
                    effects and queues
     beside.py      runs script and model with the same arguments, and compares all that can be seen

@@ -9,6 +9,7 @@ import pytest
 
 import machinery_py
 from machinery_py.connections.redis.keys import CLUSTER, ITEMS, ONE_SERVER
+from machinery_py.connections.stored_items import StoredItem
 
 SCRIPTS = sorted(pathlib.Path(machinery_py.__file__).parent.rglob("*.lua"))
 #: 'mpy:…', which may go on with a value and another text.
@@ -49,5 +50,6 @@ def test_keys_with_a_value_in_them_are_read_from_a_script() -> None:
 @pytest.mark.parametrize(
     "table", [(*ITEMS, *ONE_SERVER), (*ITEMS, *CLUSTER)], ids=["one", "cluster"]
 )
-def test_no_key_has_two_rows(table: tuple[object, ...]) -> None:
-    assert len(table) == len(set(table))
+def test_no_key_has_two_rows(table: tuple[StoredItem, ...]) -> None:
+    names = [row.name for row in table]
+    assert len(names) == len(set(names))
