@@ -10,8 +10,12 @@ from contextlib import contextmanager
 import pytest
 
 from machinery_py import Config, Server, State, chord, current_task, group
-from machinery_py.config.config import RedisConfig
+from machinery_py.brokers.base import Message
+from machinery_py.brokers.redis.cluster import ClusterBroker
+from machinery_py.config.sections import RedisConfig
+from machinery_py.connections.redis.cluster import RedisClusterDriver
 from machinery_py.connections.redis.slots import slot_of
+from machinery_py.errors import MachineryError
 from machinery_py.events import ConnectionLost
 from machinery_py.testing.waiting import wait_until
 from tests.support.servers import RedisCluster, RedisServer, require
@@ -243,3 +247,24 @@ def test_worker_started_before_its_cluster_waits(mortal_cluster: RedisCluster) -
     assert all("cluster 127.0.0.1" in error for error in lost)
     assert [one.name for one in server.inspect.workers()] == []
     server.close()
+
+
+def test_sender_finds_the_new_master_while_the_old_one_hangs(mortal_cluster: RedisCluster) -> None:
+    driver = RedisClusterDriver(mortal_cluster.url, timeout=1.0)
+    broker = ClusterBroker(driver)
+    message = Message(uuid="u", name="n", queue="q", body=b"x")
+
+    def is_put() -> bool:
+        try:
+            return broker.put([message], token="again") in (True, False)
+        except MachineryError:
+            return False
+
+    assert broker.put([message], token="first")
+    hanging = mortal_cluster.node_of("q")
+    hanging.freeze()
+    try:
+        wait_until(is_put, 20.0, "the message at the new master")
+    finally:
+        hanging.thaw()
+    driver.close()

@@ -213,9 +213,12 @@ class RedisClusterDriver:
             if attempt.refused is not None:
                 self.fail(attempt.refused, doing=doing, away=lost if unknown else away)
             if attempt.trouble is not None:
-                if time.monotonic() > deadline:
-                    self.fail(attempt.trouble, doing=doing, away=lost if unknown else away)
+                is_over = time.monotonic() > deadline
+                # The last time, too: a master that hangs takes all the time that there is, and the
+                # next call must not go to it again.
                 self._look_again()
+                if is_over:
+                    self.fail(attempt.trouble, doing=doing, away=lost if unknown else away)
         return [request.reply for request in requests]
 
     def _look_again(self) -> None:
