@@ -79,12 +79,17 @@ class SessionFile:
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self.key = secrets.token_hex(12)
-        self.descriptor = _new_file(folder, self.key) if folder and HAS_LOCKS else -1
-        self._map = _mapped(self.descriptor) if self.descriptor >= 0 else None
+        self.descriptor = -1
+        self._map: mmap.mmap | None = None
         self._free = list(range(SLOTS - 1, -1, -1))
         self._slots: dict[int, int] = {}
         self._again: list[int] = []  # noted already, by a twin of the message that runs beside it
+        # First: a thread that looked at the file as a stranger would end this process's lock on it.
         _own[self.key] = self
+        if folder and HAS_LOCKS:
+            self.descriptor = _new_file(folder, self.key)
+        if self.descriptor >= 0:
+            self._map = _mapped(self.descriptor)
 
     @property
     def notes_runs(self) -> bool:

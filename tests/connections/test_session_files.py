@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -35,6 +38,39 @@ def test_runs_of_live_and_dead_processes_are_known() -> None:
     file.abandon()
     assert ran(file.folder, file.key) == {1, 2**64 - 1}
     assert ran_by_the_dead(file.folder) == {1, 2**64 - 1}
+
+
+LOOK = """
+import sys
+from machinery_py.connections.session_files import look
+print({look(sys.argv[1], key).value for key in sys.argv[2:]})
+"""
+
+
+def test_a_look_from_the_same_process_leaves_a_new_file_its_lock() -> None:
+    """Whoever closes a file ends all locks that its process has on it."""
+    folder, over = host_folder("redis"), threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            ran_by_the_dead(folder)
+
+    other = threading.Thread(target=look)
+    other.start()
+    files = [SessionFile(folder) for _ in range(300)]
+    over.set()
+    other.join()
+    keys = [file.key for file in files]
+    seen = subprocess.run(
+        [sys.executable, "-c", LOOK, folder, *keys],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert seen.stdout.strip() == "{'alive'}"
+    for file in files:
+        file.end()
 
 
 def test_twins_that_run_beside_each_other_run_until_both_have_ended() -> None:
