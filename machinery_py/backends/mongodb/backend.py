@@ -322,10 +322,10 @@ class MongoBackend(DriverUser, Backend, OutboxBackend):
         is_full = self.changes.finish_old_intents()
         monotonic = self.driver.clock.monotonic()
         if monotonic >= self._next_sweep:
+            self._next_sweep = monotonic + SWEEP  # first: a sweep that fails is not due at once
             self.schedules.sweep()
-            has_more = self._sweep()
-            self._next_sweep = 0.0 if has_more else monotonic + SWEEP
-            is_full = is_full or has_more
+            if self._sweep():
+                self._next_sweep, is_full = 0.0, True
         return 0.05 if is_full else self.driver.intent_age
 
     @step("looking for what is over")

@@ -314,6 +314,24 @@ def test_effects_of_a_change_are_finished_once_by_another(
     assert backend.get_states(["c"]) == {}
 
 
+def test_failed_sweep_is_tried_again_a_minute_later(proxy: Proxy, mongodb_url: str) -> None:
+    clock = ManualClock()
+    driver = MongoDriver(proxy.through(mongodb_url), clock=clock)
+    backend = MongoBackend(driver)
+    backend.revoke(["a"], life=0.0)
+
+    proxy.answer_next(private_mongo.refusal(50), matching=b"\x02delete\x00")
+    with pytest.raises(BackendUnavailable):
+        backend.tend()
+    clock.advance(30.0)
+    backend.tend()
+    assert backend.revoked(["a"]) == {"a"}  # nobody has swept: a slow server gets time to recover
+    clock.advance(31.0)
+    backend.tend()
+    assert backend.revoked(["a"]) == set()
+    driver.close()
+
+
 @pytest.mark.parametrize("late", [0, 1, 2])
 def test_uncounted_member_does_not_block_its_chord(
     driver: MongoDriver, monkeypatch: pytest.MonkeyPatch, late: int
