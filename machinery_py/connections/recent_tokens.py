@@ -31,6 +31,10 @@ class RecentTokens:
             seen[token] = now
             return True
 
+    def __bool__(self) -> bool:
+        """Return whether any token is remembered, perhaps one past its life."""
+        return bool(self._seen)
+
     def forget(self, token: str) -> None:
         """Forget a token whose submission was rolled back."""
         with self._lock:

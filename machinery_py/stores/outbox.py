@@ -57,7 +57,7 @@ from machinery_py.backends.base import (
 )
 from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Fate, Message
 from machinery_py.clock import Clock
-from machinery_py.connections.recent_tokens import TOKEN_LIFE, RecentTokens
+from machinery_py.connections.recent_tokens import RecentTokens
 from machinery_py.errors import (
     DecodeError,
     MachineryError,
@@ -118,8 +118,7 @@ class TwoStores(Store):
         self.clock = clock
         self._swept = clock.monotonic()
         self._replayed = RecentTokens(clock)
-        # Dead letters of step 2a whose outbox is not cleared yet, and when each was written.
-        self._buried: dict[tuple[str, bytes], float] = {}
+        self._buried = RecentTokens(clock)  # by step 2a, and their outbox is not cleared yet
         self.parked: set[str] = set()  # outboxes that a session of this process waits to publish
 
     def submit(self, submission: Submission) -> None:
@@ -150,11 +149,8 @@ class TwoStores(Store):
         ]
         groups = [Change(key=mark, groups=submission.groups)] if submission.groups else []
         verdicts = self.backend.apply([*changes, *groups])
-        return {
-            change.key
-            for change, verdict in zip(changes, verdicts, strict=False)
-            if verdict is SETTLED
-        }
+        pairs = zip(changes, verdicts, strict=False)
+        return {change.key for change, verdict in pairs if verdict is SETTLED}
 
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
         return TwoSession(self, self.broker.consume(queues, worker=worker))
@@ -199,8 +195,8 @@ class TwoStores(Store):
         """Step 3."""
         self.outbox.clear_outbox([(one.key, one.bodies) for one in outboxes])
         if self._buried:
-            for message in [_unpack(body) for one in outboxes for body in one.bodies]:
-                self._buried.pop((message.uuid, message.body), None)
+            for body in [body for one in outboxes for body in one.bodies]:
+                self._buried.forget(str(hash(body)))
 
     def post(self, messages: Sequence[tuple[str, str, Message]]) -> Published:
         """Step 2, for messages with the key of their outbox and their home."""
@@ -239,11 +235,13 @@ class TwoStores(Store):
         """Steps 2a to 2c; return the messages that find no room."""
         if self.refusal is None:
             raise error
-        refusal, name = self.refusal(message, error), (message.uuid, message.body)
-        now = self.clock.monotonic()
-        if self._buried.get(name, -math.inf) <= now - TOKEN_LIFE:
-            self.give_up(message, error, home or refusal.queue)
-            self._buried[name] = now  # a repeat of the outbox writes no second dead letter
+        refusal, name = self.refusal(message, error), str(hash(_pack(message)))
+        if self._buried.add(name):  # a repeat of the outbox writes no second dead letter
+            try:
+                self.give_up(message, error, home or refusal.queue)
+            except MachineryError:
+                self._buried.forget(name)
+                raise
         change = Change(
             key=message.uuid,
             mark=f"refused {refusal.states[0].run}",
