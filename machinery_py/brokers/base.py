@@ -39,6 +39,7 @@ class BrokerFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     whole_batches: bool = True  # nobody sees a part of what one call has put
     counts_returns: bool = True  # else the fence counts the first return alone
     tells_age: bool = True  # QueueStats.oldest_at is known
+    beats: bool = False  # a consumer lives as long as it beats; another process can do so, too
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -134,7 +135,12 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A consumer that has registered with the broker."""
+    """A consumer that has registered with the broker.
+
+    Attributes:
+        stalled: its process lives, and has not beaten by itself for a lease: a task holds the
+            interpreter. False where that cannot be seen.
+    """
 
     session: str
     name: str
@@ -144,6 +150,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     started_at: dt.datetime
     beat_at: dt.datetime
     holding: int = 0
+    stalled: bool = False
 
 
 def new_letter(
@@ -251,7 +258,13 @@ class Consumer(ABC):
     """One worker's hold on some queues.
 
     `receive` belongs to one thread; the rest may be called from any.
+
+    Attributes:
+        session: the name under which the broker knows it; a `beat` that is False gives it another.
+            "" if it has none.
     """
+
+    session: str = ""
 
     @abstractmethod
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
@@ -339,6 +352,22 @@ class Broker(ABC):
     @abstractmethod
     def consume(self, queues: Sequence[str], *, worker: str) -> Consumer:
         """Register a consumer. Nothing is claimed yet."""
+
+    def beat_for(self, session: str, queues: Sequence[str], *, stalled: bool) -> bool:
+        """Beat for a consumer of another process, which lives and cannot beat by itself.
+
+        May be repeated, and beside the consumer's own beats. It never starts a session.
+
+        Args:
+            queues: those of the consumer.
+            stalled: what listings of workers say of it until its own next beat.
+
+        Returns:
+            False: it was given up or is closed, or consumers of this broker live otherwise
+            (`BrokerFeatures.beats`).
+        """
+        del session, queues, stalled
+        return False
 
     def declare(self, queues: Sequence[str]) -> Sequence[str]:
         """Make on the server all that these queues will ever need, and say in words what that is.

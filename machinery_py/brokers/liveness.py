@@ -26,8 +26,12 @@ STALE_LOOK = 1.5
 SessionKey = TypeVar("SessionKey", bound=Hashable)
 
 
-class SessionInfo(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Identity with which a consumer registers. `started_at`: microseconds since 1970."""
+class SessionInfo(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
+    """Identity with which a consumer registers. `started_at`: microseconds since 1970.
+
+    Attributes:
+        stalled: as in WorkerInfo; another process writes it, at the end of the record.
+    """
 
     name: str
     host: str
@@ -36,8 +40,11 @@ class SessionInfo(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     pid_started: str
     queues: tuple[str, ...]
     started_at: int
+    stalled: bool = False
 
-    def worker(self, session: str, *, beat_at: int, holding: int) -> WorkerInfo:
+    def worker(
+        self, session: str, *, beat_at: int, holding: int, stalled: bool = False
+    ) -> WorkerInfo:
         """Return the consumer as listings show it. `beat_at`: microseconds since 1970."""
         return WorkerInfo(
             session=session,
@@ -48,6 +55,7 @@ class SessionInfo(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             started_at=moment_of(self.started_at),
             beat_at=moment_of(beat_at),
             holding=holding,
+            stalled=stalled or self.stalled,
         )
 
 

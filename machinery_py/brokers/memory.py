@@ -55,8 +55,10 @@ class _Hold:
     entries: dict[int, _Entry] = field(default_factory=dict)
     running: set[int] = field(default_factory=set)
 
-    def listed(self) -> WorkerInfo:
-        return msgspec.structs.replace(self.info, beat_at=self.beat_at, holding=len(self.entries))
+    def listed(self, *, stalled: bool) -> WorkerInfo:
+        return msgspec.structs.replace(
+            self.info, beat_at=self.beat_at, holding=len(self.entries), stalled=stalled
+        )
 
 
 class MemoryBroker(Broker):
@@ -218,7 +220,8 @@ class MemoryBroker(Broker):
 
     def workers(self) -> list[WorkerInfo]:
         with self.hub.lock:
-            return [hold.listed() for hold in self._holds.values()]
+            late = self.hub.clock.monotonic() - self.lease
+            return [hold.listed(stalled=hold.beat < late) for hold in self._holds.values()]
 
     def purge(self, queue: str) -> int:
         with self.hub.lock:

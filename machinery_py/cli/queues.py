@@ -40,7 +40,7 @@ def workers(server: Server, args: argparse.Namespace) -> int:
         "QUEUES": lambda one: ",".join(one.queues),
         "HOLDS": lambda one: f"{one.holding:,}",
         "UP": lambda one: ago(one.started_at, now),
-        "BEAT": lambda one: ago(one.beat_at, now),
+        "BEAT": lambda one: ago(one.beat_at, now) + (" (stalled)" if one.stalled else ""),
     }
     return listing(args, found, columns, right=("PID", "HOLDS", "UP", "BEAT"))
 

@@ -196,6 +196,11 @@ class FlakyBroker(Broker):
     def put(self, messages: Sequence[Message], *, token: str) -> bool:
         return self.faults.publish("put", lambda: self.inner.put(messages, token=token))
 
+    def beat_for(self, session: str, queues: Sequence[str], *, stalled: bool) -> bool:
+        return self.faults.broker(
+            "beat_for", lambda: self.inner.beat_for(session, queues, stalled=stalled)
+        )
+
     def consume(self, queues: Sequence[str], *, worker: str) -> FlakyConsumer:
         return FlakyConsumer(self.inner.consume(queues, worker=worker), self.faults)
 

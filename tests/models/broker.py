@@ -67,11 +67,19 @@ def is_registered(redis: Redis, session: str, queues: Sequence[Queue]) -> bool:
     return all(session in redis.scores(prefix + "s") for _, prefix in queues)
 
 
-def beat(redis: Redis, now: str, session: str, queues: Sequence[Queue]) -> int:
+STALLED = ',"stalled":true}'
+
+
+def beat(redis: Redis, now: str, session: str, queues: Sequence[Queue], stalled: bool) -> int:
     if not is_registered(redis, session, queues):
         return 0
     for _, prefix in queues:
         redis.score(prefix + "s", session, int(now))
+        key = f"{prefix}b:{session}"
+        record = redis.get(key)
+        if record is not None and record.endswith(STALLED) != stalled:
+            changed = record[:-1] + STALLED if stalled else record.removesuffix(STALLED) + "}"
+            redis.keep(key, changed)
     return 1
 
 

@@ -190,10 +190,10 @@ class Arrivals(ScriptMachine):
 class BrokerMachine(Arrivals):
     """All scripts of the broker."""
 
-    @rule(passed=Passed, session=Session1, queues=Queues)
-    def beat(self, passed: int, session: str, queues: list[str]) -> None:
+    @rule(passed=Passed, session=Session1, queues=Queues, stalled=st.booleans())
+    def beat(self, passed: int, session: str, queues: list[str], stalled: bool) -> None:
         keys = self.queues(queues)
-        self.run(redis_scripts.BEAT, broker.beat, self.passed(passed), session, keys)
+        self.run(redis_scripts.BEAT, broker.beat, self.passed(passed), session, keys, stalled)
 
     @rule(
         passed=Passed,

@@ -188,7 +188,7 @@ DISPOSALS = [
 CALLS: dict[str, tuple[Any, ...]] = {
     "broker PUT": (NOW, "token", QUEUES, FULL),
     "broker REGISTER": (NOW, "s2", raw(b"record"), QUEUES),
-    "broker BEAT": (NOW, "s1", QUEUES),
+    "broker BEAT": (NOW, "s1", QUEUES, True),
     "broker CLAIM": (NOW, "s1", QUEUES, 9, 2, [1], "12", True, True, False),
     "broker DISPOSE": (NOW, "s1", QUEUES, DISPOSALS),
     "broker BEGIN": ("s1", QUEUES[0][1], "1"),

@@ -27,7 +27,7 @@ from machinery_py.brokers.base import (
     close_all,
 )
 from machinery_py.brokers.liveness import HeartbeatJudge, has_ended, read_record
-from machinery_py.brokers.mongodb.consumer import KIND, ORDER, MongoConsumer
+from machinery_py.brokers.mongodb.consumer import KIND, ORDER, MongoConsumer, beat_in
 from machinery_py.brokers.mongodb.messages import (
     QUEUED,
     Status,
@@ -66,7 +66,7 @@ _decode = msgspec.msgpack.Decoder(list[Message]).decode
 class MongoBroker(DriverUser, Broker):
     """Collections of the driver's database. The driver belongs to whoever made it."""
 
-    features = BrokerFeatures(name="mongodb")
+    features = BrokerFeatures(name="mongodb", beats=True)
     unavailable = BrokerUnavailable
 
     def __init__(self, driver: MongoDriver, *, lease: float = LEASE) -> None:
@@ -173,6 +173,11 @@ class MongoBroker(DriverUser, Broker):
         consumer = MongoConsumer(self.driver, tuple(queues), worker=worker)
         self._consumers.add(consumer)
         return consumer
+
+    @step("beating")
+    def beat_for(self, store: Store, session: str, queues: Sequence[str], *, stalled: bool) -> bool:
+        del queues  # a session is one document
+        return beat_in(store, session, now=self.driver.now(), stalled=stalled)
 
     # House-keeping
 
@@ -338,7 +343,12 @@ class MongoBroker(DriverUser, Broker):
         )
         holding = {one["_id"]: one["count"] for one in counted}
         return [
-            info.worker(one["_id"], beat_at=one["beat_at"], holding=holding.get(one["_id"], 0))
+            info.worker(
+                one["_id"],
+                beat_at=one["beat_at"],
+                holding=holding.get(one["_id"], 0),
+                stalled=bool(one.get("stalled")),
+            )
             for one in store.machinery_sessions.find()
             if (info := read_record(one["info"])) is not None and not has_ended(info)
         ]

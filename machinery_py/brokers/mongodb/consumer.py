@@ -61,7 +61,6 @@ class MongoConsumer(DriverUser, Consumer):
     """A session: a document, and the leases that bear its name."""
 
     unavailable = BrokerUnavailable
-    session = ""
 
     def __init__(self, driver: MongoDriver, queues: tuple[str, ...], *, worker: str) -> None:
         super().__init__(driver)
@@ -293,8 +292,7 @@ class MongoConsumer(DriverUser, Consumer):
 
     @step("beating")
     def _beat(self, store: Store) -> bool:
-        beat: Document = {"$inc": {"beats": 1}, "$set": {"beat_at": self.driver.now()}}
-        return store.machinery_sessions.update_one({"_id": self.session}, beat).matched_count > 0
+        return beat_in(store, self.session, now=self.driver.now(), stalled=False)
 
     @step("giving messages back")
     def _release(self, store: Store, session: str, *, ends: bool = False) -> None:
@@ -315,6 +313,12 @@ class MongoConsumer(DriverUser, Consumer):
         self._release(self.session, ends=True)
         self._file.end()
         self.driver.notify("messages")
+
+
+def beat_in(store: Store, session: str, *, now: int, stalled: bool) -> bool:
+    """Beat for a session; False if it was given up."""
+    beat: Document = {"$inc": {"beats": 1}, "$set": {"beat_at": now, "stalled": stalled}}
+    return store.machinery_sessions.update_one({"_id": session}, beat).matched_count > 0
 
 
 class DeliveryEnd(Protocol):

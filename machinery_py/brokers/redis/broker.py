@@ -74,7 +74,7 @@ _late = msgspec.msgpack.Decoder(list[tuple[bytes, int, bytes]]).decode
 class RedisBroker(Broker):
     """Queues on the driver's server. The driver belongs to its creator."""
 
-    features = BrokerFeatures(name="redis")
+    features = BrokerFeatures(name="redis", beats=True)
 
     def __init__(self, driver: RedisDriver, *, lease: float = LEASE) -> None:
         self.driver = driver
@@ -100,6 +100,10 @@ class RedisBroker(Broker):
         self._consumers.add(consumer)
         self._own.update(dict.fromkeys(queues))
         return consumer
+
+    def beat_for(self, session: str, queues: Sequence[str], *, stalled: bool) -> bool:
+        keys = list(map(queue_keys, queues))
+        return bool(self.driver.run(scripts.BEAT, self.driver.now(), session, keys, stalled))
 
     def _ask(self, *parts: bytes, doing: str) -> Any:
         return self.driver.ask(*parts, doing=doing, away=BrokerUnavailable)

@@ -27,7 +27,7 @@ from machinery_py.brokers.base import (
 )
 from machinery_py.brokers.redis import scripts
 from machinery_py.brokers.redis.broker import FIRST_QUEUE, LEASE, MOVE, OTHERS, RedisBroker
-from machinery_py.brokers.redis.cluster_consumer import ClusterConsumer
+from machinery_py.brokers.redis.cluster_consumer import ClusterConsumer, ask_beats
 from machinery_py.brokers.redis.messages import (
     Packed,
     Queues,
@@ -89,7 +89,7 @@ class QueueBroker(RedisBroker):
 class ClusterBroker(Broker):
     """Queues in a cluster, which belongs to its creator."""
 
-    features = BrokerFeatures(name="redis")
+    features = BrokerFeatures(name="redis", beats=True)
 
     def __init__(self, cluster: RedisClusterDriver, *, lease: float = LEASE) -> None:
         self.cluster = cluster
@@ -179,6 +179,13 @@ class ClusterBroker(Broker):
         consumer = ClusterConsumer(places, worker=worker, patience=self.lease / 4)
         self._consumers.add(consumer)
         return consumer
+
+    def beat_for(self, session: str, queues: Sequence[str], *, stalled: bool) -> bool:
+        slots = [(self._of(queue).slot, [queue_keys(queue)]) for queue in dict.fromkeys(queues)]
+        requests = [
+            slot.request(scripts.BEAT, slot.now(), session, keys, stalled) for slot, keys in slots
+        ]
+        return all(ask_beats(self.cluster, requests, patience=self.lease / 4))
 
     # House-keeping
 
@@ -285,6 +292,7 @@ class ClusterBroker(Broker):
                 one,
                 beat_at=max(one.beat_at, before.beat_at),
                 holding=one.holding + (before.holding if before is not one else 0),
+                stalled=one.stalled and before.stalled,
             )
         return list(found.values())
 

@@ -21,12 +21,13 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from machinery_py.brokers.base import Consumer, Delivery, Disposal, close_all
 from machinery_py.brokers.redis import scripts
 from machinery_py.brokers.redis.consumer import KIND, RedisConsumer
 from machinery_py.connections.redis.client import TIMEOUT, RedisConnection
-from machinery_py.connections.redis.cluster import PAUSE, SlotDriver
+from machinery_py.connections.redis.cluster import PAUSE, RedisClusterDriver, SlotDriver
 from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.connections.redis.requests import Request, command_at, is_refused_for_now
 from machinery_py.connections.session_files import SessionFile, host_file
@@ -143,6 +144,18 @@ class QueueConsumer(RedisConsumer):
         return self._claim(limit, self._queues, sleep=sleep, will_sleep=False)[0]
 
 
+def ask_beats(
+    cluster: RedisClusterDriver, requests: Sequence[Request], *, patience: float
+) -> list[Any]:
+    """Send beats to the slots of several queues in one round trip; return the replies.
+
+    With little patience: a node that is away must not delay the beats of others.
+    """
+    return cluster.ask(
+        requests, doing=scripts.BEAT.doing, away=BrokerUnavailable, patience=patience
+    )
+
+
 class ClusterConsumer(Consumer):
     """Consumer of several queues of a cluster."""
 
@@ -150,6 +163,7 @@ class ClusterConsumer(Consumer):
         """`patience`: seconds for a beat."""
         self.queues = tuple(queue for queue, _, _ in places)
         self.file = host_file(KIND)  # of its session, or of the next one while that begins
+        self.session = self.file.key
         self.blocking_part: QueueConsumer | None = None  # while `receive` may block
         self.client = ""  # the blocked client
         self._parts: list[QueueConsumer] = []
@@ -279,23 +293,18 @@ class ClusterConsumer(Consumer):
         if self._closed:
             return True
         self.file.touch()
-        # All in one round trip, with little patience: a node that is away must not delay the beats
-        # of others.
-        registered = self._parts[0].driver.cluster.ask(
-            [
-                part.driver.request(scripts.BEAT, part.driver.now(), part.session, part.keys)
-                for part in self._parts
-            ],
-            doing=scripts.BEAT.doing,
-            away=BrokerUnavailable,
-            patience=self._patience,
-        )
+        requests = [
+            part.driver.request(scripts.BEAT, part.driver.now(), part.session, part.keys, False)
+            for part in self._parts
+        ]
+        registered = ask_beats(self._parts[0].driver.cluster, requests, patience=self._patience)
         if all(registered) and not self._restarting:
             return True
         # A session that was given up in one queue is over in all: it changes nothing any more.
         self._restarting = True
         self.file.end()
         self.file = host_file(KIND)
+        self.session = self.file.key
         for part in self._parts:
             part.restart()
         self._restarting = False

@@ -44,8 +44,6 @@ _claimed = msgspec.msgpack.Decoder(list[tuple[int, int, int, int, int, int, list
 class RedisConsumer(Consumer):
     """A session: its entries in the registries, and a connection."""
 
-    session = ""
-
     def __init__(
         self,
         driver: RedisDriver,
@@ -284,7 +282,8 @@ class RedisConsumer(Consumer):
             return True
         with self._starting:
             self._file.touch()
-            if self._driver.run(scripts.BEAT, self._driver.now(), self.session, self.keys):
+            now = self._driver.now()
+            if self._driver.run(scripts.BEAT, now, self.session, self.keys, False):
                 return True
             self._give_up(scripts.TOMBSTONE)
             self._start_session()

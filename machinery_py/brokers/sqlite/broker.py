@@ -268,6 +268,7 @@ class SQLiteBroker(Broker):
         ]
 
     def workers(self) -> list[WorkerInfo]:
+        now = self.driver.now()
         with self.driver.reading() as connection:
             rows = connection.execute(_SESSIONS).fetchall()
             holding = dict(
@@ -286,6 +287,7 @@ class SQLiteBroker(Broker):
                 started_at=moment_of(started_at),
                 beat_at=moment_of(beat_at),
                 holding=holding.get(number, 0),
+                stalled=now - beat_at > self.lease * 1e6,
             )
             for number, key, pid, _, beat_at, worker, host, queues, started_at in rows
             if session_files.look(self.driver.sessions_folder, key) is not SessionState.DEAD

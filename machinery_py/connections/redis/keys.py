@@ -59,7 +59,7 @@ ITEMS = (
                _SESSION, "consumer"),
     StoredItem("mpy:{<queue>}:b:<session>", "string",
                "identity of the session: worker, host, boot id, PID namespace, pid, its start "
-               "time, queues", _SESSION, "consumer"),
+               "time, queues; whether it is stalled", _SESSION, "consumer"),
     StoredItem("mpy:{<queue>}:i:<session>", "list",
                "arrivals: a message that `BLMOVE` has moved to a waiting consumer",
                "until the claim behind it", "consumer"),

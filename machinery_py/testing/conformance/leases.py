@@ -365,6 +365,45 @@ class LeaseConformance(BrokerCase):
         self.crash_consumer(broker, consumer, clock, [other])
         assert [worker.name for worker in broker.workers()] == ["other"]
 
+    def test_consumer_that_another_process_beats_for_is_not_given_up(
+        self, broker: Broker, open_broker: OpenBroker, clock: ManualClock
+    ) -> None:
+        consumer = broker.consume(["q", "r"], worker="w")
+        keeper, session = open_broker(), consumer.session
+        if not broker.features.beats:
+            assert not keeper.beat_for(session, ["q", "r"], stalled=False)
+            return
+        put(broker, b"a", queue="r")
+        held = consumer.receive(1, 0)
+
+        for stalled in (False, True, True):
+            clock.advance(self.lease * 0.9)
+            assert keeper.beat_for(session, ["q", "r"], stalled=stalled)
+            broker.tend()
+            assert [one.stalled for one in broker.workers()] == [stalled]
+
+        assert consumer.holds(held) == [True]
+        assert consumer.beat()
+        assert [(one.session, one.stalled) for one in broker.workers()] == [(session, False)]
+        consumer.close()
+        assert not keeper.beat_for(session, ["q", "r"], stalled=True)
+        assert broker.workers() == []
+        keeper.close()
+
+    def test_consumer_that_was_given_up_is_beaten_for_no_more(
+        self, broker: Broker, consumer: Consumer, open_broker: OpenBroker, clock: ManualClock
+    ) -> None:
+        if not broker.features.beats:
+            pytest.skip("consumers of this broker do not live by beats")
+        session = consumer.session
+        self.crash_consumer(broker, consumer, clock)
+
+        assert not open_broker().beat_for(session, ["q"], stalled=True)
+
+        assert broker.workers() == []
+        assert not consumer.beat()  # it starts anew
+        assert consumer.session not in ("", session)
+
     def test_two_consumers_never_hold_one_message(
         self, broker: Broker, open_broker: OpenBroker
     ) -> None:
