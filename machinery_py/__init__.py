@@ -19,6 +19,7 @@ from machinery_py.errors import (
     PublishUnknown,
     ResultExpired,
     ResultTimeout,
+    Retry,
     RetryTaskLater,
     ScheduleError,
     ScheduleNotFound,
@@ -34,6 +35,7 @@ from machinery_py.errors import (
 from machinery_py.registry.task import Task
 from machinery_py.results.async_results import AsyncResult, ChainResult, ChordResult, GroupResult
 from machinery_py.server import Server
+from machinery_py.tasks.backoff import exponential
 from machinery_py.tasks.context import Context, current_task
 from machinery_py.tasks.signature import Arg, Chain, Signature
 from machinery_py.tasks.states import State, TaskState
@@ -66,6 +68,7 @@ __all__ = [
     "PublishUnknown",
     "ResultExpired",
     "ResultTimeout",
+    "Retry",
     "RetryTaskLater",
     "ScheduleError",
     "ScheduleNotFound",
@@ -87,6 +90,7 @@ __all__ = [
     "chain",
     "chord",
     "current_task",
+    "exponential",
     "group",
 ]
 

@@ -24,6 +24,7 @@
     ├── TaskFailed                            the task whose result is wanted ended in FAILURE
     ├── ResultTimeout (TimeoutError)          no result in time
     ├── ResultExpired (LookupError)           there is no state (any more)
+    ├── Retry                                 raised by a task: this try has failed, make the next
     ├── RetryTaskLater                        raised by a task: run me again after a while
     ├── NoRetry                               raised by a task: fail for good
     └── TimeLimitExceeded                     raised in a task that runs past its time limit
@@ -37,7 +38,7 @@ from __future__ import annotations
 import datetime as dt
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from machinery_py.texts import MAX_ERROR, cut
@@ -283,14 +284,74 @@ class RetryTaskLater(MachineryError):
     Args:
         message: why; shown while the task waits.
         delay: seconds, or a timedelta.
+        limit: how often this task may be postponed in all; the next time it fails. None: no limit.
     """
 
-    def __init__(self, message: str, delay: float | dt.timedelta) -> None:
+    limit: int | None = None
+
+    def __init__(
+        self, message: str, delay: float | dt.timedelta, *, limit: int | None = None
+    ) -> None:
         self.message = message
-        self.delay = delay.total_seconds() if isinstance(delay, dt.timedelta) else float(delay)
-        if math.isnan(self.delay):
-            raise ValueError(f"delay of RetryTaskLater: {delay} (expected seconds or a timedelta)")
+        self.delay = _seconds("delay of RetryTaskLater", delay)
+        self.limit = _number("limit of RetryTaskLater", limit)
         super().__init__(f"{message} (to be retried in {self.delay:g} s)")
+
+
+class Retry(MachineryError):
+    """Raised by a task to end this try as failed, and to say how the next one is to be made.
+
+    It counts as one of the tries. When none is left, the task fails: with the text of the error
+    that it was raised from (`raise Retry(…) from error`), else with its own.
+
+    Args:
+        message: why.
+        delay: seconds, or a timedelta; by default what the task's back-off says.
+        eta: an aware moment, in place of a delay.
+        queue: of all further tries.
+        args, kwargs: arguments of all further tries; with one of them the other is empty.
+        retries: tries after the first in all, in place of the task's own.
+
+    Raises:
+        ValueError: one of these makes no sense.
+    """
+
+    def __init__(
+        self,
+        message: str = "the task asked for a retry",
+        *,
+        delay: float | dt.timedelta | None = None,
+        eta: dt.datetime | None = None,
+        queue: str = "",
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        retries: int | None = None,
+    ) -> None:
+        if delay is not None and eta is not None:
+            raise ValueError(f"Retry: delay={delay!r} and eta={eta!r} (expected one of them)")
+        if eta is not None and eta.tzinfo is None:
+            raise ValueError(f"Retry: eta {eta!r} has no time zone")
+        self.message = message
+        self.delay = None if delay is None else _seconds("delay of Retry", delay)
+        self.eta = eta
+        self.queue = queue
+        self.args_of_task = args
+        self.kwargs_of_task = kwargs
+        self.retries = _number("retries of Retry", retries)
+        super().__init__(message)
+
+
+def _seconds(what: str, length: float | dt.timedelta) -> float:
+    seconds = length.total_seconds() if isinstance(length, dt.timedelta) else float(length)
+    if math.isnan(seconds):
+        raise ValueError(f"{what}: {length} (expected seconds or a timedelta)")
+    return seconds
+
+
+def _number(what: str, count: int | None) -> int | None:
+    if count is not None and (not isinstance(count, int) or count < 0):
+        raise ValueError(f"{what}: {count!r} (expected a whole number, 0 or more)")
+    return count
 
 
 class NoRetry(MachineryError):

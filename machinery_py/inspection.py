@@ -26,7 +26,9 @@ from machinery_py.stores.base import Submission
 from machinery_py.tasks.signature import (
     HEADER_ATTEMPT,
     HEADER_LAST,
+    HEADER_POSTPONED,
     HEADER_RUN,
+    UNLIMITED,
     Signature,
     new_uuid,
 )
@@ -403,10 +405,11 @@ class Inspector:
 
 def _anew(signature: Signature[object]) -> Signature[object]:
     """Return the signature as before its first try; each counted try took one from RetryCount."""
-    ours = (HEADER_RUN, HEADER_ATTEMPT)
+    ours = (HEADER_RUN, HEADER_ATTEMPT, HEADER_POSTPONED)
+    left = signature.retry_count
     return signature.replace(
         headers={key: value for key, value in signature.headers.items() if key not in ours},
-        retry_count=signature.retry_count + signature.attempt - 1,
+        retry_count=left if left == UNLIMITED else left + signature.attempt - 1,
         retry_timeout=0,
         eta=None,
     )

@@ -25,6 +25,7 @@ from machinery_py.cli.output import (
     value_text,
 )
 from machinery_py.errors import ArgumentError, ResultExpired, TaskFailed
+from machinery_py.tasks.signature import UNLIMITED
 from machinery_py.tasks.states import State, TaskState
 from machinery_py.tasks.workflow import result_value
 
@@ -200,7 +201,8 @@ def _description(server: Server, state: TaskState, signature: Signature[object] 
             ("argument", f"{arg.name + ' = ' if arg.name else ''}{value_text(arg.value)}")
             for arg in signature.args
         ]
-        rows.append(("retries left", str(signature.retry_count)))
+        left = signature.retry_count
+        rows.append(("retries left", "no limit" if left == UNLIMITED else str(left)))
         rows += [("header", f"{name}: {value}") for name, value in signature.headers.items()]
     rows += [("result", value_text(arg.value)) for arg in state.results]
     trace = ["traceback", *(f"  {line}" for line in clean_lines(state.traceback))]

@@ -11,6 +11,7 @@ import msgspec
 from machinery_py.errors import nearest
 from machinery_py.tasks.backoff import LONGEST as LONGEST_RUN
 from machinery_py.tasks.backoff import Backoff, check_backoff
+from machinery_py.tasks.signature import UNLIMITED
 
 
 class SendOptions(TypedDict, total=False):
@@ -22,7 +23,7 @@ class SendOptions(TypedDict, total=False):
     queue: name of the queue.
     priority: 0 to 255, the higher first.
     expires: not started after that many seconds (or a timedelta) from sending, or after a moment.
-    retries: tries after the first.
+    retries: tries after the first; None: until it works.
     headers: strings that travel with the task.
     uuid: used in place of a random one.
     unique, on_duplicate: as in TaskOptions, with a text as the key.
@@ -33,7 +34,7 @@ class SendOptions(TypedDict, total=False):
     queue: str
     priority: int
     expires: float | dt.timedelta | dt.datetime
-    retries: int
+    retries: int | None
     headers: Mapping[str, str]
     uuid: str
     unique: bool | str
@@ -48,10 +49,11 @@ class TaskOptions(TypedDict, total=False):
     """Options of a task: how its calls are sent, retried and run.
 
     queue: where its calls go; by default the configured queue.
-    retries: tries after the first (Go's RetryCount).
-    backoff: "fibonacci" (Go's: 1, 2, 3, 5 s …), "exponential", seconds for each try, or a function
-        of the try.
+    retries: tries after the first (Go's RetryCount); None: until it works.
+    backoff: "fibonacci" (Go's: 1, 2, 3, 5 s …), "exponential", exponential(…), seconds for each
+        try, or a function of the try.
     retry_on: only these exceptions are retried; by default all but NoRetry and wrong arguments.
+    dont_retry_on: these are not retried, whatever `retry_on` says.
     time_limit: seconds one run may take.
     priority: 0 to 255, the higher first.
     ignore_result: keep no results, only the state; callbacks, the next step and a chord's callback
@@ -71,9 +73,10 @@ class TaskOptions(TypedDict, total=False):
     """
 
     queue: str
-    retries: int
+    retries: int | None
     backoff: Backoff
     retry_on: type[BaseException] | Sequence[type[BaseException]] | None
+    dont_retry_on: type[BaseException] | Sequence[type[BaseException]]
     time_limit: float | None
     priority: int
     ignore_result: bool
@@ -96,6 +99,7 @@ class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
     retries: int = 0
     backoff: Backoff = "fibonacci"
     retry_on: tuple[type[BaseException], ...] | None = None
+    dont_retry_on: tuple[type[BaseException], ...] = ()
     time_limit: float | None = None
     priority: int = 0
     ignore_result: bool = False
@@ -131,10 +135,18 @@ class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(
                     f"{name}: {option}={given[option]!r} (expected seconds, more than 0)"
                 )
-        retry_on = given.get("retry_on")
-        if retry_on is not None and not isinstance(retry_on, tuple):
-            given["retry_on"] = tuple(retry_on) if isinstance(retry_on, list) else (retry_on,)
+        for option in ("retry_on", "dont_retry_on"):
+            classes = given.get(option)
+            if classes is not None and not isinstance(classes, tuple):
+                given[option] = tuple(classes) if isinstance(classes, list) else (classes,)
+        if "retries" in given:
+            given["retries"] = counted_retries(given["retries"])
         return cls(**given)
+
+
+def counted_retries(retries: int | None) -> int:
+    """Return what travels as RetryCount."""
+    return UNLIMITED if retries is None else retries
 
 
 _WORDS = {
@@ -148,7 +160,7 @@ _WORDS = {
 _TRANSLATED = {
     "max_retries": "retries",
     "autoretry_for": "retry_on",
-    "throws": "retry_on",
+    "throws": "dont_retry_on",
     "countdown": "delay",
     "queue_name": "queue",
     "routing_key": "queue",
@@ -215,7 +227,9 @@ def check_numbers(
 ) -> None:
     """Raise ValueError for a number that no worker could make sense of."""
     if not isinstance(retries, int) or retries < 0:
-        raise ValueError(f"{name}: retries={retries!r} (expected a whole number, 0 or more)")
+        raise ValueError(
+            f"{name}: retries={retries!r} (expected a whole number, 0 or more, or None)"
+        )
     if not isinstance(priority, int) or not 0 <= priority <= 255:
         raise ValueError(
             f"{name}: priority={priority!r} (expected a whole number, 0 to 255, the higher first)"
@@ -237,9 +251,10 @@ def check_settings(name: str, settings: TaskSettings) -> None:
         check_backoff(settings.backoff)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    for one in settings.retry_on or ():
-        if not (isinstance(one, type) and issubclass(one, BaseException)):
-            raise ValueError(
-                f"{name}: retry_on: found {one!r} "
-                "(expected exception classes, as (ConnectionError, TimeoutError))"
-            )
+    for option in ("retry_on", "dont_retry_on"):
+        for one in getattr(settings, option) or ():
+            if not (isinstance(one, type) and issubclass(one, BaseException)):
+                raise ValueError(
+                    f"{name}: {option}: found {one!r} "
+                    "(expected exception classes, as (ConnectionError, TimeoutError))"
+                )

@@ -12,12 +12,14 @@ from typing import Any, assert_never
 import msgspec
 from msgspec.structs import force_setattr
 
-from machinery_py.tasks.backoff import LONGEST, Backoff, delay_for
+from machinery_py.tasks.backoff import LONGEST, MAX_DELAY, Backoff, delay_for
 from machinery_py.tasks.signature import (
     COUNTED,
     HEADER_ATTEMPT,
     HEADER_LAST,
+    HEADER_POSTPONED,
     HEADER_RUN,
+    UNLIMITED,
     Arg,
     Lazy,
     Signature,
@@ -51,13 +53,37 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Postponed(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The task asked to be run again later (Go's `ErrRetryTaskLater`): not counted as a try."""
+    """The task asked to be run again later (Go's `ErrRetryTaskLater`): not counted as a try.
+
+    Attributes:
+        limit: how often it may be postponed; then it fails. None: without end.
+    """
 
     error: str
     delay: float
+    limit: int | None = None
 
 
-Outcome = Succeeded | Failed | Postponed
+class Retried(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The task asked for its next try (`Retry`).
+
+    Attributes:
+        failed: its end if no try is left; RETRY shows the same error.
+        delay, eta: of the next try; by the back-off if both are None.
+        queue: of all further tries; empty: as before.
+        args: of all further tries; None: as before.
+        retries: tries after the first in all, in place of the call's own; None: those.
+    """
+
+    failed: Failed
+    delay: float | None = None
+    eta: dt.datetime | None = None
+    queue: str = ""
+    args: Sequence[Arg] | None = None
+    retries: int | None = None
+
+
+Outcome = Succeeded | Failed | Postponed | Retried
 
 REVOKED = Failed(error="revoked", error_type="Revoked", retryable=False)
 
@@ -109,33 +135,47 @@ def follow_up(
                 if signature.chord_callback is not None
                 else (),
             )
-        case Postponed(error=error, delay=delay):
+        case Postponed(error=error, delay=delay, limit=limit):
+            if limit is not None and signature.postponed >= limit:
+                text = f"{error}; postponed {limit} times, which is its limit"
+                return _failure(signature, Failed(error=text, error_type="RetryTaskLater"))
             return FollowUp(
-                state=State.RETRY,
-                error=error,
-                retry=_again(signature, now=now, delay=delay, counted=False),
+                state=State.RETRY, error=error, retry=_postponed(signature, now=now, delay=delay)
             )
+        case Retried(failed=failed):
+            if (left := _tries_left(signature, outcome.retries)) <= 0:
+                return _failure(signature, failed)
+            return _retry(failed, _asked(signature, outcome, left, now=now, backoff=backoff))
         case Failed(retryable=True) if signature.retry_count > 0:
-            delay = delay_for(backoff, signature.attempt, signature.retry_timeout)
-            return FollowUp(
-                state=State.RETRY,
-                error=outcome.error,
-                error_type=outcome.error_type,
-                traceback=outcome.traceback,
-                retry=_again(signature, now=now, delay=delay, counted=True),
+            return _retry(
+                outcome, _next_try(signature, signature.retry_count, now=now, backoff=backoff)
             )
         case Failed():
-            return FollowUp(
-                state=State.FAILURE,
-                error=outcome.error,
-                error_type=outcome.error_type,
-                traceback=outcome.traceback,
-                send=_error_callbacks(signature, outcome.error),
-                arrived=tuple(_never_to_arrive(signature)),
-                breaks=_last_of(signature),
-            )
+            return _failure(signature, outcome)
         case _:
             assert_never(outcome)
+
+
+def _retry(failed: Failed, retry: Signature[Any]) -> FollowUp:
+    return FollowUp(
+        state=State.RETRY,
+        error=failed.error,
+        error_type=failed.error_type,
+        traceback=failed.traceback,
+        retry=retry,
+    )
+
+
+def _failure(signature: Signature[Any], failed: Failed) -> FollowUp:
+    return FollowUp(
+        state=State.FAILURE,
+        error=failed.error,
+        error_type=failed.error_type,
+        traceback=failed.traceback,
+        send=_error_callbacks(signature, failed.error),
+        arrived=tuple(_never_to_arrive(signature)),
+        breaks=_last_of(signature),
+    )
 
 
 def _success_callbacks(
@@ -156,24 +196,65 @@ def _error_callbacks(signature: Signature[Any], error: str) -> Sequence[Signatur
     return tuple(callback.with_args(before=(text,)) for callback in signature.on_error)
 
 
-def _again(
-    signature: Signature[Any], *, now: dt.datetime, delay: float, counted: bool
+def _tries_left(signature: Signature[Any], retries: int | None) -> int:
+    """Return how many tries may follow this one, if there may be so many after the first."""
+    if retries is None or retries == UNLIMITED:
+        return signature.retry_count if retries is None else UNLIMITED
+    return retries - signature.attempt + 1
+
+
+def _next_try(
+    signature: Signature[Any], left: int, *, now: dt.datetime, backoff: Backoff
 ) -> Signature[Any]:
-    """The same task for its next run; UUID, group and callbacks stay."""
-    attempt = signature.attempt + counted
-    delay = min(LONGEST, max(0.0, delay))
+    """Return the task for its next try, after the back-off's pause."""
+    delay = delay_for(backoff, signature.attempt, signature.retry_timeout)
+    if left == UNLIMITED:
+        delay = min(delay, MAX_DELAY)  # else Fibonacci's pauses would soon be years
+    # Go's field: the delay before this try, from which the next Fibonacci number is taken.
+    signature = signature.replace(retry_timeout=max(int(min(LONGEST, delay)), 1))
+    return _again(_counted_down(signature, left), now=now, delay=delay, attempt=1)
+
+
+def _asked(
+    signature: Signature[Any], wanted: Retried, left: int, *, now: dt.datetime, backoff: Backoff
+) -> Signature[Any]:
+    """Return the task for the next try that it has asked for."""
+    if wanted.args is not None:
+        signature = signature.replace(args=wanted.args)
+    if wanted.queue:
+        signature = signature.replace(routing_key=wanted.queue)
+    delay = wanted.delay if wanted.eta is None else (wanted.eta - now).total_seconds()
+    if delay is None:
+        return _next_try(signature, left, now=now, backoff=backoff)
+    return _again(_counted_down(signature, left), now=now, delay=delay, attempt=1)
+
+
+def _counted_down(signature: Signature[Any], left: int) -> Signature[Any]:
+    return signature.replace(retry_count=left if left == UNLIMITED else left - 1)
+
+
+def _postponed(signature: Signature[Any], *, now: dt.datetime, delay: float) -> Signature[Any]:
+    """Return the task for its next run, which is no further try."""
+    again = _again(signature, now=now, delay=delay)
+    return again.with_headers(**{HEADER_POSTPONED: str(signature.postponed + 1)})
+
+
+def _again(
+    signature: Signature[Any], *, now: dt.datetime, delay: float, attempt: int = 0
+) -> Signature[Any]:
+    """Return the same task for its next run; UUID, group and callbacks stay.
+
+    Args:
+        attempt: how many tries this is further.
+    """
+    attempt += signature.attempt
     # Only a Go worker sends what is still to be counted; it is not counted from the retry.
     headers = {key: value for key, value in signature.headers.items() if key not in COUNTED}
     headers[HEADER_RUN] = str(signature.run + 1)
     if attempt > 1:
         headers[HEADER_ATTEMPT] = str(attempt)
-    return signature.replace(
-        headers=headers,
-        eta=now + dt.timedelta(seconds=delay),
-        retry_count=signature.retry_count - counted,
-        # Go's field: the delay before this try, from which the next Fibonacci number is taken.
-        retry_timeout=max(int(delay), 1) if counted else signature.retry_timeout,
-    )
+    delay = min(LONGEST, max(0.0, delay))
+    return signature.replace(headers=headers, eta=now + dt.timedelta(seconds=delay))
 
 
 def _never_to_arrive(signature: Signature[Any]) -> Iterator[Arrived]:

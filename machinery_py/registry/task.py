@@ -17,6 +17,7 @@ from machinery_py.registry.options import (
     check_numbers,
     check_word,
     check_zone,
+    counted_retries,
     no_option,
 )
 from machinery_py.results.async_results import AsyncResult
@@ -163,7 +164,7 @@ class Task(Generic[P, R]):
                 if unique
                 else ""
             )
-        retries = options.get("retries", settings.retries)
+        retries = counted_retries(options.get("retries", settings.retries))
         priority = options.get("priority", settings.priority)
         check_numbers(self.name, retries=retries, priority=priority)
         return Signature(

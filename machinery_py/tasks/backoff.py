@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 MAX_DELAY = 86400.0  # seconds; no back-off of ours waits longer than a day
 LONGEST = (
@@ -11,7 +13,7 @@ LONGEST = (
 )  # seconds; nothing waits longer, whatever a message says. Go's clock ends in 2262
 
 #: Pauses between the tries of a task: "fibonacci" (Go's), "exponential", seconds for each try, or
-#: a function.
+#: a function, as `exponential(…)` returns.
 Backoff = str | Sequence[float] | Callable[[int], float]
 
 
@@ -26,7 +28,7 @@ def next_fibonacci(after: int) -> int:
     return b
 
 
-def exponential(attempt: int, *, base: float = 1.0, cap: float = 600.0) -> float:
+def doubled(attempt: int, *, base: float = 1.0, cap: float = 600.0) -> float:
     """`base` doubled for each attempt after the first, at most `cap` seconds."""
     return min(cap, base * 2.0 ** min(attempt - 1, 60))
 
@@ -36,10 +38,51 @@ def full_jitter(delay: float, rng: random.Random | None = None) -> float:
     return (rng or random).uniform(0.0, delay)
 
 
+Jitter = Literal["full", "half"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExponentialBackoff:
+    """Pauses that double. Made by `exponential`."""
+
+    base: float
+    cap: float
+    jitter: Jitter | None
+
+    def __call__(self, attempt: int) -> float:
+        """Return the seconds to wait after the failed try with this number, 1 for the first."""
+        delay = doubled(attempt, base=self.base, cap=self.cap)
+        if self.jitter is None:
+            return delay
+        sure = delay / 2 if self.jitter == "half" else 0.0
+        return sure + full_jitter(delay - sure)
+
+
+def exponential(
+    *, base: float = 1.0, cap: float = 600.0, jitter: Jitter | None = "full"
+) -> ExponentialBackoff:
+    """Return a back-off that waits `base` seconds, then twice as long each time, at most `cap`.
+
+    Args:
+        jitter: how much of a pause is random, lest many tasks come back together: "full" (0 s up to
+            the pause), "half" (from half of it), or None.
+
+    Raises:
+        ValueError: a length is not positive, or the jitter is unknown.
+    """
+    if not (base > 0 and cap > 0):
+        raise ValueError(f"exponential(base={base!r}, cap={cap!r}): expected seconds, more than 0")
+    if jitter not in ("full", "half", None):
+        raise ValueError(f"exponential(jitter={jitter!r}): expected 'full', 'half' or None")
+    return ExponentialBackoff(base=base, cap=cap, jitter=jitter)
+
+
+_HALF = exponential(jitter="half")
+
 #: Seconds between two attempts to connect, by the number of the attempt (1 for the first); see
 #: `reconnect_delay`.
 SCHEDULES: Mapping[str, Callable[[int], float]] = {
-    "jitter": lambda attempt: full_jitter(exponential(attempt, base=0.1, cap=10.0)),
+    "jitter": lambda attempt: full_jitter(doubled(attempt, base=0.1, cap=10.0)),
     "linear": lambda attempt: min(30.0, 2.0 * attempt),
     "fibonacci": lambda attempt: float(min(30, _fibonacci(min(attempt, 10)))),
 }
@@ -69,7 +112,7 @@ def check_backoff(backoff: object) -> None:
     if isinstance(backoff, str) or not (isinstance(backoff, Sequence) or callable(backoff)):
         if backoff not in ("fibonacci", "exponential"):
             hint = f"; did you mean [{backoff!r}]?" if isinstance(backoff, (int, float)) else ""
-            known = "'fibonacci', 'exponential', a list of seconds, a function"
+            known = "'fibonacci', 'exponential', exponential(…), a list of seconds, a function"
             raise ValueError(f"backoff {backoff!r}: unknown (known: {known}{hint})")
     elif isinstance(backoff, Sequence):
         if not backoff:
@@ -94,8 +137,7 @@ def delay_for(backoff: Backoff, attempt: int, previous: int) -> float:
         case "fibonacci":
             return float(next_fibonacci(previous))
         case "exponential":
-            delay = exponential(attempt)
-            return delay / 2 + full_jitter(delay / 2)
+            return _HALF(attempt)
         case str():
             check_backoff(backoff)
             raise AssertionError(backoff)

@@ -23,6 +23,7 @@ S = TypeVar("S")
 # What we add to a message travels in Headers, as strings; Go keeps them.
 HEADER_RUN = "machinery_run"  # how many runs ended before this one, retries of every kind
 HEADER_ATTEMPT = "machinery_attempt"  # which try, 1 for the first; not counted by RetryTaskLater
+HEADER_POSTPONED = "machinery_postponed"  # how many runs ended in RetryTaskLater
 HEADER_EXPIRES = "machinery_expires"  # unix seconds; not started after that
 HEADER_DELAY = "machinery_delay"  # of what is not sent yet: seconds from the sending to its ETA
 HEADER_EXPIRES_IN = "machinery_expires_in"  # unsent: seconds from sending to expiry
@@ -33,6 +34,10 @@ HEADER_COLLECT = "machinery_collect"  # on a chord's callback: all results as on
 HEADER_LAST = "machinery_last"  # in a chain: UUID of its last step, which fails with this one
 HEADER_SCHEDULE = "machinery_schedule"  # the name of the schedule that sent it
 HEADER_TICK = "machinery_tick"  # the time at which that was due
+
+UNLIMITED = (
+    2**31 - 1
+)  # RetryCount of retries=None: until it works. Our workers do not count it down
 
 
 class Arg(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -269,7 +274,7 @@ class Signature(msgspec.Struct, Step[R], frozen=True, kw_only=True, gc=False):
         headers: strings, kept by every worker on the way.
         immutable: on a step of a chain, its result is not passed on; on a chord's callback, no
             results are added.
-        retry_count: tries left after the first.
+        retry_count: tries left after the first; UNLIMITED: until it works.
         retry_timeout: seconds waited before this try; Go's Fibonacci goes on from it.
         on_success: sent when the task succeeds, its results as their last arguments.
         on_error: sent when the task fails for good, the error text as their first argument.
@@ -368,6 +373,11 @@ class Signature(msgspec.Struct, Step[R], frozen=True, kw_only=True, gc=False):
     def attempt(self) -> int:
         """Number of this try: 1 for the first. Go workers do not count: they leave it as it was."""
         return _number(self.headers, HEADER_ATTEMPT, 1)
+
+    @property
+    def postponed(self) -> int:
+        """How many runs of this task ended in RetryTaskLater."""
+        return _number(self.headers, HEADER_POSTPONED, 0)
 
     @property
     def run(self) -> int:

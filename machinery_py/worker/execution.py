@@ -16,7 +16,14 @@ from typing import Any
 
 from machinery_py.app import NOTHING, Application, Outgoing, broken
 from machinery_py.brokers.base import Delivery, Fate
-from machinery_py.errors import MachineryError, NoRetry, RetryTaskLater, TimeLimitExceeded
+from machinery_py.errors import (
+    ArgumentError,
+    MachineryError,
+    NoRetry,
+    Retry,
+    RetryTaskLater,
+    TimeLimitExceeded,
+)
 from machinery_py.registry.options import TaskSettings
 from machinery_py.registry.outcomes import (
     REVOKED,
@@ -24,6 +31,7 @@ from machinery_py.registry.outcomes import (
     FollowUp,
     Outcome,
     Postponed,
+    Retried,
     failing,
     follow_up,
 )
@@ -194,24 +202,50 @@ class Execution:
     def failed(self, error: BaseException) -> Outcome:
         """Return the outcome of what the function raised."""
         if self.revoked and (
-            isinstance(error, RetryTaskLater) or type(error).__name__ == "CancelledError"
+            isinstance(error, (Retry, RetryTaskLater)) or type(error).__name__ == "CancelledError"
         ):
             return REVOKED
         if isinstance(error, RetryTaskLater):
-            return Postponed(error=text_of(error), delay=error.delay)
+            self.error = error
+            return Postponed(error=text_of(error), delay=error.delay, limit=error.limit)
+        if isinstance(error, Retry):
+            return self._retried(error)
         settings = self.task.settings if self.task else _PLAIN
         self.error = (
             error
             if isinstance(error, Exception)
             else MachineryError(f"{type(error).__name__}: {text_of(error)}")
         )
-        if isinstance(error, NoRetry) or self.revoked:
+        if isinstance(error, (NoRetry, *settings.dont_retry_on)) or self.revoked:
             retryable = False
         elif settings.retry_on is not None:
             retryable = isinstance(error, (*settings.retry_on, TimeLimitExceeded))
         else:
             retryable = True
         return _failure(error, retryable=retryable)
+
+    def _retried(self, wanted: Retry) -> Outcome:
+        """Return the outcome of `Retry`: of a failure, if its arguments do not fit the task."""
+        assert self.task is not None
+        cause = wanted.__cause__ or wanted
+        self.error = cause if isinstance(cause, Exception) else wanted
+        args = None
+        if wanted.args_of_task is not None or wanted.kwargs_of_task is not None:
+            try:
+                args = self.task.call.arguments(
+                    wanted.args_of_task or (), wanted.kwargs_of_task or {}
+                )
+            except ArgumentError as error:
+                self.error = error
+                return _failure(error, "a retry with these arguments: ", retryable=False)
+        return Retried(
+            failed=_failure(cause),
+            delay=wanted.delay,
+            eta=wanted.eta,
+            queue=wanted.queue,
+            args=args,
+            retries=wanted.retries,
+        )
 
     def end_of_delivery(
         self,
@@ -340,7 +374,7 @@ class Execution:
         )
 
 
-def _failure(error: BaseException, before: str = "", *, retryable: bool) -> Failed:
+def _failure(error: BaseException, before: str = "", *, retryable: bool = True) -> Failed:
     return Failed(
         error=before + text_of(error),
         error_type=type_name_of(error),

@@ -194,7 +194,8 @@ def _end(execution: Execution, outcome: Outcome) -> None:
     if not execution.finish(outcome):
         return
     hooks, uuid = execution.hooks, execution.signature.uuid
-    if execution.error is not None and isinstance(outcome, Failed) and execution.is_final:
+    failed = execution.is_final and not isinstance(outcome, Succeeded)
+    if failed and execution.error is not None:
         _report_error(execution, execution.error)
     if hooks.post_task is not None:
         try:

@@ -14,10 +14,20 @@ from machinery_py.registry.outcomes import (
     FollowUp,
     Outcome,
     Postponed,
+    Retried,
     Succeeded,
     follow_up,
 )
-from machinery_py.tasks.signature import HEADER_ATTEMPT, HEADER_RUN, Arg, Lazy, Signature
+from machinery_py.tasks.backoff import MAX_DELAY
+from machinery_py.tasks.signature import (
+    HEADER_ATTEMPT,
+    HEADER_POSTPONED,
+    HEADER_RUN,
+    UNLIMITED,
+    Arg,
+    Lazy,
+    Signature,
+)
 from machinery_py.tasks.states import State
 from machinery_py.wire.signatures import decode_signature, encode_signature
 
@@ -229,3 +239,81 @@ def test_outcomes_keep_their_invariants(
         assert then.retry.eta is not None
         assert then.retry.eta >= NOW
     assert then == follow_up(before, outcome, now=NOW)
+
+
+# Retry
+
+
+ASKED = Failed(error="boom", error_type="ValueError", traceback="tb")
+
+
+def tries_of(signature: Signature[Any], outcome: Outcome, most: int = 20) -> list[Signature[Any]]:
+    """The signatures of the first tries, the first one's included, if each ends like this."""
+    tries = [signature]
+    while len(tries) < most:
+        then = follow_up(tries[-1], outcome, now=NOW)
+        if then.retry is None:
+            assert (then.state, then.error, then.error_type) == (
+                State.FAILURE,
+                "boom",
+                "ValueError",
+            )
+            break
+        assert (then.state, then.error) == (State.RETRY, "boom")
+        tries.append(then.retry)
+    return tries
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "tries"),
+    [(0, None, 1), (2, None, 3), (10, 1, 2), (0, 3, 4), (5, 0, 1), (0, UNLIMITED, 20)],
+)
+def test_retry_counts_as_a_try_and_may_set_the_number(
+    own: int, asked: int | None, tries: int
+) -> None:
+    found = tries_of(Signature(name="task", retry_count=own), Retried(failed=ASKED, retries=asked))
+
+    assert [one.attempt for one in found] == list(range(1, tries + 1))
+
+
+def test_retry_may_change_queue_arguments_and_moment() -> None:
+    eta = NOW + dt.timedelta(hours=3)
+    before = Signature[Any](name="task", uuid="task_1", args=(ONE,), retry_count=3, retry_timeout=5)
+
+    then = ended(Retried(failed=ASKED, eta=eta, queue="slow", args=(TWO,)), retry_count=3)
+    plain = follow_up(before, Retried(failed=ASKED, delay=0.5), now=NOW).retry
+    own_pause = follow_up(before, Retried(failed=ASKED), now=NOW).retry
+
+    assert then.retry is not None
+    assert (then.retry.eta, then.retry.routing_key, then.retry.args) == (eta, "slow", (TWO,))
+    assert plain == before.replace(
+        eta=NOW + dt.timedelta(seconds=0.5),
+        retry_count=2,
+        headers={HEADER_RUN: "1", HEADER_ATTEMPT: "2"},
+    )
+    assert own_pause is not None
+    assert (own_pause.eta, own_pause.retry_timeout) == (NOW + dt.timedelta(seconds=8), 8)
+
+
+def test_task_without_a_limit_of_tries_never_fails_by_count() -> None:
+    tries = tries_of(Signature(name="task", retry_count=UNLIMITED), ASKED, 60)
+
+    assert len(tries) == 60
+    assert {one.retry_count for one in tries} == {UNLIMITED}
+    assert tries[-1].eta == NOW + dt.timedelta(seconds=MAX_DELAY)
+
+
+def test_postponed_task_fails_at_its_limit() -> None:
+    signature, outcome = Signature[Any](name="task"), Postponed(error="busy", delay=1, limit=2)
+    for count in ("1", "2"):
+        again = follow_up(signature, outcome, now=NOW).retry
+        assert again is not None
+        assert again.headers[HEADER_POSTPONED] == count
+        signature = again
+
+    then = follow_up(signature, outcome, now=NOW)
+    endless = follow_up(signature, Postponed(error="busy", delay=1), now=NOW)
+
+    assert (then.state, then.retry, signature.attempt) == (State.FAILURE, None, 1)
+    assert then.error == "busy; postponed 2 times, which is its limit"
+    assert endless.state is State.RETRY

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 from machinery_py.tasks.backoff import (
     MAX_DELAY,
     Backoff,
+    Jitter,
     delay_for,
+    doubled,
     exponential,
     full_jitter,
     next_fibonacci,
@@ -60,7 +63,7 @@ def test_a_function_or_list_is_kept_within_limits(backoff: Backoff, expected: fl
 
 @given(st.integers(1, 1000))
 def test_exponential_doubles_up_to_its_cap_and_scatters_by_half(attempt: int) -> None:
-    full = exponential(attempt)
+    full = doubled(attempt)
     assert full == min(600.0, 2.0 ** min(attempt - 1, 60))
     assert full / 2 <= delay_for("exponential", attempt, 0) <= full
 
@@ -75,3 +78,33 @@ def test_an_unknown_word_is_told_with_the_known_ones() -> None:
         ValueError, match=r"backoff 'fibonaci': unknown \(known: 'fibonacci', 'exponential'"
     ):
         delay_for("fibonaci", 1, 0)
+
+
+def test_exponential_backoff_has_a_factor_and_a_cap() -> None:
+    backoff = exponential(base=10, cap=60, jitter=None)
+
+    assert [delay_for(backoff, attempt, 0) for attempt in range(1, 6)] == [10, 20, 40, 60, 60]
+
+
+@pytest.mark.parametrize(("jitter", "least"), [("full", 0.0), ("half", 8.0)])
+def test_jitter_scatters_evenly(jitter: Jitter, least: float) -> None:
+    random.seed(7)
+    backoff = exponential(base=2, jitter=jitter)
+
+    pauses = [backoff(4) for _ in range(1000)]
+
+    assert all(least <= pause <= 16 for pause in pauses)
+    assert sum(pauses) / 1000 == pytest.approx((least + 16) / 2, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"base": 0}, "expected seconds, more than 0"),
+        ({"cap": -1.0}, "expected seconds, more than 0"),
+        ({"jitter": "ful"}, "expected 'full', 'half' or None"),
+    ],
+)
+def test_exponential_refuses_what_makes_no_sense(options: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        exponential(**options)

@@ -29,6 +29,7 @@ from machinery_py import (
     NoRetry,
     ResultExpired,
     ResultTimeout,
+    Retry,
     RetryTaskLater,
     Server,
     Signature,
@@ -40,6 +41,7 @@ from machinery_py import (
     chain,
     chord,
     current_task,
+    exponential,
     group,
 )
 from machinery_py.brokers.base import DeadLetter
@@ -239,7 +241,15 @@ def download(url: str) -> None:
         logging.warning("third try of %s", url)
 
 
+@server.task(
+    retries=None, backoff=exponential(base=2, cap=600, jitter="half"), dont_retry_on=KeyError
+)
+def stubborn(url: str, *, again: bool = False) -> None:
+    raise Retry(delay=dt.timedelta(hours=1), args=(url,), kwargs={"again": True}, retries=20)
+
+
 flaky.options(retries=10).send()
+stubborn.options(retries=None).send("https://example.com")
 
 
 # 8

@@ -42,6 +42,7 @@ _SUITES = (
     "unique",
     "exclusive",
     "tasks",
+    "endings",
     "names",
     "messages",
     "queues",

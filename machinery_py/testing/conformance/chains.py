@@ -8,11 +8,11 @@ import pytest
 
 from machinery_py import ChainResult, TaskFailed, chain, chord, current_task, group
 from machinery_py.testing.conformance.application import App
-from machinery_py.testing.conformance.tasks import TaskConformance
+from machinery_py.testing.conformance.endings import EndingConformance
 from machinery_py.testing.waiting import HANG
 
 
-class ChainConformance(TaskConformance):
+class ChainConformance(EndingConformance):
     """Chains: values passed between steps, and the end of a failed chain."""
 
     LONG = 1000  # steps of a very long chain, members of a large chord
