@@ -1,47 +1,61 @@
-"""Background tasks for Python: functions that you call now and that run elsewhere, now or later."""
+"""Background tasks for Python: functions that you call now and that run elsewhere, now or later.
 
+The public names are imported when they are first used: the supervisor and the keeper of a worker
+need none of them, and stay small.
+"""
+
+from __future__ import annotations
+
+import importlib
 import logging
+from typing import TYPE_CHECKING, Any
 
-from machinery_py.config.config import Config
-from machinery_py.errors import (
-    ArgumentError,
-    BackendUnavailable,
-    BrokerUnavailable,
-    ConfigError,
-    DecodeError,
-    DuplicateTask,
-    LockLost,
-    LockNotAcquired,
-    MachineryError,
-    NameRefused,
-    NoRetry,
-    PublishRefused,
-    PublishUnknown,
-    ResultExpired,
-    ResultTimeout,
-    Retry,
-    RetryTaskLater,
-    ScheduleError,
-    ScheduleNotFound,
-    StateNotFound,
-    StoreUnusable,
-    TaskAlreadyRegistered,
-    TaskFailed,
-    TaskNotRegistered,
-    TimeLimitExceeded,
-    Unsupported,
-    WorkflowError,
-)
-from machinery_py.registry.task import Task
-from machinery_py.results.async_results import AsyncResult, ChainResult, ChordResult, GroupResult
-from machinery_py.server import Server
-from machinery_py.tasks.backoff import exponential
-from machinery_py.tasks.context import Context, current_task
-from machinery_py.tasks.signature import Arg, Chain, Signature
-from machinery_py.tasks.states import State, TaskState
-from machinery_py.tasks.workflow import Group, chain, chord, group
-from machinery_py.version import __version__
-from machinery_py.worker.worker import Worker
+if TYPE_CHECKING:
+    from machinery_py.config.config import Config
+    from machinery_py.errors import (
+        ArgumentError,
+        BackendUnavailable,
+        BrokerUnavailable,
+        ConfigError,
+        DecodeError,
+        DuplicateTask,
+        LockLost,
+        LockNotAcquired,
+        MachineryError,
+        NameRefused,
+        NoRetry,
+        PublishRefused,
+        PublishUnknown,
+        ResultExpired,
+        ResultTimeout,
+        Retry,
+        RetryTaskLater,
+        ScheduleError,
+        ScheduleNotFound,
+        StateNotFound,
+        StoreUnusable,
+        TaskAlreadyRegistered,
+        TaskFailed,
+        TaskNotRegistered,
+        TimeLimitExceeded,
+        Unsupported,
+        WorkflowError,
+    )
+    from machinery_py.registry.task import Task
+    from machinery_py.results.async_results import (
+        AsyncResult,
+        ChainResult,
+        ChordResult,
+        GroupResult,
+    )
+    from machinery_py.server import Server
+    from machinery_py.tasks.backoff import exponential
+    from machinery_py.tasks.context import Context, current_task
+    from machinery_py.tasks.signature import Arg, Chain, Signature
+    from machinery_py.tasks.states import State, TaskState
+    from machinery_py.tasks.workflow import Group, chain, chord, group
+    from machinery_py.version import __version__
+    from machinery_py.worker.worker import Worker
 
 __all__ = [
     "Arg",
@@ -93,6 +107,39 @@ __all__ = [
     "exponential",
     "group",
 ]
+
+#: Module → its public names. The others are errors.
+_HOMES = {
+    "machinery_py.config.config": "Config",
+    "machinery_py.registry.task": "Task",
+    "machinery_py.results.async_results": "AsyncResult ChainResult ChordResult GroupResult",
+    "machinery_py.server": "Server",
+    "machinery_py.tasks.backoff": "exponential",
+    "machinery_py.tasks.context": "Context current_task",
+    "machinery_py.tasks.signature": "Arg Chain Signature",
+    "machinery_py.tasks.states": "State TaskState",
+    "machinery_py.tasks.workflow": "Group chain chord group",
+    "machinery_py.version": "__version__",
+    "machinery_py.worker.worker": "Worker",
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        if name in __all__:
+            module = importlib.import_module(_HOME_OF.get(name, "machinery_py.errors"))
+            value = getattr(module, name)
+        elif name in ("config", "errors", "events", "inspection", "names", "queues", "server"):
+            value = importlib.import_module(f"{__name__}.{name}")
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
 
 # Without this, a program that configures no logging would see our warnings on stderr.
 logging.getLogger(__name__).addHandler(logging.NullHandler())

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import pathlib
 import subprocess
 import sys
+
+import pytest
 
 import machinery_py
 
@@ -26,6 +30,41 @@ def test_the_public_names_are_sorted_and_there() -> None:
 
     assert names == sorted(names)
     assert all(hasattr(machinery_py, name) for name in names)
+    assert set(names) <= set(dir(machinery_py))
+
+
+def test_public_names_are_those_that_type_checkers_see() -> None:
+    tree = ast.parse(pathlib.Path(machinery_py.__file__).read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If) and not node.orelse][:1]
+    seen = {
+        alias.name: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+    assert sorted(seen) == machinery_py.__all__
+    for name, module in seen.items():
+        assert getattr(machinery_py, name) is getattr(sys.modules[str(module)], name)
+
+
+def test_unknown_name_is_no_attribute() -> None:
+    with pytest.raises(AttributeError, match="module 'machinery_py' has no attribute 'Sever'"):
+        machinery_py.Sever  # type: ignore[attr-defined]  # noqa: B018 - a misspelt name
+
+
+def test_the_bare_import_loads_no_module_of_ours() -> None:
+    program = (
+        "import sys, machinery_py\n"
+        "print([name for name in sys.modules if name.startswith('machinery_py.')], end=' ')\n"
+        "print(machinery_py.errors.MachineryError.__name__)\n"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+
+    assert done.stdout == "[] MachineryError\n"
 
 
 def test_the_import_loads_no_client_library_and_starts_no_thread() -> None:
@@ -33,7 +72,7 @@ def test_the_import_loads_no_client_library_and_starts_no_thread() -> None:
         "import sys, threading\n"
         f"heavy = {HEAVY!r}\n"
         "before = set(sys.modules)\n"
-        "import machinery_py\n"
+        "from machinery_py import Server, Worker\n"
         "new = set(sys.modules) - before\n"
         "print([name for name in heavy if name in new], threading.active_count())\n"
     )
