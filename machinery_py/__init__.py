@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         TaskNotRegistered,
         TimeLimitExceeded,
         Unsupported,
+        WorkerLost,
         WorkflowError,
     )
     from machinery_py.registry.task import Task
@@ -99,6 +100,7 @@ __all__ = [
     "TimeLimitExceeded",
     "Unsupported",
     "Worker",
+    "WorkerLost",
     "WorkflowError",
     "__version__",
     "chain",

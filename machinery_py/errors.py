@@ -27,7 +27,8 @@
     ├── Retry                                 raised by a task: this try has failed, make the next
     ├── RetryTaskLater                        raised by a task: run me again after a while
     ├── NoRetry                               raised by a task: fail for good
-    └── TimeLimitExceeded                     raised in a task that runs past its time limit
+    ├── TimeLimitExceeded                     raised in a task that runs past its time limit
+    └── WorkerLost                            the process that ran the task ended before the task
 
 Each text says what failed, on which thing: what was found (what to do). No text holds a password or
 is longer than texts.MAX_ERROR. Each error can be pickled, with its attributes.
@@ -360,3 +361,7 @@ class NoRetry(MachineryError):
 
 class TimeLimitExceeded(MachineryError):
     """The task ran past its time limit; also raised inside it, so that it can clean up."""
+
+
+class WorkerLost(MachineryError):
+    """The process that ran the task ended before the task did; the text says how."""

@@ -16,6 +16,7 @@ from machinery_py.backends.base import Backend, Listener
 from machinery_py.brokers.base import Broker
 from machinery_py.clock import SYSTEM_CLOCK, Clock
 from machinery_py.config.config import Config, resolve
+from machinery_py.errors import ConfigError
 from machinery_py.events import EventBus
 from machinery_py.inspection import Inspector, worker_hint
 from machinery_py.locks.named import NamedLock
@@ -41,6 +42,7 @@ from machinery_py.texts import get_logger
 from machinery_py.unique import send_unique
 from machinery_py.worker.chords import settle_ready_groups
 from machinery_py.worker.inline import Inline
+from machinery_py.worker.processes import ChildApp
 from machinery_py.worker.worker import Worker
 
 logger = get_logger(__name__)
@@ -437,6 +439,9 @@ class Server:
         burst: bool = False,
         shutdown_timeout: float | None = None,
         scheduler: bool = True,
+        pool: str = "",
+        max_tasks_per_child: int = 0,
+        max_memory_per_child: int = 0,
     ) -> Worker:
         """Return a worker in this process, not started yet: `worker.launch()`, or `with worker:`.
 
@@ -448,6 +453,9 @@ class Server:
             burst: end when there is nothing left to do.
             shutdown_timeout: seconds that running tasks get at the end.
             scheduler: whether it sends what is due by a schedule; a burst worker never does.
+            pool: "thread" or "process", for tasks that do not say; by default the setting `pool`.
+            max_tasks_per_child: runs after which a task process is renewed; 0: any number.
+            max_memory_per_child: bytes in memory after which it is renewed; 0: any.
         """
         return Worker(
             self.app,
@@ -456,12 +464,27 @@ class Server:
             queues=queues,
             burst=burst,
             shutdown_timeout=shutdown_timeout,
+            pool=pool,
+            max_tasks_per_child=max_tasks_per_child,
+            max_memory_per_child=max_memory_per_child,
+            child_app=self._child_app,
             declared=self.declared if scheduler and not burst else None,
         )
 
     def new_custom_queue_worker(self, name: str, concurrency: int, queue: str) -> Worker:
         """Return a worker on one other queue; Go's name."""
         return self.new_worker(name, concurrency, queues=(queue,))
+
+    def _child_app(self) -> ChildApp:
+        """Return where task processes import this Server from: the module that has it."""
+        for name, module in list(sys.modules.items()):
+            for key, value in list(getattr(module, "__dict__", {}).items()):
+                if value is self and name != "__main__":
+                    return ChildApp(app=f"{name}:{key}", folder=sys.path[0])
+        raise ConfigError(
+            "task processes cannot import this Server: no module has it as a global "
+            "(make it in a module of its own, and import that where the worker is started)"
+        )
 
     def _all_queues(self) -> list[str]:
         names = {stats.queue for stats in self.broker.stats()} | {self.config.default_queue}

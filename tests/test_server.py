@@ -104,6 +104,10 @@ def test_a_moment_without_a_zone_is_refused_everywhere(server: Server) -> None:
         ({"time_limit": "5"}, "time_limit='5'"),
         ({"time_limit": math.inf}, "time_limit=inf"),
         ({"time_limit": math.nan}, "time_limit=nan"),
+        ({"pool": "fork"}, r"pool='fork' \(expected 'thread' or 'process'\)"),
+        ({"pool": "process", "kill_after": 5}, r"kill_after=5 \(it needs a time_limit"),
+        ({"pool": "thread", "time_limit": 1, "kill_after": 5}, "a thread cannot be killed"),
+        ({"pool": "process", "time_limit": 1, "kill_after": -1}, r"kill_after=-1 \(expected"),
         ({"backoff": "fibo"}, "backoff 'fibo'"),
         ({"backoff": []}, "backoff is empty"),
         (

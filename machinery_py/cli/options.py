@@ -11,10 +11,13 @@ from machinery_py.errors import ConfigError
 from machinery_py.queues import parse_queues
 
 LONGEST = 36_500 * 86_400.0  # seconds; longer times overflow the clocks of some stores
+POOLS = ("thread", "process")  # as in config.py, which takes long to import
 MOST = 1_000_000_000  # of anything
 
 _UNITS = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _UNITS |= {"d": 86_400.0, "w": 604_800.0}
+_BYTES = {"K": 2**10, "M": 2**20, "G": 2**30}
+_SIZE = re.compile(r"(\d{1,9})([KMG])B?")
 _LENGTH = re.compile(r"(\d+(?:\.\d+)?)(ms|s|min|m|h|d|w|)")
 
 
@@ -40,6 +43,13 @@ def _whole(least: int, most: int = MOST) -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+def _size(text: str) -> int:
+    found = _SIZE.fullmatch(text.strip().upper())
+    if found is None or (size := int(found[1]) * _BYTES[found[2]]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size (expected for instance 300M, 2G)")
+    return size
 
 
 def _queues(text: str) -> tuple[str, ...] | dict[str, float]:
@@ -135,6 +145,14 @@ WORKER: Options = (
         0,
     ),
     _count("-p --processes", "worker processes; default: 1", 1, 1),
+    _choice("--pool", "where tasks run that do not say; default: the setting, thread", *POOLS),
+    _count("--max-tasks-per-child", "renew a task process after so many tasks", 1),
+    _option(
+        "--max-memory-per-child",
+        "renew a task process that has more than this in memory after a task: 300M, 2G",
+        type=_size,
+        metavar="SIZE",
+    ),
     _option(
         "-Q --queues",
         "queues: strictly in this order, or A:6,B:1 by weights; default: the setting",

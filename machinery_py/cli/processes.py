@@ -207,7 +207,7 @@ class Orders:
         for number in SIGNALS:
             forks.handle(number, self._on_signal)
         if pipe.is_child:
-            _die_with_parent()
+            die_with_parent(os.getppid(), signal.SIGTERM)
         threading.Thread(target=self._listen, name="machinery-orders", daemon=True).start()
 
     def follow(self, changed: Callable[[int], object], *, grace: str = "") -> None:
@@ -267,16 +267,18 @@ class Orders:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _die_with_parent() -> None:
-    """Get SIGTERM when the parent dies (Linux): another process may hold its end of the pipe."""
+def die_with_parent(parent: int, number: int) -> None:
+    """Get this signal when the parent's thread that has started us ends (Linux).
+
+    A pipe does not tell that for sure: another process may hold the parent's end.
+    """
     if sys.platform != "linux":
         return
-    parent = os.getppid()
     try:
         import ctypes
 
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # 1 is PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, number, 0, 0, 0)  # 1 is PR_SET_PDEATHSIG
     except (ImportError, OSError, AttributeError):
         return
     if os.getppid() != parent:  # it died before the call
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)

@@ -85,15 +85,25 @@ def _work(args: argparse.Namespace, pipe: ParentPipe) -> int:
 
 
 def _new_worker(server: Server, args: argparse.Namespace, pipe: ParentPipe) -> Worker:
+    from machinery_py.worker.processes import ChildApp  # loads the library, as `_work` does
+
     name = args.name and (f"{args.name}-{pipe.label}" if pipe.is_numbered else args.name)
-    return server.new_worker(
+    one = server.new_worker(
         name or f"{socket.gethostname()}-{os.getpid()}",
         server.config.concurrency if args.concurrency is None else args.concurrency,
         queues=args.queues,
         burst=args.burst,
         shutdown_timeout=args.shutdown_timeout,
         scheduler=not args.no_scheduler,
+        pool=args.pool or "",
+        max_tasks_per_child=args.max_tasks_per_child or 0,
+        max_memory_per_child=args.max_memory_per_child or 0,
     )
+    folder = os.path.abspath(args.app_dir or ".")
+    one.child_app = lambda: ChildApp(
+        app=args.app, folder=folder, log_level=args.log_level, log_format=args.log_format
+    )
+    return one
 
 
 def _launch(one: Worker, readiness: Readiness) -> int:

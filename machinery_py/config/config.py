@@ -35,6 +35,8 @@ from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
 
+POOLS = ("thread", "process")
+
 
 def _backoff_problem(name: str) -> str:
     if name in SCHEDULES:
@@ -113,6 +115,11 @@ class Config(Section):
     max_result_size: int = option(1024 * 1024, "a task with a larger result fails", "bytes", low=1)
     prefetch: int = option(512, "most tasks that a thread worker holds beyond the running ones")
     concurrency: int = option(0, "tasks that a worker runs at once; 0 = two for each processor")
+    pool: str = option(
+        "thread",
+        "where tasks run that do not say: `thread` or `process`",
+        check=lambda word: "" if word in POOLS else f"found {word!r} (expected thread or process)",
+    )
     go_program: str = option(
         "", "a Go program with the same schedules: ticks are sent under its lock only; empty = none"
     )

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypedDict
 
 import msgspec
 
+from machinery_py.config.config import POOLS
 from machinery_py.errors import nearest
 from machinery_py.tasks.backoff import LONGEST as LONGEST_RUN
 from machinery_py.tasks.backoff import Backoff, check_backoff
@@ -42,6 +43,7 @@ class SendOptions(TypedDict, total=False):
 
 
 OnDuplicate = Literal["join", "reject", "replace"]
+Pool = Literal["thread", "process"]
 Key = str | Callable[..., str]
 
 
@@ -55,6 +57,10 @@ class TaskOptions(TypedDict, total=False):
     retry_on: only these exceptions are retried; by default all but NoRetry and wrong arguments.
     dont_retry_on: these are not retried, whatever `retry_on` says.
     time_limit: seconds one run may take.
+    pool: "thread", or "process": in a process of its own (docs/how-to/process-pool.md); by default
+        what the worker says.
+    kill_after: seconds after the time limit until the process of a process task is killed; by
+        default 5.
     priority: 0 to 255, the higher first.
     ignore_result: keep no results, only the state; callbacks, the next step and a chord's callback
         get them all the same.
@@ -78,6 +84,8 @@ class TaskOptions(TypedDict, total=False):
     retry_on: type[BaseException] | Sequence[type[BaseException]] | None
     dont_retry_on: type[BaseException] | Sequence[type[BaseException]]
     time_limit: float | None
+    pool: Pool
+    kill_after: float
     priority: int
     ignore_result: bool
     unique: bool | Key
@@ -101,6 +109,8 @@ class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
     retry_on: tuple[type[BaseException], ...] | None = None
     dont_retry_on: tuple[type[BaseException], ...] = ()
     time_limit: float | None = None
+    pool: str = ""
+    kill_after: float | None = None
     priority: int = 0
     ignore_result: bool = False
     unique: bool | Key = False
@@ -150,6 +160,7 @@ def counted_retries(retries: int | None) -> int:
 
 
 _WORDS = {
+    "pool": POOLS,
     "unique_until": ("finish", "start"),
     "on_duplicate": ("join", "reject", "replace"),
     "exclusive": ("wait", "skip"),
@@ -247,6 +258,17 @@ def check_settings(name: str, settings: TaskSettings) -> None:
     check_numbers(
         name, retries=settings.retries, priority=settings.priority, time_limit=settings.time_limit
     )
+    kill_after = settings.kill_after
+    if kill_after is not None:
+        if not (isinstance(kill_after, (int, float)) and 0 <= kill_after <= LONGEST_RUN):
+            raise ValueError(
+                f"{name}: kill_after={kill_after!r} (expected seconds, at most 100 years)"
+            )
+        if settings.pool == "thread" or settings.time_limit is None:
+            raise ValueError(
+                f"{name}: kill_after={kill_after!r} "
+                '(it needs a time_limit and pool="process": a thread cannot be killed)'
+            )
     try:
         check_backoff(settings.backoff)
     except ValueError as error:

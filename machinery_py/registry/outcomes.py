@@ -19,6 +19,7 @@ from machinery_py.tasks.signature import (
     HEADER_LAST,
     HEADER_POSTPONED,
     HEADER_RUN,
+    HEADER_STRIKES,
     UNLIMITED,
     Arg,
     Lazy,
@@ -29,13 +30,13 @@ from machinery_py.texts import MAX_ERROR, cut
 from machinery_py.wire.signatures import decode_signature, encode_signature
 
 
-class Succeeded(msgspec.Struct, frozen=True, gc=False):
+class Succeeded(msgspec.Struct, frozen=True, gc=False, tag=True):
     """The task returned. One result for each returned value."""
 
     results: Sequence[Arg] = ()
 
 
-class Failed(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Failed(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=True):
     """The task raised, ran out of time, or never could run.
 
     Attributes:
@@ -52,7 +53,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         force_setattr(self, "error", cut(self.error, MAX_ERROR))
 
 
-class Postponed(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Postponed(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=True):
     """The task asked to be run again later (Go's `ErrRetryTaskLater`): not counted as a try.
 
     Attributes:
@@ -64,7 +65,7 @@ class Postponed(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     limit: int | None = None
 
 
-class Retried(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Retried(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=True):
     """The task asked for its next try (`Retry`).
 
     Attributes:
@@ -83,8 +84,16 @@ class Retried(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     retries: int | None = None
 
 
-Outcome = Succeeded | Failed | Postponed | Retried
+class Lost(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=True):
+    """The task's process ended before the task did: again at once, with a strike, not a try."""
 
+    error: str
+
+
+# Tagged, since what a task process replies holds one of them (worker/frames.py).
+Outcome = Succeeded | Failed | Postponed | Retried | Lost
+
+WORKER_LOST = "WorkerLost"  # error type of a lost run; errors.WorkerLost
 REVOKED = Failed(error="revoked", error_type="Revoked", retryable=False)
 
 
@@ -146,6 +155,13 @@ def follow_up(
             if (left := _tries_left(signature, outcome.retries)) <= 0:
                 return _failure(signature, failed)
             return _retry(failed, _asked(signature, outcome, left, now=now, backoff=backoff))
+        case Lost(error=error):
+            return FollowUp(
+                state=State.RETRY,
+                error=error,
+                error_type=WORKER_LOST,
+                retry=_struck(signature, now),
+            )
         case Failed(retryable=True) if signature.retry_count > 0:
             return _retry(
                 outcome, _next_try(signature, signature.retry_count, now=now, backoff=backoff)
@@ -255,6 +271,11 @@ def _again(
         headers[HEADER_ATTEMPT] = str(attempt)
     delay = min(LONGEST, max(0.0, delay))
     return signature.replace(headers=headers, eta=now + dt.timedelta(seconds=delay))
+
+
+def _struck(signature: Signature[Any], now: dt.datetime) -> Signature[Any]:
+    again = _again(signature, now=now, delay=0.0)
+    return again.with_headers(**{HEADER_STRIKES: str(signature.strikes + 1)})
 
 
 def _never_to_arrive(signature: Signature[Any]) -> Iterator[Arrived]:

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from machinery_py.app import NOTHING, Application, Outgoing, broken
 from machinery_py.brokers.base import Delivery, Fate
 from machinery_py.errors import (
@@ -22,16 +24,20 @@ from machinery_py.errors import (
     NoRetry,
     Retry,
     RetryTaskLater,
+    TaskFailed,
     TimeLimitExceeded,
+    WorkerLost,
 )
 from machinery_py.registry.options import TaskSettings
 from machinery_py.registry.outcomes import (
     REVOKED,
     Failed,
     FollowUp,
+    Lost,
     Outcome,
     Postponed,
     Retried,
+    Succeeded,
     failing,
     follow_up,
 )
@@ -46,6 +52,7 @@ from machinery_py.worker.hooks import WorkerHooks, text_of, traceback_of, type_n
 
 logger = get_logger(__name__)
 
+KILL_AFTER = 5.0  # seconds, by default
 REASON_UNSTORABLE = "unstorable"
 _PLAIN = TaskSettings()
 _NAMELESS: Signature[Any] = Signature(name="")
@@ -88,6 +95,22 @@ class Execution:
     @property
     def time_limit(self) -> float | None:
         return self.task.settings.time_limit if self.task else None
+
+    def is_in_process(self, by_default: bool) -> bool:
+        """Return whether the call is made in a task process; `by_default`: if it does not say."""
+        pool = self.task.settings.pool if self.task is not None else ""
+        return pool == "process" if pool else by_default
+
+    @property
+    def kill_after(self) -> float:
+        """Seconds after the time limit until the process of a process task is killed."""
+        given = self.task.settings.kill_after if self.task else None
+        return KILL_AFTER if given is None else given
+
+    @property
+    def strikes(self) -> int:
+        """Workers and task processes that were lost while they ran it."""
+        return self.delivery.strikes + self.signature.strikes
 
     @property
     def is_over(self) -> bool:
@@ -246,6 +269,25 @@ class Execution:
             args=args,
             retries=wanted.retries,
         )
+
+    def judged(self, outcome: Outcome) -> Outcome:
+        """Return the outcome of a call in another process, with what is known only here."""
+        error_type = "RetryTaskLater" if isinstance(outcome, Postponed) else ""
+        failed = outcome.failed if isinstance(outcome, Retried) else outcome
+        if isinstance(failed, Failed):
+            error_type = failed.error_type
+        if self.revoked and (
+            isinstance(outcome, (Postponed, Retried)) or error_type.endswith("CancelledError")
+        ):
+            return REVOKED
+        if isinstance(outcome, Lost):
+            self.error = WorkerLost(outcome.error)
+        elif not isinstance(failed, Succeeded):
+            uuid, name = self.signature.uuid, self.signature.name
+            self.error = TaskFailed(uuid, name, failed.error, error_type=error_type)
+        if self.revoked and isinstance(outcome, Failed):
+            return msgspec.structs.replace(outcome, retryable=False)
+        return outcome
 
     def end_of_delivery(
         self,

@@ -1,7 +1,7 @@
 """Executors of user code: threads for functions, one event loop for coroutine functions.
 
 Threads and coroutines share `concurrency` slots. Threads are made when they are needed, the loop
-with the first coroutine.
+with the first coroutine. A process task has a thread, too, which waits for its process.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +20,9 @@ from machinery_py.stores.base import Session
 from machinery_py.texts import get_logger
 from machinery_py.threads import LoopThread
 from machinery_py.worker.execution import Execution
-from machinery_py.worker.runner import Report, run, run_async
+from machinery_py.worker.interrupts import interrupt, is_boundary
+from machinery_py.worker.processes import ProcessPool
+from machinery_py.worker.runner import Report, run, run_async, run_elsewhere
 
 if TYPE_CHECKING:
     import asyncio
@@ -32,8 +33,6 @@ SWEEP = 1000  # deadlines that are kept before those of ended tasks are removed
 RETRY = 0.02  # seconds to the next try when a thread must not be interrupted
 END_TIMEOUT = 2.0  # seconds for an idle thread to end
 
-TASKS = "machinery_py.testing."  # modules whose functions are tasks, as the user's are
-
 
 class Executors:
     """Executors of one worker: run at most `concurrency` executions at a time, in order.
@@ -41,16 +40,25 @@ class Executors:
     Args:
         on_done: called in the executor's thread when an execution has been settled by its task.
         on_mark: called when the state of an execution is worth a mark: started, and progress.
+        processes: makes the calls of process tasks; closed with the executors.
     """
 
     def __init__(
-        self, concurrency: int, session: Session, *, name: str, on_done: Report, on_mark: Report
+        self,
+        concurrency: int,
+        session: Session,
+        *,
+        name: str,
+        on_done: Report,
+        on_mark: Report,
+        processes: ProcessPool | None = None,
     ) -> None:
         self.concurrency = concurrency
         self._consumer = session.consumer
         self._name = name
         self._on_done = on_done
         self._on_mark = on_mark
+        self._processes = processes or ProcessPool(name)
         self._limits = TimeLimits(self, name=name)
         self._queue: queue.SimpleQueue[Execution | None] = queue.SimpleQueue()
         # A queue of tokens is a semaphore that costs a tenth of threading's.
@@ -134,7 +142,7 @@ class Executors:
             return True
         self._running[id(execution)] = execution
         self._consumer.run_begins(execution.delivery)
-        if execution.is_async:
+        if execution.is_async and not execution.is_in_process(self._processes.by_default):
             self._start_coroutine(execution)
             return True
         try:
@@ -143,9 +151,13 @@ class Executors:
         except TimeLimitExceeded:  # raised when the task was over: this thread has been replaced
             return False
 
+    @is_boundary
     def _run(self, execution: Execution) -> None:
         try:
-            run(execution, self._report)
+            if execution.is_in_process(self._processes.by_default):
+                run_elsewhere(execution, self._report, self._processes.call)
+            else:
+                run(execution, self._report)
         except TimeLimitExceeded:
             raise
         except BaseException as error:  # user code around the task; the thread must live on
@@ -154,7 +166,9 @@ class Executors:
     def _report(self, execution: Execution) -> None:
         """Note that it has started, or how far it is."""
         if execution.progress is None:
-            if execution.time_limit is not None:
+            if execution.time_limit is not None and not execution.is_in_process(
+                self._processes.by_default
+            ):
                 self._limits.watch(execution)
             events = execution.app.events
             if TaskStarted in events.wanted:
@@ -214,8 +228,12 @@ class Executors:
             return not self._stuck
 
     def cancel(self, execution: Execution) -> None:
-        """Ask a running task to stop: cancel a coroutine, set a function's `Context.cancelled`."""
+        """Ask a running task to stop: cancel a coroutine, set a function's `Context.cancelled`.
+
+        The process of a task that was handed back is killed.
+        """
         execution.cancel()
+        self._processes.cancel(execution)
         task = self._tasks.get(id(execution))
         if task is not None and self._loop is not None:
             self._loop.call_soon_threadsafe(task.cancel)
@@ -265,6 +283,7 @@ class Executors:
             return
         self._closed = True
         self._limits.close()
+        self._processes.close()
         for _ in self._threads:
             self._queue.put(None)
         if self._loop is not None and self._loop_thread is not None:
@@ -358,42 +377,3 @@ def _run_loop(loop: asyncio.AbstractEventLoop, is_closed: Callable[[], bool]) ->
         if left:
             loop.run_until_complete(asyncio.wait(left, timeout=END_TIMEOUT))
         loop.close()
-
-
-def interrupt(thread_id: int) -> bool:
-    """Raise TimeLimitExceeded in a thread, as soon as it runs Python code again. False: not now.
-
-    The exception comes between any two steps, also where a lock has just been taken: it would never
-    be released, and block all threads of the worker. So a thread is left alone while it is in
-    `logging`, or in this library, called by its task.
-    """
-    import ctypes  # 10 ms that only workers with time limits pay
-
-    if _has_locks(thread_id):
-        return False
-    set_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
-    set_exception(ctypes.c_ulong(thread_id), ctypes.py_object(TimeLimitExceeded))
-    if not _has_locks(thread_id):
-        return True
-    set_exception(ctypes.c_ulong(thread_id), None)  # the thread went on meanwhile
-    return False
-
-
-def _has_locks(thread_id: int) -> bool:
-    """Return whether the thread may hold a lock that others wait for.
-
-    Any module of this library may, and `logging`, except those with a global INTERRUPTIBLE: they
-    call user code and take no lock.
-    """
-    frame = sys._current_frames().get(thread_id)
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__"))
-        if (
-            module.partition(".")[0] in ("machinery_py", "logging")
-            and "INTERRUPTIBLE" not in frame.f_globals
-            and not module.startswith(TASKS)
-        ):
-            # The frames above were all of user code.
-            return frame.f_code is not Executors._run.__code__
-        frame = frame.f_back
-    return False

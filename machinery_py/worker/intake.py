@@ -88,7 +88,7 @@ def accept(execution: Execution, revoked: Mapping[str, bool]) -> bool:
         return False
     signature = execution.signature
     execution.task = execution.app.registry.find(signature.name)
-    if execution.delivery.strikes >= execution.app.config.max_strikes:
+    if execution.strikes >= execution.app.config.max_strikes:
         _poison(execution)
     elif signature.uuid in revoked:
         execution.withdraw(is_over=revoked[signature.uuid])
@@ -112,9 +112,9 @@ def _reject(execution: Execution, reason: str, error: str) -> None:
 
 
 def _poison(execution: Execution) -> None:
-    strikes = execution.delivery.strikes
+    strikes = execution.strikes
     limit = execution.app.config.max_strikes
-    error = f"{strikes} workers died while they ran it (max_strikes = {limit})"
+    error = f"its worker was lost {strikes} times while it ran (max_strikes = {limit})"
     logger.error(
         "task %s (%s) goes to the dead letters: %s",
         execution.signature.uuid,

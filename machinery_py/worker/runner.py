@@ -1,6 +1,11 @@
-"""Running an execution: pass its guard, convert the arguments, call the function, finish it.
+"""Running an execution: pass its guard, make the call, finish it.
 
-`run` and `run_async` differ in the call alone. Whatever user code raises becomes an outcome here.
+    run             the call is made in this thread
+    run_async       the same, for a coroutine function on the running loop
+    run_elsewhere   the call is made by a task process (worker/processes.py)
+
+`outcome_of` and `outcome_of_async` are the call: arguments, hooks, function, result. Whatever user
+code raises becomes an outcome there. A task process makes the call with the same two functions.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from machinery_py.wire.signatures import decode_exact
 from machinery_py.wire.states import encode_results
 from machinery_py.worker.admission import ExecutionGuard, in_thread
 from machinery_py.worker.execution import Execution
-from machinery_py.worker.hooks import await_around, call_around, text_of
+from machinery_py.worker.hooks import await_around, call_around
 
 logger = get_logger(__name__)
 
@@ -45,9 +50,43 @@ def run(execution: Execution, report: Report | None = None) -> None:
 def _run(execution: Execution, report: Report | None) -> None:
     if _is_guarded(execution) and not _pass_guard(execution):
         return
-    begun = _begin(execution, report)
-    if begun is None:
+    _end(execution, outcome_of(execution, report))
+
+
+async def run_async(execution: Execution, report: Report | None = None) -> None:
+    """Await the coroutine function on the running loop; all else is as in `run`."""
+    if _is_guarded(execution) and not await in_thread(
+        lambda: _pass_guard(execution), lambda error: execution.finish(execution.failed(error))
+    ):
         return
+    _end(execution, await outcome_of_async(execution, report))
+
+
+def run_elsewhere(
+    execution: Execution, report: Report, call: Callable[[Execution, Report], Outcome | None]
+) -> None:
+    """Let `call` make the call, and finish. It returns None if it has settled the execution."""
+    if _is_guarded(execution) and not _pass_guard(execution):
+        return
+    token = enter(_new_context(execution, None))
+    _has_started(execution, report)
+    outcome: Outcome | None
+    try:
+        if execution.hooks.pre_task is not None:
+            execution.hooks.pre_task(execution.signature)
+        outcome = call(execution, report)
+    except BaseException as error:  # the hook is user code
+        outcome = execution.failed(error)
+    leave(token)
+    if outcome is not None:
+        _end(execution, outcome)
+
+
+def outcome_of(execution: Execution, report: Report | None) -> Outcome:
+    """Make the call in this thread, and return what became of it."""
+    begun = _begin(execution, report)
+    if isinstance(begun, Failed):
+        return begun
     call, token = begun
     outcome: Outcome
     try:
@@ -57,18 +96,14 @@ def _run(execution: Execution, report: Report | None) -> None:
     except BaseException as error:  # user code; SystemExit must not end the worker either
         outcome = execution.failed(error)
     leave(token)
-    _end(execution, outcome)
+    return outcome
 
 
-async def run_async(execution: Execution, report: Report | None = None) -> None:
-    """Await the coroutine function on the running loop; all else is as in `run`."""
-    if _is_guarded(execution) and not await in_thread(
-        lambda: _pass_guard(execution), lambda error: execution.finish(execution.failed(error))
-    ):
-        return
+async def outcome_of_async(execution: Execution, report: Report | None) -> Outcome:
+    """Make the call on the running loop, and return what became of it."""
     begun = _begin(execution, report)
-    if begun is None:
-        return
+    if isinstance(begun, Failed):
+        return begun
     call, token = begun
     outcome: Outcome
     try:
@@ -78,7 +113,7 @@ async def run_async(execution: Execution, report: Report | None = None) -> None:
     except BaseException as error:  # user code; cancelled by the worker, it is over already
         outcome = execution.failed(error)
     leave(token)
-    _end(execution, outcome)
+    return outcome
 
 
 def _is_guarded(execution: Execution) -> bool:
@@ -105,17 +140,29 @@ def _pass_guard(execution: Execution) -> bool:
     return False
 
 
-def _begin(execution: Execution, report: Report | None) -> _Begun | None:
-    """Enter the task's context, and return the call. None: wrong arguments, it is finished."""
-    task, delivery = execution.task, execution.delivery
+def _begin(execution: Execution, report: Report | None) -> _Begun | Failed:
+    """Enter the task's context, and return the call; or a failure, for wrong arguments."""
+    task = execution.task
     assert task is not None
     try:
         args, kwargs = task.call.values(execution.signature.args)
     except ArgumentError as error:
         # As Go: wrong arguments will not get better, so there is no retry.
-        execution.finish(_misfit(_as_go_says(execution, error)))
-        return None
-    context = execution.context = Context(
+        return _misfit(_as_go_says(execution, error))
+    context = _new_context(execution, report)
+    if task.call.takes_context:
+        args.insert(0, context)
+    _has_started(execution, report)
+    call = functools.partial(task.function, *args, **kwargs)
+    if around := execution.app.around:
+        wrap = await_around if task.call.is_async else call_around
+        call = functools.partial(wrap, around, execution.signature, call)
+    return call, enter(context)
+
+
+def _new_context(execution: Execution, report: Report | None) -> Context:
+    delivery = execution.delivery
+    execution.context = Context(
         execution.signature,
         queue=delivery.queue,
         delivery=delivery.fence,
@@ -123,19 +170,15 @@ def _begin(execution: Execution, report: Report | None) -> _Begun | None:
         worker=execution.worker,
         report=None if report is None else functools.partial(_progress, execution, report),
     )
-    if task.call.takes_context:
-        args.insert(0, context)
+    return execution.context
+
+
+def _has_started(execution: Execution, report: Report | None) -> None:
     execution.phase = State.STARTED
     execution.started_at = execution.app.clock.now()
     if report is not None:
         report(execution)
-    call = functools.partial(task.function, *args, **kwargs)
-    if around := execution.app.around:
-        wrap = await_around if task.call.is_async else call_around
-        call = functools.partial(wrap, around, execution.signature, call)
-    token = enter(context)
     execution.call_started = time.perf_counter()
-    return call, token
 
 
 def _misfit(text: str) -> Failed:
@@ -191,8 +234,8 @@ def _passes_on(execution: Execution) -> bool:
 def _end(execution: Execution, outcome: Outcome) -> None:
     """Finish, and call the user's hooks, in the task's thread; what they raise is logged."""
     execution.runtime = time.perf_counter() - execution.call_started
-    if not execution.finish(outcome):
-        return
+    if not execution.finish(outcome) or execution.phase is not State.STARTED:
+        return  # it was over before, or its arguments were wrong
     hooks, uuid = execution.hooks, execution.signature.uuid
     failed = execution.is_final and not isinstance(outcome, Succeeded)
     if failed and execution.error is not None:
@@ -212,7 +255,7 @@ def _report_error(execution: Execution, error: Exception) -> None:
             "task %s (%s) failed for good: %s",
             uuid,
             name,
-            text_of(error),
+            execution.settlement.error if execution.settlement is not None else error,
             extra={"task_uuid": uuid, "task_name": name},
         )
         return

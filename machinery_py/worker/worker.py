@@ -33,6 +33,7 @@ from machinery_py.worker.executors import Executors
 from machinery_py.worker.go_groups import GoGroupPoller
 from machinery_py.worker.hooks import WorkerHooks
 from machinery_py.worker.maintenance import Maintenance
+from machinery_py.worker.processes import ChildApp, ProcessPool
 from machinery_py.worker.receiver import Receiver
 from machinery_py.worker.reconnect import Handler, Reconnect, open_patiently
 from machinery_py.worker.settler import Settler
@@ -57,6 +58,10 @@ class Worker:
             mapping of names to weights each claim goes through them in an order drawn by weight.
             By default those of the setting `queues`.
         burst: end when there is nothing left to do; what waits in a paused queue is left there.
+        pool: "thread" or "process", for tasks that do not say; by default the setting `pool`.
+        max_tasks_per_child: runs after which a task process is renewed; 0: any number.
+        max_memory_per_child: bytes in memory after which it is renewed; 0: any.
+        child_app: what task processes import.
         declared: the schedules that code declares; None: it runs no scheduler.
 
     Raises:
@@ -72,9 +77,13 @@ class Worker:
         queues: Queues = (),
         burst: bool = False,
         shutdown_timeout: float | None = None,
+        pool: str = "",
+        max_tasks_per_child: int = 0,
+        max_memory_per_child: int = 0,
+        child_app: Callable[[], ChildApp] | None = None,
         declared: Declared | None = None,
     ) -> None:
-        given: dict[str, object] = {"concurrency": concurrency}
+        given: dict[str, object] = {"concurrency": concurrency, "pool": pool or app.config.pool}
         if shutdown_timeout is not None:
             given["shutdown_timeout"] = shutdown_timeout
         raise_all([text for key, value in given.items() if (text := OPTIONS[key].problem(value))])
@@ -84,6 +93,9 @@ class Worker:
         self.order = QueueOrder.of(queues or _configured(app.config))
         self.queues = self.order.names
         self.burst = burst
+        self.pool = pool or app.config.pool
+        self.child_app = child_app
+        self._max_per_child = max_tasks_per_child, max_memory_per_child
         self.shutdown_timeout = (
             app.config.shutdown_timeout if shutdown_timeout is None else shutdown_timeout
         )
@@ -222,6 +234,22 @@ class Worker:
         if self._session is not None:
             raise MachineryError(f"worker {self.name} runs already (make another one)")
         app = self.app
+        self._processes = ProcessPool(
+            self.name,
+            child_app=self.child_app,
+            by_default=self.pool == "process",
+            max_tasks=self._max_per_child[0],
+            max_memory=self._max_per_child[1],
+        )
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._processes.close)
+            self._processes.start(map(app.registry.get, app.registry.names()))
+            session = self._open_session()
+            stack.pop_all()
+        return session
+
+    def _open_session(self) -> Session:
+        app = self.app
         session = app.store.open_session(self.queues, worker=self.name)
         try:
             # A dead worker's messages go back to their queues, its ready groups are settled.
@@ -247,6 +275,7 @@ class Worker:
             name=self.name,
             on_done=self._settler.put,
             on_mark=self._settler.mark,
+            processes=self._processes,
         )
         self._receiver = Receiver(
             app,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from machinery_py.registry.outcomes import (
     Failed,
     FollowUp,
+    Lost,
     Outcome,
     Postponed,
     Retried,
@@ -317,3 +318,14 @@ def test_postponed_task_fails_at_its_limit() -> None:
     assert (then.state, then.retry, signature.attempt) == (State.FAILURE, None, 1)
     assert then.error == "busy; postponed 2 times, which is its limit"
     assert endless.state is State.RETRY
+
+
+def test_lost_process_is_a_strike_and_no_try() -> None:
+    first = ended(Lost(error="gone"), retry_count=0, eta=NOW + dt.timedelta(hours=1))
+    assert first.retry is not None
+    second = follow_up(first.retry, Lost(error="gone"), now=NOW)
+
+    assert (first.state, first.error, first.error_type) == (State.RETRY, "gone", "WorkerLost")
+    assert first.retry.eta == NOW
+    assert second.retry is not None
+    assert (second.retry.strikes, second.retry.run, second.retry.attempt) == (2, 2, 1)

@@ -1,0 +1,273 @@
+"""Task processes: calls of tasks in processes of their own, which can be killed.
+
+A process runs one task at a time. It is started by exec when it is needed, and kept. The worker
+keeps session, guards, marks and settlement: a slot's thread hands the message to the process, waits
+for the outcome, and goes on as if it had made the call itself.
+
+    starting ──Ready──→ idle ⇄ running ──→ dismissed: its tasks pipe is closed, it ends by itself
+        │                        │
+        └── Broken, no answer    └── lost: it died, or was killed because its time was up
+
+The slot's thread alone decides how a run ended: by the first Done that it reads, or by the end of
+the pipe. A Done that was written before the process was killed counts.
+
+| point | what dies | the task |
+|---|---|---|
+| before the job was read | the process, idle | another process gets it; no strike |
+| job read, no Done yet | the process | RETRY at once, one strike (registry/outcomes.Lost) |
+| Done written, not read | the process | ended as Done says |
+| any | the worker | its processes die with it; redelivered, as a thread's task |
+
+Why not another library: a `concurrent.futures.ProcessPoolExecutor` is broken by one dead process,
+fails all that run, and cannot kill one task. pebble can, but it is LGPL, and both send pickles,
+where ours is the message as it came.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from machinery_py.brokers.base import WAITING, Fate
+from machinery_py.errors import ConfigError, MachineryError, TimeLimitExceeded
+from machinery_py.registry.outcomes import Lost, Outcome
+from machinery_py.registry.task import Task
+from machinery_py.texts import get_logger
+from machinery_py.worker.execution import Execution
+from machinery_py.worker.frames import Setup
+from machinery_py.worker.task_process import (
+    END_TIMEOUT,
+    INTERVAL,
+    CannotStart,
+    ProcessLost,
+    Report,
+    TaskProcess,
+)
+
+logger = get_logger(__name__)
+
+START_PAUSE = 5.0  # seconds until a task is tried again whose process could not start
+
+
+class ChildApp(msgspec.Struct, frozen=True, kw_only=True):
+    """The app that task processes import; see frames.Setup."""
+
+    app: str
+    folder: str
+    log_level: str = ""
+    log_format: str = ""
+
+
+class ProcessPool:
+    """The task processes of one worker. It starts none before one is needed.
+
+    Args:
+        child_app: what they import. Raises ConfigError if that cannot be told.
+        by_default: whether tasks that do not say where run in processes.
+        max_tasks: jobs after which a process is renewed; 0: any number.
+        max_memory: bytes in memory after which it is renewed; 0: any.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        child_app: Callable[[], ChildApp] | None = None,
+        by_default: bool = False,
+        max_tasks: int = 0,
+        max_memory: int = 0,
+    ) -> None:
+        self._name = name
+        self._child_app = child_app
+        self.by_default = by_default
+        self._max_tasks = max_tasks
+        self._max_memory = max_memory
+        self._idle: list[TaskProcess] = []  # the last used is the last
+        self._spares: list[TaskProcess] = []  # each is to take the place of another
+        self._running: dict[int, tuple[TaskProcess, int]] = {}
+        self._lock = threading.Lock()
+        self._starter: Any = None  # one thread: see TaskProcess
+        self._is_closed = False
+
+    def start(self, tasks: Iterable[Task[..., Any]]) -> None:
+        """Start the first process if any of the tasks needs one, and wait until it is ready.
+
+        Raises:
+            ConfigError: what the processes are to import cannot be told.
+            CannotStart: the process could not start; it would not later either.
+        """
+        needed = False
+        for task in tasks:
+            if task.settings.pool == "process" or (self.by_default and not task.settings.pool):
+                needed = True
+            elif task.settings.kill_after is not None:
+                logger.warning(
+                    "task %s runs in a thread here: its kill_after has no effect "
+                    '(pool="process" gives it a process)',
+                    task.name,
+                )
+        if needed:
+            process = self._start()
+            process.wait_ready()
+            with self._lock:
+                self._idle.append(process)
+
+    def call(self, execution: Execution, report: Report) -> Outcome | None:
+        """Make the call in a process, in the slot's thread.
+
+        Returns None if no process could be started: the task is put back, to be tried again.
+        """
+        while True:
+            try:
+                process = self._take()
+            except MachineryError as error:
+                self._put_back(execution, error)
+                return None
+            self._running[id(execution)] = process, process.started + 1
+            try:
+                done = process.run(execution, report)
+            except ProcessLost as lost:
+                return self._lost(execution, process, f"its process {lost}")
+            finally:
+                del self._running[id(execution)]
+            if done is None:
+                process.end()  # it had ended while it was idle
+                continue
+            self._give_back(process)
+            return execution.judged(done.outcome)
+
+    def cancel(self, execution: Execution) -> None:
+        """Ask the task to stop, if it runs in a process. If it is over, kill its process."""
+        found = self._running.get(id(execution))
+        if found is not None:
+            process, number = found
+            process.cancel(number, kill=execution.is_over)
+
+    def close(self) -> None:
+        """End all processes: those that are idle by themselves, the others by SIGKILL."""
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle, self._spares = self._idle + self._spares, [], []
+        for process, number in list(self._running.values()):
+            process.cancel(number, kill=True)
+        _end(*idle)
+        deadline = time.monotonic() + END_TIMEOUT
+        while self._running and time.monotonic() < deadline:  # the slots' threads end them
+            time.sleep(INTERVAL)
+        if self._starter is not None:
+            self._starter.shutdown(wait=False)
+
+    # Inside
+
+    def _lost(self, execution: Execution, process: TaskProcess, text: str) -> Outcome:
+        if process.is_late:
+            error = TimeLimitExceeded(
+                f"ran longer than its time limit of {execution.time_limit:g} s, "
+                f"and was killed {execution.kill_after:g} s later"
+            )
+            return execution.failed(error)
+        if not execution.is_over:
+            logger.error(
+                "task %s (%s) has lost its process: %s",
+                execution.signature.uuid,
+                execution.signature.name,
+                text,
+                extra={"task_uuid": execution.signature.uuid},
+            )
+        return execution.judged(Lost(error=text))
+
+    def _put_back(self, execution: Execution, error: MachineryError) -> None:
+        eta = execution.app.clock.now() + dt.timedelta(seconds=START_PAUSE)
+        if execution.settle(execution.end_of_delivery(Fate.LATER, eta=eta, reason=WAITING)):
+            logger.error(
+                "task %s is put back for %g s: %s",
+                execution.signature.uuid,
+                START_PAUSE,
+                error,
+                extra={"task_uuid": execution.signature.uuid},
+            )
+
+    def _take(self) -> TaskProcess:
+        """Return a process that is ready; a new one if none is idle."""
+        with self._lock:
+            pool = self._idle or self._spares
+            process = pool.pop() if pool else None
+        if process is None:
+            process = self._start()
+        process.wait_ready()
+        if self._max_tasks and process.started + 1 >= self._max_tasks:
+            self._warm_up()
+        return process
+
+    def _give_back(self, process: TaskProcess) -> None:
+        """Make it idle, or end it if it is to be renewed."""
+        is_worn = bool(self._max_tasks) and process.started >= self._max_tasks
+        if self._max_memory and process.memory > self._max_memory and not is_worn:
+            # It goes on until the next one is warm.
+            with self._lock:
+                is_awaited = bool(self._spares)
+                is_worn = is_awaited and self._spares[0].is_warm
+            if not is_awaited:
+                self._warm_up()
+        with self._lock:
+            if not (is_worn or process.is_killed or self._is_closed):
+                self._idle.append(process)
+                return
+            if is_worn and self._spares:
+                self._idle.append(self._spares.pop(0))
+        _end(process)
+
+    def _warm_up(self) -> None:
+        """Start a process that is to take the place of another."""
+        try:
+            process = self._start()
+        except MachineryError as error:
+            logger.error("%s", error)
+            return
+        with self._lock:
+            if not self._is_closed:
+                self._spares.append(process)
+                return
+        _end(process)
+
+    def _start(self) -> TaskProcess:
+        """Start a process in the starter's thread, without waiting until it is ready."""
+        if not hasattr(os, "waitid"):
+            raise ConfigError('pool="process" is not possible on this platform (it needs POSIX)')
+        if self._child_app is None:
+            raise ConfigError('pool="process": this worker has no app to start processes with')
+        app = self._child_app()
+        setup = Setup(
+            app.app,
+            app.folder,
+            [os.path.abspath(folder) for folder in sys.path],
+            app.log_level,
+            app.log_format,
+            self._max_memory > 0,
+        )
+        from concurrent.futures import ThreadPoolExecutor  # only workers with processes pay
+
+        with self._lock:
+            if self._is_closed:
+                raise CannotStart("this worker is stopping")
+            if self._starter is None:
+                self._starter = ThreadPoolExecutor(1, f"{self._name}-starter")
+            future = self._starter.submit(TaskProcess, setup)
+        process: TaskProcess = future.result()
+        return process
+
+
+def _end(*processes: TaskProcess) -> None:
+    """Let them end by themselves, all at the same time, and kill those that do not."""
+    for process in processes:
+        process.dismiss()
+    deadline = time.monotonic() + END_TIMEOUT
+    for process in processes:
+        process.end(deadline)

@@ -1,0 +1,144 @@
+"""An app whose tasks run in processes, for test_processes.py. `trace` is a folder of the test."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from machinery_py import Context, RetryTaskLater, Server, TimeLimitExceeded, current_task
+
+server = Server("memory://")
+
+LONG = 3600.0  # seconds; the end of such a call comes from outside
+
+
+def _begin(trace: str) -> int:
+    """Note this run; return how many runs there were before."""
+    runs = len(os.listdir(trace))
+    (Path(trace) / f"{runs}-{os.getpid()}").touch()
+    return runs
+
+
+@server.task(pool="process")
+def where() -> int:
+    return os.getpid()
+
+
+@server.task(pool="thread")
+def here() -> int:
+    return os.getpid()
+
+
+@server.task
+def anywhere() -> int:
+    return os.getpid()
+
+
+@server.task(pool="process")
+async def where_async() -> int:
+    await asyncio.sleep(0)
+    return os.getpid()
+
+
+@server.task(pool="process")
+def about(ctx: Context) -> list[str]:
+    ctx.progress(1, 2)
+    return [ctx.uuid, ctx.name, ctx.worker, current_task().queue, str(ctx.attempt)]
+
+
+@server.task(pool="process")
+def fail(text: str) -> None:
+    raise ValueError(text)
+
+
+@server.task(pool="process")
+def leave() -> None:
+    sys.exit(3)
+
+
+@server.task(pool="process", retries=1)
+def later(trace: str) -> str:
+    if _begin(trace) == 0:
+        raise RetryTaskLater("not yet", 0.0)
+    return current_task().headers["machinery_postponed"]
+
+
+@server.task(pool="process")
+def die_once(trace: str, how: str) -> int:
+    if _begin(trace) > 0:
+        return current_task().attempt
+    if how == "closes its descriptors":
+        os.closerange(3, 256)
+    elif how == "forks":
+        if os.fork() == 0:
+            time.sleep(LONG)
+        os._exit(1)
+    elif how.startswith("exit"):
+        os._exit(int(how[-1]))
+    else:
+        os.kill(os.getpid(), signal.Signals[how])
+    return 0
+
+
+@server.task(pool="process")
+def die(trace: str) -> None:
+    _begin(trace)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@server.task(pool="process", time_limit=0.2)
+def sleeps() -> None:
+    time.sleep(LONG)
+
+
+@server.task(pool="process", time_limit=0.2)
+def sleeps_and_saves() -> str:
+    try:
+        time.sleep(LONG)
+    except TimeLimitExceeded:
+        return "saved"
+    return ""
+
+
+@server.task(pool="process", time_limit=0.2)
+async def sleeps_async() -> None:
+    await asyncio.sleep(LONG)
+
+
+@server.task(pool="process", time_limit=0.2, kill_after=0.2, retries=1)
+def stuck(trace: str) -> int:
+    if _begin(trace) > 0:
+        return current_task().attempt
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.PyDLL(None).sleep(3600)  # holds the interpreter's lock
+    return 0
+
+
+@server.task(pool="process")
+def holds(trace: str) -> str:
+    if _begin(trace) == 0:
+        ctypes.PyDLL(None).sleep(3600)
+    return "done"
+
+
+@server.task(pool="process")
+def until_cancelled(trace: str) -> str:
+    _begin(trace)
+    while not current_task().cancelled:
+        time.sleep(0.01)
+    return "stopped"
+
+
+@server.task(pool="process")
+def grow(size: int) -> int:
+    _grown.append(b"x" * size)
+    return os.getpid()
+
+
+_grown: list[bytes] = []

@@ -1,0 +1,267 @@
+"""Task processes: their replies, their deaths, their limits and their end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from machinery_py import ConfigError, Server, State, TaskFailed
+from machinery_py.events import TaskRetried
+from machinery_py.testing.waiting import HANG, wait_until
+from machinery_py.worker.worker import Worker
+from tests.cli.app import App, app_in_a_folder
+from tests.worker import pooled
+from tests.worker.pooled import server
+
+app = app_in_a_folder
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    with server.new_worker("w", 2) as worker:
+        yield worker
+    assert children() == set()
+
+
+@pytest.fixture
+def retried() -> Iterator[list[TaskRetried]]:
+    seen: list[TaskRetried] = []
+    unsubscribe = server.events.subscribe(TaskRetried, seen.append)
+    yield seen
+    unsubscribe()
+
+
+def children() -> set[int]:
+    """Return the task processes of this process that are not over."""
+    found: set[int] = set()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            stat = (Path("/proc") / name / "stat").read_text().rpartition(")")[2].split()
+            command = (Path("/proc") / name / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if int(stat[1]) == os.getpid() and b"machinery_py.cli.child" in command:
+            found.add(int(name))
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def runs(trace: Path) -> list[int]:
+    """Return the processes of the runs, in their order."""
+    return [int(name.partition("-")[2]) for name in sorted(os.listdir(trace))]
+
+
+def test_process_is_another_one_and_is_kept(worker: Worker) -> None:
+    pids = {pooled.where.send().get(HANG) for _ in range(3)} | {pooled.where_async.send().get(HANG)}
+
+    assert len(pids) == 1
+    assert os.getpid() not in pids
+
+
+def test_tasks_say_where_they_run_or_the_worker_does() -> None:
+    with server.new_worker("w", 1, pool="process"):
+        assert pooled.here.send().get(HANG) == os.getpid()
+        assert pooled.anywhere.send().get(HANG) != os.getpid()
+    with server.new_worker("w", 1):
+        assert pooled.anywhere.send().get(HANG) == os.getpid()
+
+
+def test_context_and_progress_are_as_in_a_thread(worker: Worker) -> None:
+    result = pooled.about.send()
+
+    assert result.get(HANG) == [result.uuid, "about", "w", "machinery_tasks", "1"]
+    assert result.get_state().progress == (1, 2)
+
+
+def test_exception_is_told_with_its_type_and_traceback(worker: Worker) -> None:
+    with pytest.raises(TaskFailed) as failed:
+        pooled.fail.send("no").get(HANG)
+
+    assert (failed.value.error, failed.value.error_type) == ("no", "ValueError")
+    assert "raise ValueError(text)" in failed.value.traceback
+
+
+def test_exit_of_the_task_fails_it_and_ends_no_process(worker: Worker) -> None:
+    before = pooled.where.send().get(HANG)
+
+    with pytest.raises(TaskFailed, match="SystemExit: 3"):
+        pooled.leave.send().get(HANG)
+
+    assert pooled.where.send().get(HANG) == before
+
+
+def test_postponed_task_is_run_again(worker: Worker, tmp_path: Path) -> None:
+    assert pooled.later.send(str(tmp_path)).get(HANG) == "1"
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("SIGKILL", "its process was killed by signal 9 (SIGKILL)"),
+        ("SIGSEGV", "its process was killed by signal 11 (SIGSEGV)"),
+        ("exit 0", "its process ended with exit code 0"),
+        ("exit 1", "its process ended with exit code 1"),
+        ("exit 2", "its process ended with exit code 2"),
+        ("exit 3", "its process ended with exit code 3"),
+        ("closes its descriptors", "its process ended with exit code 1"),
+        ("forks", "its process ended with exit code 1"),
+    ],
+)
+def test_lost_process_costs_its_task_a_strike(
+    worker: Worker, retried: list[TaskRetried], tmp_path: Path, how: str, text: str
+) -> None:
+    assert pooled.die_once.send(str(tmp_path), how).get(HANG) == 1  # the first try still
+
+    wait_until(lambda: retried, HANG, "the event")
+    assert [one.error for one in retried] == [text]
+    assert len(runs(tmp_path)) == 2
+
+
+def test_task_that_kills_each_process_is_poison(worker: Worker, tmp_path: Path) -> None:
+    with pytest.raises(TaskFailed, match="Poison: its worker was lost 3 times while it ran"):
+        pooled.die.send(str(tmp_path)).get(HANG)
+
+    assert len(runs(tmp_path)) == 3
+    assert [one.reason for one in server.broker.dead_letters(limit=1)] == ["poison"]
+
+
+def test_other_tasks_notice_nothing_of_a_lost_process(worker: Worker, tmp_path: Path) -> None:
+    other = pooled.until_cancelled.send(str(tmp_path))
+    wait_until(lambda: runs(tmp_path), HANG, "the start")
+    (tmp_path / "inner").mkdir()
+
+    pooled.die_once.send(str(tmp_path / "inner"), "SIGKILL").get(HANG)
+    server.revoke([other.uuid])
+
+    assert other.get(HANG) == "stopped"
+
+
+@pytest.mark.parametrize("task", [pooled.sleeps, pooled.sleeps_async])
+def test_time_limit_is_raised_in_the_task(worker: Worker, task: Any) -> None:
+    before = pooled.where.send().get(HANG)
+
+    with pytest.raises(TaskFailed, match=r"TimeLimitExceeded: ran longer than its time limit"):
+        task.send().get(HANG)
+
+    assert pooled.where.send().get(HANG) == before
+
+
+def test_task_that_catches_its_time_limit_has_succeeded(worker: Worker) -> None:
+    assert pooled.sleeps_and_saves.send().get(HANG) == "saved"
+
+
+def test_process_that_holds_on_is_killed_and_the_task_retried(
+    worker: Worker, retried: list[TaskRetried], tmp_path: Path
+) -> None:
+    assert pooled.stuck.send(str(tmp_path)).get(HANG) == 2
+
+    wait_until(lambda: retried, HANG, "the event")
+    assert [one.error for one in retried] == [
+        "ran longer than its time limit of 0.2 s, and was killed 0.2 s later"
+    ]
+    assert not is_alive(runs(tmp_path)[0])
+
+
+def test_stopped_process_is_killed_at_its_limit(worker: Worker, tmp_path: Path) -> None:
+    result = pooled.stuck.send(str(tmp_path))
+    wait_until(lambda: runs(tmp_path), HANG, "the start")
+    os.kill(runs(tmp_path)[0], signal.SIGSTOP)
+
+    assert result.get(HANG) == 2
+
+
+def test_unfinished_task_is_handed_back_and_its_process_killed(tmp_path: Path) -> None:
+    with server.new_worker("w", 1, shutdown_timeout=0.1):
+        result = pooled.holds.send(str(tmp_path))
+        wait_until(lambda: runs(tmp_path), HANG, "the start")
+    assert not is_alive(runs(tmp_path)[0])
+    assert result.get_state().state is State.STARTED
+
+    with server.new_worker("w", 1):
+        assert result.get(HANG) == "done"
+
+
+def test_process_that_died_while_idle_costs_no_task_anything(
+    worker: Worker, retried: list[TaskRetried]
+) -> None:
+    pid = pooled.where.send().get(HANG)
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not is_alive(pid), HANG, "its end")
+
+    assert pooled.where.send().get(HANG) != pid
+    assert retried == []
+
+
+def test_processes_are_renewed_after_so_many_tasks() -> None:
+    with server.new_worker("w", 1, max_tasks_per_child=2):
+        pids = [pooled.where.send().get(HANG) for _ in range(7)]
+
+    assert {pids.count(pid) for pid in pids[:6]} == {2}
+    assert children() == set()
+
+
+def test_process_that_grew_is_renewed() -> None:
+    with server.new_worker("w", 1, max_memory_per_child=200 * 2**20):
+        first = pooled.grow.send(250 * 2**20).get(HANG)
+        wait_until(lambda: pooled.where.send().get(HANG) != first, HANG, "another process")
+
+    assert children() == set()
+
+
+def test_processes_of_a_server_that_no_module_has_are_refused() -> None:
+    own = Server("memory://")
+    own.register_task("where", os.getpid)
+
+    with pytest.raises(ConfigError, match="no module has it as a global"):
+        own.new_worker("w", 1, pool="process").start()
+
+
+APP = """
+import os, sys, time
+from pathlib import Path
+from machinery_py import Server
+
+server = Server()
+
+if os.environ.get("BROKEN") and "machinery_py.cli.child" in " ".join(sys.orig_argv):
+    raise RuntimeError("not here")
+
+@server.task
+def hold() -> None:
+    Path(__file__).with_name("pid").write_text(str(os.getpid()))
+    time.sleep(3600)
+"""
+
+
+def test_processes_end_with_a_worker_that_is_killed(app: App) -> None:
+    app.write("tasks.py", APP)
+    worker = app.worker("--pool", "process", "-c", "1")
+    app.run("send", "tasks", "hold")
+    wait_until((app.folder / "pid").exists, HANG, "the start")
+    wait_until((app.folder / "pid").read_text, HANG, "its number")
+    pid = int((app.folder / "pid").read_text())
+    assert pid != worker.pid
+
+    worker.signal(signal.SIGKILL)
+
+    wait_until(lambda: not is_alive(pid), HANG, "the end of its process")
+
+
+def test_worker_whose_app_breaks_in_a_process_does_not_start(app: App) -> None:
+    app.write("tasks.py", APP)
+
+    done = app.run("worker", "tasks", "--pool", "process", code=2, BROKEN="1")
+
+    assert "a task process could not start: cannot import 'tasks'" in done.stderr
+    assert "RuntimeError: not here" in done.stderr
