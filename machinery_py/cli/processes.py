@@ -24,6 +24,7 @@ from contextlib import suppress
 from types import FrameType
 
 from machinery_py.connections import descriptors, forks, proc
+from machinery_py.connections.lines import LineReader, LineWriter
 from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
@@ -35,27 +36,6 @@ BEAT = 2.5  # seconds between two beats
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ORDERS = {STOP: b"q", STOP_NOW: b"a"}
 _LEVELS = {ord("q"): STOP, ord("a"): STOP_NOW}
-
-
-class LineReader:
-    """Reads lines from a pipe without waiting for them."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-        self.is_at_end = False  # every writer has closed it
-        self._unread = b""
-        os.set_blocking(descriptor, False)
-
-    def read(self) -> list[bytes]:
-        """Return the lines since the last call."""
-        try:
-            while chunk := os.read(self.descriptor, 65536):
-                self._unread += chunk
-            self.is_at_end = True
-        except OSError:
-            pass  # nothing more for now
-        *lines, self._unread = self._unread.split(b"\n")
-        return lines
 
 
 class Child:
@@ -161,6 +141,9 @@ class ParentPipe:
             if descriptor >= 0:
                 os.set_inheritable(descriptor, False)
                 descriptors.keep(descriptor)
+        if self._news >= 0:
+            os.set_blocking(self._news, False)
+        self._writer = LineWriter(lambda data: os.write(self._news, data))
 
     @property
     def is_child(self) -> bool:
@@ -171,11 +154,13 @@ class ParentPipe:
         """Whether it is one of several workers, below a supervisor."""
         return self.label.isdigit()
 
-    def tell(self, line: str) -> None:
-        """Send the parent a line."""
-        if self._news >= 0:
-            with suppress(OSError):  # it is gone: the order to stop comes by the other pipe
-                os.write(self._news, f"{line}\n".encode("utf-8", "surrogateescape"))
+    def tell(self, line: str, *, can_be_dropped: bool = False) -> bool:
+        """Send the parent a line. False: it is gone, and the order to stop comes."""
+        return self._news >= 0 and self._writer.write(line, can_be_dropped=can_be_dropped)
+
+    def renew(self) -> bool:
+        """Return False: another parent cannot be had."""
+        return False
 
 
 class StopAsked(KeyboardInterrupt):

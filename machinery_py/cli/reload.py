@@ -23,12 +23,12 @@ from machinery_py.cli.processes import (
     STOP,
     STOP_NOW,
     Child,
-    LineReader,
     Orders,
     ParentPipe,
     how_it_ended,
 )
 from machinery_py.connections import descriptors
+from machinery_py.connections.lines import LineReader
 from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)

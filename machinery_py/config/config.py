@@ -103,6 +103,13 @@ class Config(Section):
     lease: float = option(
         10.0, "other workers run the tasks of one that was silent for this long", "s", low=MOMENT
     )
+    stall_timeout: float = option(
+        600.0,
+        "a worker process that gives no sign of life for this long is killed, "
+        "or loses its lease where nobody may kill it",
+        "s",
+        low=MOMENT,
+    )
     max_strikes: int = option(
         3, "a task that was running in this many dying workers is dead-lettered", low=1
     )

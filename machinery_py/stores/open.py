@@ -125,23 +125,32 @@ def open_family(url: str, options: FamilyOptions) -> Family:
     return cast(Family, family(url, options))
 
 
+def _family_options(config: Config, clock: Clock) -> FamilyOptions:
+    return FamilyOptions(
+        clock=clock,
+        lease=config.lease,
+        expire_in=float(config.results_expire_in),
+        timeout=config.publish_timeout,
+        separator=config.multiple_broker_separator,
+        strategy=config.broker_failover_strategy,
+        strict_durability=config.strict_durability,
+        redis=config.redis,
+        amqp=config.amqp,
+        mongodb=config.mongodb,
+        default_queue=config.default_queue,
+    )
+
+
+def open_broker_family(config: Config, clock: Clock) -> Family:
+    """Return the family of the broker alone; nothing is connected yet."""
+    return open_family(config.broker, _family_options(config, clock))
+
+
 class Stores:
     """The stores of one Server: its store, its lock, and the families that own the connections."""
 
     def __init__(self, config: Config, clock: Clock) -> None:
-        options = FamilyOptions(
-            clock=clock,
-            lease=config.lease,
-            expire_in=float(config.results_expire_in),
-            timeout=config.publish_timeout,
-            separator=config.multiple_broker_separator,
-            strategy=config.broker_failover_strategy,
-            strict_durability=config.strict_durability,
-            redis=config.redis,
-            amqp=config.amqp,
-            mongodb=config.mongodb,
-            default_queue=config.default_queue,
-        )
+        options = _family_options(config, clock)
         self._families: dict[str, Family] = {}
         for url in (config.broker, config.backend_url, config.lock_url):
             if url and url not in self._families:

@@ -37,6 +37,7 @@ from machinery_py.worker.processes import ChildApp, ProcessPool
 from machinery_py.worker.receiver import Receiver
 from machinery_py.worker.reconnect import Handler, Reconnect, open_patiently
 from machinery_py.worker.settler import Settler
+from machinery_py.worker.signs import KeptSession
 from machinery_py.worker.stopping import StopRequest
 
 logger = get_logger(__name__)
@@ -298,6 +299,7 @@ class Worker:
             name=self.name,
             on_beat=self._on_beat,
         )
+        self._kept = KeptSession(app.store, session, self.queues, app.config)
         self._session = session
         # Before the first claim: its failure does not change that this worker has started.
         app.events.emit(WorkerOnline(worker=self.name))
@@ -365,6 +367,7 @@ class Worker:
                 session.close()
             except MachineryError as error:
                 logger.warning("this worker could not sign off, and will be found gone: %s", error)
+            self._kept.end()
             self.app.events.emit(WorkerOffline(worker=self.name, processed=self.processed))
 
     stop_async = twin(stop)
@@ -415,6 +418,7 @@ class Worker:
             self._stop_request.wait(0.02)
 
     def _on_beat(self) -> None:
+        self._kept.renew()
         if self.on_beat is not None:
             self.on_beat()
         if WorkerHeartbeat in self.app.events.wanted:

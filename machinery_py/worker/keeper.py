@@ -1,0 +1,215 @@
+"""Keeper: beats for worker processes that live and cannot beat: no user code starves a lease.
+
+A process tells its keeper, in lines (`worker/signs.py` writes them):
+
+    keep {…}        a session, and how its broker is opened
+    drop SESSION    the session is closed, or has another name now
+    beat            a sign of life, each lease / 10; any other line is one, too
+
+What the keeper does for the sessions of a process:
+
+    silent for lease / 3        opens the broker (only now: clients are large), beats each lease / 4
+    silent for a lease          the same; its beats say that the worker is stalled
+    silent for stall_timeout    nothing more: the lease lapses, unless the process is killed before
+    gives a sign                closes the broker
+    stopped (SIGSTOP, ptrace)   nothing: the lease lapses
+    ended                       forgets them
+
+The worker itself beats as if there were no keeper. So a keeper that dies, or is stopped, changes
+nothing for a worker that can beat. `Broker.beat_for` starts no session: one that was closed or
+given up is forgotten here. Silence counts while the keeper itself runs, at most LONGEST_STEP
+between two checks: after it was stopped, the signs in the pipe are read first.
+
+It is a thread of the supervisor of `machinery worker`. A process that has workers and no supervisor
+starts it as a process of its own, by `python -m machinery_py.worker.keeper`, which ends with its
+pipe.
+
+Limits: a store that does not answer delays the beats for another store of the same process. Without
+/proc (macOS) a stopped process is not told from a silent one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from machinery_py.connections import proc
+from machinery_py.connections.lines import LineReader
+from machinery_py.errors import MachineryError
+from machinery_py.texts import get_logger
+from machinery_py.threads import LoopThread
+
+if TYPE_CHECKING:
+    from machinery_py.stores.open import Family
+
+logger = get_logger(__name__)
+
+LONGEST_STEP = 2.0  # seconds; a longer time between two checks means that we were stopped ourselves
+LONGEST_PAUSE = 0.5  # seconds between two checks
+PARENT_CHECK = 1.0  # seconds between two looks whether the parent is the same
+
+Opener = Callable[[dict[str, Any]], "Family"]
+
+
+class ToldSession:
+    """A session that a process has told of, and when the next beat for it is due."""
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        self.name: str = told["session"]
+        self.queues: list[str] = told["queues"]
+        self.lease: float = told["lease"]
+        self.stall_timeout: float = told["stall_timeout"]
+        self.config: dict[str, Any] = told["config"]
+        self.beat_at: float = self.lease / 3  # seconds of silence
+
+    def is_due(self, silence: float) -> bool:
+        """Return whether a beat is due, and plan the next."""
+        if silence < self.lease / 3:
+            self.beat_at = self.lease / 3
+            return False
+        is_due = self.beat_at <= silence < self.stall_timeout
+        if is_due:
+            self.beat_at = silence + self.lease / 4
+        return is_due
+
+
+class ToldProcess:
+    """A process that gives signs of life, and its sessions."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.sessions: dict[str, ToldSession] = {}
+        self.silence = 0.0  # seconds
+
+    def hear(self, line: str) -> None:
+        """Take one line of it."""
+        self.silence = 0.0
+        word, _, value = line.partition(" ")
+        if word == "keep":
+            session = ToldSession(json.loads(value))
+            self.sessions[session.name] = session
+        elif word == "drop":
+            self.sessions.pop(value, None)
+
+    def due(self, passed: float) -> list[ToldSession]:
+        """Return the sessions to beat for, when so many seconds have passed without a line."""
+        self.silence += passed
+        state = proc.stat(self.pid)[:1] if self.is_kept else []
+        if state in (["T"], ["t"]):
+            self.silence = 0.0
+        elif state in (["Z"], ["X"]):
+            return []
+        return [one for one in self.sessions.values() if one.is_due(self.silence)]
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is silent and has sessions that the keeper beats for."""
+        return any(
+            one.lease / 3 <= self.silence < one.stall_timeout for one in self.sessions.values()
+        )
+
+
+class Keeper:
+    """Thread that beats for the processes it hears of. Its methods may be called from any thread.
+
+    Args:
+        open_family: opens the stores that hold the broker of a configuration.
+    """
+
+    def __init__(self, open_family: Opener | None = None) -> None:
+        self._open_family = open_family or _open_family
+        self._lock = threading.Lock()
+        self._processes: dict[int, ToldProcess] = {}
+        self._families: dict[str, Family] = {}  # by configuration; of the thread alone
+        self.loop = LoopThread("machinery-keeper", self._work)
+
+    def hear(self, pid: int, line: str) -> None:
+        """Take a line that a process has told."""
+        with self._lock:
+            self._processes.setdefault(pid, ToldProcess(pid)).hear(line)
+
+    def forget(self, pid: int) -> None:
+        """Beat no more for a process: it has ended."""
+        with self._lock:
+            self._processes.pop(pid, None)
+
+    def sessions(self) -> list[ToldSession]:
+        """Return the sessions of all processes."""
+        with self._lock:
+            return [one for each in self._processes.values() for one in each.sessions.values()]
+
+    def _work(self) -> None:
+        checked_at = time.monotonic()
+        while not self.loop.pause(min([LONGEST_PAUSE, *(s.lease / 20 for s in self.sessions())])):
+            now = time.monotonic()
+            passed, checked_at = min(now - checked_at, LONGEST_STEP), now
+            self.check(passed)
+        self.close()
+
+    def check(self, passed: float) -> None:
+        """Do what is due, when so many seconds have passed since the last check."""
+        with self._lock:
+            processes = list(self._processes.values())
+            due = [(one, session) for one in processes for session in one.due(passed)]
+            has_silent = any(one.is_kept for one in processes)
+        for process, session in due:
+            if not self._beat(process, session):
+                with self._lock:
+                    process.sessions.pop(session.name, None)
+        if not has_silent:
+            self.close()
+
+    def _beat(self, process: ToldProcess, session: ToldSession) -> bool:
+        """Beat for a session; return whether it is to be kept on."""
+        key = json.dumps(session.config, sort_keys=True)
+        stalled = process.silence >= session.lease
+        try:
+            if key not in self._families:
+                self._families[key] = self._open_family(session.config)
+            broker = self._families[key].broker()
+            return broker.beat_for(session.name, session.queues, stalled=stalled)
+        except MachineryError as error:
+            logger.warning("no beat for the silent worker process %d: %s", process.pid, error)
+        except Exception:  # the loop must live on, whatever a client does
+            logger.exception("no beat for the silent worker process %d", process.pid)
+        return True
+
+    def close(self) -> None:
+        """Close the brokers, when its thread has ended, or in it."""
+        families, self._families = self._families, {}
+        for family in families.values():
+            family.close()
+
+
+def _open_family(settings: dict[str, Any]) -> Family:
+    from machinery_py.clock import SYSTEM_CLOCK
+    from machinery_py.config.config import Config
+    from machinery_py.stores.open import open_broker_family
+
+    return open_broker_family(Config.from_mapping(settings), SYSTEM_CLOCK)
+
+
+def main(arguments: Iterable[str]) -> None:
+    """Keep the sessions of the process with this pid, told on stdin, until that ends."""
+    (pid,) = map(int, arguments)
+    for name in ("SIGINT", "SIGHUP"):  # to the whole service; the parent decides
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    keeper = Keeper()
+    reader = LineReader(sys.stdin.fileno())
+    keeper.loop.start()
+    while not reader.is_at_end and os.getppid() == pid:
+        select.select([reader.descriptor], [], [], PARENT_CHECK)
+        for line in reader.read():
+            keeper.hear(pid, line.decode("utf-8", "surrogateescape"))
+    os._exit(0)  # the thread may wait for a store
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

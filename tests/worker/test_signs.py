@@ -1,0 +1,203 @@
+"""The keeper process of a process without a supervisor: its start, its end, and what it costs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from machinery_py import Config, Server
+from machinery_py.testing.waiting import HANG, wait_until
+from tests.support.servers import RedisServer
+
+LARGEST = 15_000  # kB
+
+#: Workers on a Redis; a line on stdin each is a Python statement, its answer a line of JSON.
+LEASE = 2.0  # seconds
+PROGRAM = """
+LEASE = 2.0
+import gc, json, logging, os, sys
+logging.basicConfig(level="WARNING", format="%(message)s")
+from machinery_py import Config, Server
+from machinery_py.worker import signs
+server = Server(config=Config(broker=sys.argv[1], lease=LEASE))
+worker = server.new_worker("w", 1)
+@server.task
+def ping() -> str:
+    return "pong"
+answer = None
+for line in sys.stdin:
+    exec(line)
+    print(json.dumps(answer), flush=True)
+"""
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def keepers_of(pid: int) -> list[int]:
+    """Return the keeper processes that a process has started."""
+    found: list[int] = []
+    for folder in pathlib.Path("/proc").iterdir():
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"machinery_py.worker.keeper" in words and words[-2] == b"%d" % pid:
+            found.append(int(folder.name))
+    return [one for one in found if is_alive(one)]
+
+
+class Program:
+    """A user's process."""
+
+    def __init__(self, url: str, folder: pathlib.Path, **env: str) -> None:
+        self.errors = folder / "errors"
+        with open(self.errors, "w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, url],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=os.environ | env,
+            )
+
+    def do(self, statement: str) -> Any:
+        self.begin(statement)
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def begin(self, statement: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(statement + "\n")
+        self.process.stdin.flush()
+
+    def keeper(self) -> int:
+        """Return its keeper, when it has one."""
+        wait_until(lambda: len(keepers_of(self.process.pid)) == 1, HANG, "a keeper process")
+        return keepers_of(self.process.pid)[0]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(HANG)
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+@pytest.fixture
+def program(empty_redis: RedisServer, tmp_path: pathlib.Path) -> Iterator[Program]:
+    program = Program(empty_redis.url, tmp_path)
+    yield program
+    program.close()
+
+
+def test_all_workers_of_a_process_have_one_keeper(program: Program) -> None:
+    program.do("worker.start(); others = [server.new_worker(f'w{n}', 1) for n in range(3)]")
+    keeper = program.keeper()
+
+    program.do("[other.start() for other in others]")
+    program.do("[other.stop() for other in [worker, *others]]")
+    program.do("worker.start()")
+
+    assert program.keeper() == keeper
+
+
+def test_process_without_a_worker_has_no_keeper(program: Program) -> None:
+    program.do("answer = server.broker.workers()")
+
+    assert keepers_of(program.process.pid) == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_keeper_ends_with_its_process(program: Program, how: signal.Signals) -> None:
+    program.do("worker.start()")
+    keeper = program.keeper()
+
+    program.process.send_signal(how)
+
+    wait_until(lambda: not is_alive(keeper), HANG)
+
+
+def test_keeper_ends_at_the_end_of_the_program_without_a_word(
+    empty_redis: RedisServer, tmp_path: pathlib.Path
+) -> None:
+    program = Program(empty_redis.url, tmp_path, PYTHONWARNINGS="always::ResourceWarning")
+    program.do("worker.start()")
+    keeper = program.keeper()
+    program.do("worker.stop(); server.close(); os.fork() or sys.exit()")
+    assert program.process.stdin is not None
+    program.process.stdin.close()
+
+    assert program.process.wait(HANG) == 0
+    wait_until(lambda: not is_alive(keeper), HANG)
+    assert "still running" not in program.errors.read_text()
+
+
+def test_killed_keeper_is_replaced_and_knows_the_sessions(
+    program: Program, empty_redis: RedisServer
+) -> None:
+    program.do("worker.start()")
+    first = program.keeper()
+
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: keepers_of(program.process.pid) not in ([], [first]), HANG)
+
+    assert "has ended: exit code -9" in program.errors.read_text()
+    with contextlib.closing(Server(config=Config(broker=empty_redis.url, lease=LEASE))) as server:
+        (before,) = server.broker.workers()
+        begun = time.monotonic()
+        program.begin("import ctypes; ctypes.PyDLL(None).sleep(6)")  # nothing else runs meanwhile
+
+        def is_over() -> bool:
+            server.broker.tend()
+            return time.monotonic() - begun > 3 * LEASE
+
+        wait_until(is_over, HANG)
+        assert [one.session for one in server.broker.workers()] == [before.session]
+
+
+def test_forked_child_has_a_keeper_of_its_own(program: Program) -> None:
+    program.do("worker.start()")
+    parents = program.keeper()
+
+    child = program.do(
+        "answer = os.fork() or (server.new_worker('c', 1).start(), __import__('time').sleep(600))"
+    )
+    wait_until(lambda: len(keepers_of(child)) == 1, HANG)
+    (childs,) = keepers_of(child)
+    os.kill(child, signal.SIGKILL)
+
+    wait_until(lambda: not is_alive(childs), HANG)
+    assert program.keeper() == parents
+
+
+def test_worker_goes_on_where_no_keeper_can_be_started(program: Program) -> None:
+    program.do("sys.executable = ''; worker.start()")
+
+    assert program.do("answer = ping.send().get(timeout=60)") == "pong"
+    wait_until(lambda: "this process has no keeper" in program.errors.read_text(), HANG)
+    assert program.errors.read_text().count("no keeper") == 1
+
+
+def test_keeper_is_small(program: Program) -> None:
+    program.do("worker.start()")
+    keeper = program.keeper()
+
+    usage = pathlib.Path(f"/proc/{keeper}/smaps_rollup").read_text()
+
+    assert int(usage.split("Pss:")[1].split()[0]) < LARGEST
