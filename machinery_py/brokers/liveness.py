@@ -19,6 +19,9 @@ import msgspec
 from machinery_py.brokers.base import WorkerInfo
 from machinery_py.clock import Clock, micros, moment_of
 from machinery_py.connections import proc
+from machinery_py.texts import get_logger
+
+logger = get_logger(__name__)
 
 #: Leases. After a longer pause we may have been suspended ourselves: declare nobody dead.
 STALE_LOOK = 1.5
@@ -99,6 +102,18 @@ def place() -> str:
 def has_ended(info: SessionInfo) -> bool:
     """Return whether the consumer's process has ended; False where that cannot be seen."""
     return bool(info.place) and info.place == place() and _started(info.pid) != info.pid_started
+
+
+def log_loss(info: SessionInfo | None, *, has_ended: bool) -> None:
+    """Log that a consumer was given up, and why."""
+    if info is not None:
+        logger.warning(
+            "worker %s (pid %d on %s) %s: what it held goes back to its queues",
+            info.name,
+            info.pid,
+            info.host,
+            "is gone, its process has ended" if has_ended else "has lost its lease",
+        )
 
 
 def is_suspended(pid: int, pid_place: str) -> bool:

@@ -111,7 +111,7 @@ class Config(Section):
         low=MOMENT,
     )
     max_strikes: int = option(
-        3, "a task that was running in this many dying workers is dead-lettered", low=1
+        3, "a task whose worker was lost this many times while it ran is dead-lettered", low=1
     )
     unregistered_timeout: float = option(
         3600.0, "a task that no worker knows is dead-lettered after this", "s"

@@ -79,8 +79,8 @@ class Maintenance:
         try:
             if not self._session.beat():
                 logger.warning(
-                    "this worker had been given up (was it stopped?): "
-                    "what it ran belongs to others now"
+                    "this worker has lost its lease (it gave no sign of life for that long: was it "
+                    "stopped?): what it ran belongs to others now"
                 )
                 self._receiver.hand_back()  # its new owner runs it
                 for execution in self._executors.running():

@@ -308,9 +308,9 @@ class Receiver:
                 continue
             del self._suspects[0]
             logger.warning(
-                "task %s runs alone: %d workers died while they ran it",
+                "task %s runs alone: its worker was lost %s while it ran",
                 suspect.signature.uuid,
-                suspect.delivery.strikes,
+                "once" if suspect.strikes == 1 else f"{suspect.strikes} times",
             )
             self._settler.mark(suspect)
             self._executors.submit(suspect)

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from machinery_py.brokers.liveness import STALE_LOOK, HeartbeatJudge
+import os
+
+import pytest
+
+from machinery_py.brokers.liveness import (
+    STALE_LOOK,
+    HeartbeatJudge,
+    log_loss,
+    own_record,
+    read_record,
+)
+from machinery_py.testing.clocks import ManualClock
 
 LEASE = 10.0
 
@@ -43,3 +54,18 @@ def test_session_that_is_not_listed_any_more_is_forgotten() -> None:
     watched.dead({"t": 2}, 4.0)
 
     assert watched.dead({"s": 1, "t": 2}, 6.0) == []
+
+
+@pytest.mark.parametrize(
+    ("ended", "text"),
+    [(True, "is gone, its process has ended"), (False, "has lost its lease")],
+)
+def test_log_says_how_a_worker_was_lost(
+    ended: bool, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    info = read_record(own_record("ada", ["q"], ManualClock()))
+
+    log_loss(info, has_ended=ended)
+
+    assert f"{text}: what it held goes back to its queues" in caplog.text
+    assert f"worker ada (pid {os.getpid()} on " in caplog.text

@@ -26,7 +26,7 @@ from machinery_py.brokers.base import (
     WorkerInfo,
     close_all,
 )
-from machinery_py.brokers.liveness import HeartbeatJudge, has_ended, read_record
+from machinery_py.brokers.liveness import HeartbeatJudge, has_ended, log_loss, read_record
 from machinery_py.brokers.mongodb.consumer import KIND, ORDER, MongoConsumer, beat_in
 from machinery_py.brokers.mongodb.messages import (
     QUEUED,
@@ -258,6 +258,7 @@ class MongoBroker(DriverUser, Broker):
         for session in dict.fromkeys((*ended, *silent)):
             # Only if it has not beaten since it was seen.
             if self._forget_session(session, beats[session]):
+                log_loss(read_record(sessions[session]["info"]), has_ended=session in ended)
                 self._give_back(session)
         for session in holders:
             if session and session not in sessions:

@@ -27,7 +27,13 @@ from machinery_py.brokers.base import (
     WorkerInfo,
     close_all,
 )
-from machinery_py.brokers.liveness import HeartbeatJudge, SessionInfo, has_ended, read_record
+from machinery_py.brokers.liveness import (
+    HeartbeatJudge,
+    SessionInfo,
+    has_ended,
+    log_loss,
+    read_record,
+)
 from machinery_py.brokers.redis import scripts
 from machinery_py.brokers.redis.consumer import KIND, RedisConsumer, began_by
 from machinery_py.brokers.redis.messages import (
@@ -160,6 +166,7 @@ class RedisBroker(Broker):
 
     def _condemn(self, session: bytes, queues: Sequence[str], beat: str) -> None:
         if self._give_up(session.decode(), queues, beat):
+            log_loss(self._records.get(session), has_ended=not beat)
             remove(host_folder(KIND), session.decode())
 
     def _give_up(self, session: str, queues: Sequence[str], beat: str) -> bool:

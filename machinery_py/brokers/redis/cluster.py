@@ -25,6 +25,7 @@ from machinery_py.brokers.base import (
     WorkerInfo,
     close_all,
 )
+from machinery_py.brokers.liveness import log_loss
 from machinery_py.brokers.redis import scripts
 from machinery_py.brokers.redis.broker import FIRST_QUEUE, LEASE, MOVE, OTHERS, RedisBroker
 from machinery_py.brokers.redis.cluster_consumer import ClusterConsumer, ask_beats
@@ -83,7 +84,8 @@ class QueueBroker(RedisBroker):
 
     def _condemn(self, session: bytes, queues: Sequence[str], beat: str) -> None:
         # The brokers of its other queues give back what it holds there; they read its file, too.
-        self._give_up(session.decode(), [self.queue], beat)
+        if self._give_up(session.decode(), [self.queue], beat):
+            log_loss(self._records.get(session), has_ended=not beat)
 
 
 class ClusterBroker(Broker):
