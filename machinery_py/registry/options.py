@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
@@ -12,7 +13,12 @@ from machinery_py.config.config import POOLS
 from machinery_py.errors import nearest
 from machinery_py.tasks.backoff import LONGEST as LONGEST_RUN
 from machinery_py.tasks.backoff import Backoff, check_backoff
-from machinery_py.tasks.signature import UNLIMITED
+from machinery_py.tasks.signature import (
+    HEADER_IGNORE_RESULT,
+    HEADER_KILL_AFTER,
+    HEADER_TIME_LIMIT,
+    UNLIMITED,
+)
 
 
 class SendOptions(TypedDict, total=False):
@@ -25,6 +31,7 @@ class SendOptions(TypedDict, total=False):
     priority: 0 to 255, the higher first.
     expires: not started after that many seconds (or a timedelta) from sending, or after a moment.
     retries: tries after the first; None: until it works.
+    time_limit, kill_after, ignore_result: as in TaskOptions.
     headers: strings that travel with the task.
     uuid: used in place of a random one.
     unique, on_duplicate: as in TaskOptions, with a text as the key.
@@ -36,6 +43,9 @@ class SendOptions(TypedDict, total=False):
     priority: int
     expires: float | dt.timedelta | dt.datetime
     retries: int | None
+    time_limit: float | None
+    kill_after: float
+    ignore_result: bool
     headers: Mapping[str, str]
     uuid: str
     unique: bool | str
@@ -64,6 +74,11 @@ class TaskOptions(TypedDict, total=False):
     priority: 0 to 255, the higher first.
     ignore_result: keep no results, only the state; callbacks, the next step and a chord's callback
         get them all the same.
+    ack: "late" (the default): a run that a lost worker cut off is repeated. "early": each run is
+        begun at most once; cut off, it ends in FAILURE (WorkerLost).
+    on_worker_lost: "retry" (the default) or "fail": a cut-off run ends in FAILURE (WorkerLost).
+    on_failure: "ack" (the default) or "dead_letter": the message of a task that has failed for good
+        is kept as a dead letter, too, which does not expire.
 
     The others are for calls that are the same (docs/how-to/unique.md):
 
@@ -88,6 +103,9 @@ class TaskOptions(TypedDict, total=False):
     kill_after: float
     priority: int
     ignore_result: bool
+    ack: Literal["late", "early"]
+    on_worker_lost: Literal["retry", "fail"]
+    on_failure: Literal["ack", "dead_letter"]
     unique: bool | Key
     unique_for: float | dt.timedelta
     unique_until: Literal["finish", "start"]
@@ -113,6 +131,9 @@ class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
     kill_after: float | None = None
     priority: int = 0
     ignore_result: bool = False
+    ack: str = "late"
+    on_worker_lost: str = "retry"
+    on_failure: str = "ack"
     unique: bool | Key = False
     unique_for: float | None = None
     unique_until: str = "finish"
@@ -154,6 +175,25 @@ class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
         return cls(**given)
 
 
+def settings_of_call(settings: TaskSettings, headers: Mapping[str, Any]) -> TaskSettings:
+    """Return the settings of a call with these headers: the task's, but for the call's own.
+
+    What no sender of ours has written counts as not given.
+    """
+    limit, ignore = headers.get(HEADER_TIME_LIMIT), headers.get(HEADER_IGNORE_RESULT)
+    kill_after = headers.get(HEADER_KILL_AFTER)
+    if limit is None and ignore is None and kill_after is None:
+        return settings
+    changes: dict[str, Any] = {"time_limit": None} if limit == "" else {}
+    for option, text in (("time_limit", limit), ("kill_after", kill_after)):
+        with contextlib.suppress(TypeError, ValueError):
+            if 0 <= float(text) <= LONGEST_RUN:  # type: ignore[arg-type]  # TypeError
+                changes[option] = float(text)  # type: ignore[arg-type]
+    if ignore in ("yes", "no"):
+        changes["ignore_result"] = ignore == "yes"
+    return msgspec.structs.replace(settings, **changes)
+
+
 def counted_retries(retries: int | None) -> int:
     """Return what travels as RetryCount."""
     return UNLIMITED if retries is None else retries
@@ -161,6 +201,9 @@ def counted_retries(retries: int | None) -> int:
 
 _WORDS = {
     "pool": POOLS,
+    "ack": ("late", "early"),
+    "on_worker_lost": ("retry", "fail"),
+    "on_failure": ("ack", "dead_letter"),
     "unique_until": ("finish", "start"),
     "on_duplicate": ("join", "reject", "replace"),
     "exclusive": ("wait", "skip"),
@@ -183,15 +226,15 @@ _TRANSLATED = {
         ("retry_backoff", "default_retry_delay", "retry_jitter", "min_backoff", "max_backoff"),
         "backoff",
     ),
-    "acks_late": "(every task is acknowledged when it has ended)",
-    "reject_on_worker_lost": "(every task comes back)",
+    "acks_late": "ack",
+    "reject_on_worker_lost": "on_worker_lost",
+    "acks_on_failure_or_timeout": "on_failure",
     "bind": "(a first parameter of type Context, or current_task())",
     "name": '(@server.task("name"))',
     "actor_name": '(@server.task("name"))',
     "link": "(signature.then)",
     "link_error": "(signature.catch)",
     "on_success": "(signature.then)",
-    "on_failure": "(signature.catch)",
     "result_ttl": "(the setting results_expire_in)",
     "args": "(the arguments of send)",
     "kwargs": "(the arguments of send)",
@@ -253,6 +296,11 @@ def check_numbers(
         )
 
 
+def check_kill_after(name: str, kill_after: object) -> None:
+    if not (isinstance(kill_after, (int, float)) and 0 <= kill_after <= LONGEST_RUN):
+        raise ValueError(f"{name}: kill_after={kill_after!r} (expected seconds, at most 100 years)")
+
+
 def check_settings(name: str, settings: TaskSettings) -> None:
     """Raise ValueError for a setting that would fail in the worker only."""
     check_numbers(
@@ -260,10 +308,7 @@ def check_settings(name: str, settings: TaskSettings) -> None:
     )
     kill_after = settings.kill_after
     if kill_after is not None:
-        if not (isinstance(kill_after, (int, float)) and 0 <= kill_after <= LONGEST_RUN):
-            raise ValueError(
-                f"{name}: kill_after={kill_after!r} (expected seconds, at most 100 years)"
-            )
+        check_kill_after(name, kill_after)
         if settings.pool == "thread" or settings.time_limit is None:
             raise ValueError(
                 f"{name}: kill_after={kill_after!r} "

@@ -94,6 +94,7 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=True):
 Outcome = Succeeded | Failed | Postponed | Retried | Lost
 
 WORKER_LOST = "WorkerLost"  # error type of a lost run; errors.WorkerLost
+POSTPONED = "machinery_py.errors.RetryTaskLater"  # error type at its limit
 REVOKED = Failed(error="revoked", error_type="Revoked", retryable=False)
 
 
@@ -147,7 +148,7 @@ def follow_up(
         case Postponed(error=error, delay=delay, limit=limit):
             if limit is not None and signature.postponed >= limit:
                 text = f"{error}; postponed {limit} times, which is its limit"
-                return _failure(signature, Failed(error=text, error_type="RetryTaskLater"))
+                return _failure(signature, Failed(error=text, error_type=POSTPONED))
             return FollowUp(
                 state=State.RETRY, error=error, retry=_postponed(signature, now=now, delay=delay)
             )

@@ -14,6 +14,7 @@ from machinery_py.registry.options import (
     OPTION_NAMES,
     SendOptions,
     TaskSettings,
+    check_kill_after,
     check_numbers,
     check_word,
     check_zone,
@@ -26,7 +27,10 @@ from machinery_py.tasks.signature import (
     HEADER_DELAY,
     HEADER_EXPIRES,
     HEADER_EXPIRES_IN,
+    HEADER_IGNORE_RESULT,
+    HEADER_KILL_AFTER,
     HEADER_ON_DUPLICATE,
+    HEADER_TIME_LIMIT,
     HEADER_UNIQUE,
     LONGEST,
     Arg,
@@ -166,7 +170,15 @@ class Task(Generic[P, R]):
             )
         retries = counted_retries(options.get("retries", settings.retries))
         priority = options.get("priority", settings.priority)
-        check_numbers(self.name, retries=retries, priority=priority)
+        limit = options.get("time_limit")
+        check_numbers(self.name, retries=retries, priority=priority, time_limit=limit)
+        if "time_limit" in options:
+            headers[HEADER_TIME_LIMIT] = "" if limit is None else repr(float(limit))
+        if "kill_after" in options:
+            check_kill_after(self.name, options["kill_after"])
+            headers[HEADER_KILL_AFTER] = repr(float(options["kill_after"]))
+        if "ignore_result" in options:
+            headers[HEADER_IGNORE_RESULT] = "yes" if options["ignore_result"] else "no"
         return Signature(
             name=self.name,
             args=arguments,

@@ -104,7 +104,7 @@ class JobLoop:
         execution.signature = (
             signature if signature.uuid == job.uuid else signature.replace(uuid=job.uuid)
         )
-        execution.task = self._app.registry.find(signature.name)
+        execution.take(self._app.registry.find(signature.name))
         if execution.task is None:
             error = TaskNotRegistered(signature.name, self._app.registry.names())
             return Failed(

@@ -28,9 +28,11 @@ from machinery_py.errors import (
     TimeLimitExceeded,
     WorkerLost,
 )
-from machinery_py.registry.options import TaskSettings
+from machinery_py.registry.options import TaskSettings, settings_of_call
 from machinery_py.registry.outcomes import (
+    POSTPONED,
     REVOKED,
+    WORKER_LOST,
     Failed,
     FollowUp,
     Lost,
@@ -42,7 +44,7 @@ from machinery_py.registry.outcomes import (
     follow_up,
 )
 from machinery_py.registry.task import Task
-from machinery_py.stores.base import Mark, Settlement, in_place_of
+from machinery_py.stores.base import Mark, Session, Settlement, in_place_of
 from machinery_py.tasks.context import Context, on_behalf_of
 from machinery_py.tasks.signature import Signature
 from machinery_py.tasks.states import FINISHED, Arrival, State, TaskState
@@ -54,6 +56,8 @@ logger = get_logger(__name__)
 
 KILL_AFTER = 5.0  # seconds, by default
 REASON_UNSTORABLE = "unstorable"
+REASON_FAILED = "failed"
+_NOT_ITS_FAILURE = ("Revoked", "Expired")  # somebody ended it, or it ended as it was asked to
 _PLAIN = TaskSettings()
 _NAMELESS: Signature[Any] = Signature(name="")
 
@@ -71,6 +75,8 @@ class Execution:
     worker: str
     signature: Signature[Any] = _NAMELESS
     task: Task[..., Any] | None = None
+    settings: TaskSettings = _PLAIN  # of the task, or of this call
+    session: Session | None = None  # that has the delivery
     context: Context | None = None
     guard: ExecutionGuard | None = None
     phase: State | None = None  # RECEIVED, STARTED: what a mark would say
@@ -79,6 +85,7 @@ class Execution:
     settlement: Settlement | None = None
     sends: Sequence[Signature[Any]] = ()  # what the settlement publishes
     committed: bool = False  # the settler has it
+    acked: bool = False  # its message is gone before its end
     revoked: bool = False  # as far as is known here
     error: Exception | None = None
     started_at: dt.datetime | None = None
@@ -94,17 +101,29 @@ class Execution:
 
     @property
     def time_limit(self) -> float | None:
-        return self.task.settings.time_limit if self.task else None
+        return self.settings.time_limit
+
+    @property
+    def runs_once(self) -> bool:
+        """Return whether a run that was cut off ends in FAILURE, instead of being repeated."""
+        return self.settings.ack == "early" or self.settings.on_worker_lost == "fail"
+
+    def take(self, task: Task[..., Any] | None) -> None:
+        """Let it be a run of this task, with the settings of this call."""
+        self.task = task
+        if task is not None:
+            headers, settings = self.signature.headers, task.settings
+            self.settings = settings_of_call(settings, headers) if headers else settings
 
     def is_in_process(self, by_default: bool) -> bool:
         """Return whether the call is made in a task process; `by_default`: if it does not say."""
-        pool = self.task.settings.pool if self.task is not None else ""
+        pool = self.settings.pool
         return pool == "process" if pool else by_default
 
     @property
     def kill_after(self) -> float:
         """Seconds after the time limit until the process of a process task is killed."""
-        given = self.task.settings.kill_after if self.task else None
+        given = self.settings.kill_after
         return KILL_AFTER if given is None else given
 
     @property
@@ -162,9 +181,25 @@ class Execution:
         """Give the message back to its queue, for another worker. False: it has ended, or begun.
 
         Args:
-            started: also if it has begun.
+            started: also if it has begun. A task that runs once has failed then.
         """
+        if started and self.runs_once and self.phase is State.STARTED:
+            return self.lose("its worker ended before it did")
         return self.settle(self.end_of_delivery(Fate.BACK), unbegun=not started)
+
+    def lose(self, text: str) -> bool:
+        """End it as cut off, for good. False: it has ended."""
+        failed = self._cut_off(text)
+        if not self.finish(failed):
+            return False
+        uuid, name = self.signature.uuid, self.signature.name
+        logger.error("task %s (%s) failed: %s", uuid, name, failed.error, extra={"task_uuid": uuid})
+        return True
+
+    def _cut_off(self, text: str) -> Failed:
+        why = "ack='early'" if self.settings.ack == "early" else "on_worker_lost='fail'"
+        error = f"{text} ({why}: it is not run again)"
+        return Failed(error=error, error_type=WORKER_LOST, retryable=False)
 
     def withdraw(self, *, is_over: bool) -> bool:
         """End it as revoked. False: it has begun, or ended.
@@ -233,7 +268,7 @@ class Execution:
             return Postponed(error=text_of(error), delay=error.delay, limit=error.limit)
         if isinstance(error, Retry):
             return self._retried(error)
-        settings = self.task.settings if self.task else _PLAIN
+        settings = self.settings
         self.error = (
             error
             if isinstance(error, Exception)
@@ -272,7 +307,7 @@ class Execution:
 
     def judged(self, outcome: Outcome) -> Outcome:
         """Return the outcome of a call in another process, with what is known only here."""
-        error_type = "RetryTaskLater" if isinstance(outcome, Postponed) else ""
+        error_type = POSTPONED if isinstance(outcome, Postponed) else ""
         failed = outcome.failed if isinstance(outcome, Retried) else outcome
         if isinstance(failed, Failed):
             error_type = failed.error_type
@@ -282,6 +317,8 @@ class Execution:
             return REVOKED
         if isinstance(outcome, Lost):
             self.error = WorkerLost(outcome.error)
+            if self.runs_once:
+                return self._cut_off(outcome.error)
         elif not isinstance(failed, Succeeded):
             uuid, name = self.signature.uuid, self.signature.name
             self.error = TaskFailed(uuid, name, failed.error, error_type=error_type)
@@ -311,9 +348,8 @@ class Execution:
     def _ended(self, outcome: Outcome, *, fate: Fate, reason: str) -> Settlement:
         """Return the settlement of this outcome; of a failure if its follow-up cannot be sent."""
         try:
-            backoff = self.task.settings.backoff if self.task else "fibonacci"
             now = self.app.clock.now()
-            then = follow_up(self.signature, outcome, now=now, backoff=backoff)
+            then = follow_up(self.signature, outcome, now=now, backoff=self.settings.backoff)
             return self._settlement(then, now, fate=fate, reason=reason)
         except Exception as error:  # a back-off function, a callback or a pre-publish hook
             logger.exception("what follows task %s cannot be sent", self.signature.uuid)
@@ -342,9 +378,9 @@ class Execution:
     ) -> Settlement:
         signature = self.signature
         final = then.state is not State.RETRY
-        spared = (
-            self.task is not None and self.task.settings.ignore_result and not self.is_collected
-        )
+        spared = self.settings.ignore_result and not self.is_collected
+        if fate is Fate.DONE and self._is_kept_dead(then):
+            fate, reason = Fate.DEAD, REASON_FAILED
         state = TaskState(
             task_uuid=signature.uuid,
             task_name=signature.name,
@@ -377,6 +413,13 @@ class Execution:
             send=out.messages,
             arrivals=arrivals,
         )
+
+    def _is_kept_dead(self, then: FollowUp) -> bool:
+        """Return whether the message becomes a dead letter because the task has failed."""
+        wanted = (
+            self.settings.on_failure == "dead_letter" or self.signature.stop_task_deletion_on_error
+        )
+        return wanted and then.state is State.FAILURE and then.error_type not in _NOT_ITS_FAILURE
 
     def _kept(self, then: FollowUp) -> bytes:
         if then.retry is not None:

@@ -64,7 +64,7 @@ class Inline:
         """Run what is there now, and return whether there was anything."""
         deliveries = session.receive(100, 0.0)
         for delivery in deliveries:
-            execution = Execution(self._app, self._hooks, delivery, self._name)
+            execution = Execution(self._app, self._hooks, delivery, self._name, session=session)
             done.append(execution)
             self._run(session, execution)
         return bool(settle_ready_groups(self._app)) or bool(deliveries)

@@ -17,6 +17,7 @@ from machinery_py.tasks.states import State
 from machinery_py.texts import get_logger
 from machinery_py.wire.signatures import decode_signature
 from machinery_py.worker.execution import Execution
+from machinery_py.worker.once import end_if_begun
 
 logger = get_logger(__name__)
 
@@ -87,7 +88,9 @@ def accept(execution: Execution, revoked: Mapping[str, bool]) -> bool:
     if execution.is_over:
         return False
     signature = execution.signature
-    execution.task = execution.app.registry.find(signature.name)
+    execution.take(execution.app.registry.find(signature.name))
+    if execution.delivery.fence > 1 and execution.runs_once and end_if_begun(execution):
+        return False
     if execution.strikes >= execution.app.config.max_strikes:
         _poison(execution)
     elif signature.uuid in revoked:

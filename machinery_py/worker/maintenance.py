@@ -105,7 +105,7 @@ class Maintenance:
             context = execution.context
             if (
                 context is not None
-                and not context.cancelled
+                and not (context.cancelled or execution.acked)
                 and self._session.consumer.is_lost(execution.delivery)
             ):
                 self._executors.cancel(execution)

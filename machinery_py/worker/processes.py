@@ -184,6 +184,9 @@ class ProcessPool:
         return execution.judged(Lost(error=text))
 
     def _put_back(self, execution: Execution, error: MachineryError) -> None:
+        if execution.runs_once:  # its start may be stored
+            execution.lose(str(error))
+            return
         eta = execution.app.clock.now() + dt.timedelta(seconds=START_PAUSE)
         if execution.settle(execution.end_of_delivery(Fate.LATER, eta=eta, reason=WAITING)):
             logger.error(

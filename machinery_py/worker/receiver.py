@@ -245,7 +245,8 @@ class Receiver:
         # Up at once, down slowly.
         self._size = max(size, self._size + SMOOTHING * (size - self._size))
         executions = [
-            Execution(self._app, self._hooks, delivery, self._worker) for delivery in deliveries
+            Execution(self._app, self._hooks, delivery, self._worker, session=self._session)
+            for delivery in deliveries
         ]
         for execution in executions:
             self._held[id(execution)] = execution

@@ -30,6 +30,7 @@ from machinery_py.wire.states import encode_results
 from machinery_py.worker.admission import ExecutionGuard, in_thread
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.hooks import await_around, call_around
+from machinery_py.worker.once import begin_once
 
 logger = get_logger(__name__)
 
@@ -119,18 +120,19 @@ async def outcome_of_async(execution: Execution, report: Report | None) -> Outco
 def _is_guarded(execution: Execution) -> bool:
     """Return whether it has to pass a guard first: most need not."""
     task, headers = execution.task, execution.signature.headers
-    return (task is not None and task.settings.exclusive != "") or bool(
-        headers and HEADER_UNIQUE_START in headers and headers.get(HEADER_UNIQUE)
-    )
+    if task is not None and (task.settings.exclusive or execution.settings.ack == "early"):
+        return True
+    return bool(headers and HEADER_UNIQUE_START in headers and headers.get(HEADER_UNIQUE))
 
 
 def _pass_guard(execution: Execution) -> bool:
-    """Take its lock and start its key. False: it cannot run, and is settled."""
+    """Take its lock, start its key, commit an early start. False: it cannot run, and is settled."""
     assert execution.task is not None
     guard = ExecutionGuard(execution.app, execution.task, execution.signature, execution.delivery)
     execution.guard = guard
     stop = guard.enter(execution.cancel)
-    if stop is None and not execution.is_over:
+    is_early = execution.settings.ack == "early"
+    if stop is None and not execution.is_over and (not is_early or begin_once(execution)):
         return True
     guard.leave()
     if isinstance(stop, Settlement):
@@ -175,7 +177,7 @@ def _new_context(execution: Execution, report: Report | None) -> Context:
 
 def _has_started(execution: Execution, report: Report | None) -> None:
     execution.phase = State.STARTED
-    execution.started_at = execution.app.clock.now()
+    execution.started_at = execution.started_at or execution.app.clock.now()
     if report is not None:
         report(execution)
     execution.call_started = time.perf_counter()
@@ -208,7 +210,7 @@ def _succeeded(execution: Execution, value: Any) -> Outcome:
     """Return the outcome of what the function returned."""
     task = execution.task
     assert task is not None
-    if value is None or (task.settings.ignore_result and not _passes_on(execution)):
+    if value is None or (execution.settings.ignore_result and not _passes_on(execution)):
         return Succeeded(())
     try:
         results = task.call.results(value)

@@ -348,12 +348,18 @@ class Worker:
             for execution in unfinished:
                 self._executors.cancel(execution)
             # Ended tasks must be with the settler before it is closed.
-            self._wait_while(lambda: any(map(_is_on_its_way, self._executors.busy())), SETTLER_WAIT)
-            if unfinished:
+            self._wait_while(
+                lambda: any(
+                    _is_on_its_way(one) for one in self._executors.busy() if one not in unfinished
+                ),
+                SETTLER_WAIT,
+            )
+            back = [one.signature.uuid for one in unfinished if not one.is_final]
+            if back:
                 logger.warning(
                     "%d unfinished tasks go back to their queues: %s",
-                    len(unfinished),
-                    ", ".join(one.signature.uuid for one in unfinished[:5]),
+                    len(back),
+                    ", ".join(back[:5]),
                 )
             if not self._settler.close(timeout=max(5.0, self.shutdown_timeout)):
                 logger.error("some results could not be stored; their tasks will run again")

@@ -48,6 +48,9 @@ OF_THE_PAIR = {
     "test_two_workers_run_no_task_twice",
     "test_task_unfinished_at_shutdown_is_run_by_another_worker",
     "test_burst_worker_ends_when_its_queues_are_empty",
+    "test_begun_run_of_a_lost_worker_fails",
+    "test_begun_task_fails_when_its_worker_ends",
+    "test_lost_run_is_a_dead_letter_if_wanted",
 }
 
 

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from machinery_py import Retry, RetryTaskLater, TaskFailed, current_task
-from machinery_py.testing.conformance.application import App
+from machinery_py import (
+    Retry,
+    RetryTaskLater,
+    State,
+    TaskFailed,
+    TaskState,
+    TimeLimitExceeded,
+    current_task,
+)
+from machinery_py.brokers.base import Delivery, Fate
+from machinery_py.stores.base import Mark, Session, Settlement
+from machinery_py.testing.conformance.application import App, waiting
+from machinery_py.testing.conformance.queues import QueueConformance
 from machinery_py.testing.conformance.tasks import TaskConformance
-from machinery_py.testing.waiting import HANG
+from machinery_py.testing.waiting import HANG, wait_until
+from machinery_py.wire.signatures import decode_signature
+
+RUN_ONCE: list[dict[str, Any]] = [{"ack": "early"}, {"on_worker_lost": "fail"}]
+SHOWN = [" ".join(option.values()) for option in RUN_ONCE]
 
 
 class EndingConformance(TaskConformance):
@@ -62,3 +79,179 @@ class EndingConformance(TaskConformance):
         with pytest.raises(TaskFailed, match="postponed 2 times"):
             busy.send().get(timeout=HANG)
         assert len(app.calls) == 3
+
+    def test_failed_message_is_kept_as_a_dead_letter_if_wanted(self, app: App) -> None:
+        @app.server.task(on_failure="dead_letter", retries=1, backoff=[0.0])
+        def load(path: str) -> str:
+            app.calls.append((path,))
+            if app.calls.count((path,)) <= 2:
+                raise ValueError(f"cannot read {path}")
+            return path
+
+        result = load.send("a.csv")
+        with pytest.raises(TaskFailed, match="cannot read"):
+            result.get(timeout=HANG)
+        wait_until(app.server.inspect.dead, what="a dead letter")
+        [letter] = app.server.inspect.dead()
+        assert (letter.reason, letter.uuid) == ("failed", result.uuid)
+        assert letter.error == "cannot read a.csv"
+
+        app.server.backend.purge_state(result.uuid)  # as when results have expired
+        assert app.server.inspect.replay_dead([letter.id]) == [result.uuid]
+        assert app.server.result(result.uuid).get(timeout=HANG) == "a.csv"
+        assert app.server.inspect.dead() == []
+
+    def test_message_with_gos_flag_is_kept_as_a_dead_letter(self, app: App) -> None:
+        signature = app.fail.signature("away").replace(stop_task_deletion_on_error=True)
+        with pytest.raises(TaskFailed, match="away"):
+            app.server.send_task(signature).get(timeout=HANG)
+        wait_until(app.server.inspect.dead, what="a dead letter")
+        assert [one.reason for one in app.server.inspect.dead()] == ["failed"]
+
+    def test_result_of_one_call_can_be_ignored(self, app: App) -> None:
+        assert app.echo.options(ignore_result=True).send("x").get(timeout=HANG) is None
+        quiet = app.server.task("quiet", ignore_result=True)(_seven)
+        assert quiet.options(ignore_result=False).send().get(timeout=HANG) == 7
+        assert quiet.send().get(timeout=HANG) is None
+
+
+class LossConformance(QueueConformance):
+    """Tasks that are not run again when their worker is lost, and time limits of one call."""
+
+    def test_time_limit_of_one_call_wins(self, app: App) -> None:
+        @app.server.task(time_limit=HANG, retries=3)
+        def rest() -> None:
+            try:
+                wait_until(lambda: False, timeout=HANG)
+            except TimeLimitExceeded:
+                app.calls.append(("asked",))
+                raise
+
+        with pytest.raises(TaskFailed, match="time limit of 0.05 s"):
+            rest.options(time_limit=0.05, retries=0).send().get(timeout=HANG)
+        wait_until(lambda: app.calls == [("asked",)], what="the task was asked to stop")
+
+    def test_early_task_is_started_before_its_call(self, app: App) -> None:
+        async def look_async() -> str:
+            return look()
+
+        def look() -> str:
+            [state] = app.server.backend.get_states([current_task().uuid]).values()
+            return state.state
+
+        for name, function in (("look", look), ("look_async", look_async)):
+            task = app.server.task(name, ack="early")(function)
+            result: Any = task.send()
+            assert result.get(timeout=HANG) == State.STARTED
+            assert result.get_state().state is State.SUCCESS
+
+    def test_early_task_is_retried_and_calls_back(self, app: App) -> None:
+        @app.server.task(ack="early", retries=2, backoff=[0.0])
+        def flaky() -> int:
+            if current_task().attempt < 3:
+                raise ValueError("not yet")
+            return current_task().attempt
+
+        result = (flaky.signature() | app.add.partial(4)).send()
+        assert result.get(timeout=HANG) == 7
+
+    @pytest.mark.parametrize("option", RUN_ONCE, ids=SHOWN)
+    def test_begun_run_of_a_lost_worker_fails(self, idle: App, option: dict[str, Any]) -> None:
+        hold = waiting(idle, **option)
+        result = hold.signature("gate").catch(idle.note.partial("told")).send()
+        give_back(idle, State.STARTED)
+
+        with idle.running():
+            with pytest.raises(TaskFailed, match="worker 'lost' was lost while it ran") as failed:
+                result.get(timeout=HANG)
+            told = idle.wait_for("told")
+
+        assert failed.value.error_type == "WorkerLost"
+        assert told == [(failed.value.error, "told")]
+        assert len(idle.calls) == 1
+
+    @pytest.mark.parametrize("option", RUN_ONCE, ids=SHOWN)
+    def test_run_that_has_not_begun_goes_on_elsewhere(
+        self, idle: App, option: dict[str, Any]
+    ) -> None:
+        hold = waiting(idle, **option)
+        idle.gate("gate").set()
+        result = hold.send("gate")
+        give_back(idle, State.RECEIVED)
+
+        with idle.running():
+            assert result.get(timeout=HANG) == "gate"
+
+    @pytest.mark.parametrize("option", RUN_ONCE, ids=SHOWN)
+    def test_begun_task_fails_when_its_worker_ends(self, idle: App, option: dict[str, Any]) -> None:
+        hold = waiting(idle, **option)
+        with idle.running(shutdown_timeout=0.0, concurrency=1):
+            result = hold.send("gate")
+            queued = hold.send("later")
+            idle.wait_for_state(result.uuid, State.STARTED)
+        idle.gate("gate").set()
+
+        with pytest.raises(TaskFailed, match="its worker ended before it did") as failed:
+            result.get(timeout=0)
+        assert failed.value.error_type == "WorkerLost"
+        assert not queued.get_state().is_finished
+        idle.gate("later").set()
+        with idle.running():
+            assert queued.get(timeout=HANG) == "later"
+        assert idle.calls == [("hold", "gate"), ("hold", "later")]
+
+    def test_lost_run_is_a_dead_letter_if_wanted(self, idle: App) -> None:
+        hold = waiting(idle, ack="early", on_failure="dead_letter")
+        result = hold.send("gate")
+        give_back(idle, State.STARTED)
+
+        with idle.running():
+            wait_until(idle.server.inspect.dead, what="a dead letter")
+            [letter] = idle.server.inspect.dead()
+            assert letter.reason == "failed"
+            idle.gate("gate").set()
+            idle.server.inspect.replay_dead([letter.id])
+            assert result.get(timeout=HANG) == "gate"
+
+    @pytest.mark.parametrize("end", ["expired", "revoked"])
+    def test_only_failures_of_the_task_are_dead_letters(self, idle: App, end: str) -> None:
+        hold = waiting(idle, on_failure="dead_letter")
+        result = hold.options(**({"expires": -1.0} if end == "expired" else {})).send("gate")
+        if end == "revoked":
+            result.revoke()
+
+        with idle.running(), pytest.raises(TaskFailed, match=end):
+            result.get(timeout=HANG)
+        assert idle.server.inspect.dead() == []
+
+
+def give_back(app: App, state: State) -> None:
+    """Claim the one waiting task as the worker "lost", mark it like this, and give it back."""
+    session = app.server.app.store.open_session([app.server.config.default_queue], worker="lost")
+    [delivery] = _claimed(session)
+    signature = decode_signature(delivery.body)
+    marked = TaskState(
+        task_uuid=signature.uuid,
+        task_name=signature.name,
+        state=state,
+        worker="lost",
+        created_at=app.server.now(),
+    )
+    session.settle((), [Mark(delivery=delivery, state=marked)])
+    session.settle([Settlement(delivery=delivery, uuid=signature.uuid, fate=Fate.BACK)])
+    session.close()
+
+
+def _claimed(session: Session) -> list[Delivery]:
+    found: list[Delivery] = []
+
+    def claim() -> bool:
+        found.extend(session.receive(1, 0.1))
+        return bool(found)
+
+    wait_until(claim, what="the message")
+    return found
+
+
+def _seven() -> int:
+    return 7

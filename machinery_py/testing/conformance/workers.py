@@ -21,13 +21,13 @@ from machinery_py import (
     current_task,
 )
 from machinery_py.testing.conformance.application import App
-from machinery_py.testing.conformance.queues import QueueConformance
+from machinery_py.testing.conformance.endings import LossConformance
 from machinery_py.testing.waiting import HANG, wait_until
 
 LONG_AGO = dt.timedelta(days=1)
 
 
-class WorkerConformance(QueueConformance):
+class WorkerConformance(LossConformance):
     """Single tasks, observed while a worker in threads runs them."""
 
     # Intermediate states

@@ -1,0 +1,250 @@
+"""How a task can end, and what follows under each setting: the table of docs/reference/endings.md.
+
+`test_endings.py` plays each row over real stores. The numbers are those of the checklist of what
+other task queues do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from machinery_py.registry.options import TaskOptions
+from machinery_py.tasks.states import State
+
+OK, FAILED = State.SUCCESS, State.FAILURE
+STRIKES = 3
+OURS = "machinery_py.errors."
+
+#: Settings of the tasks that play the rows.
+SETTINGS: dict[str, TaskOptions] = {
+    "late": {},
+    "early": {"ack": "early"},
+    "fail": {"on_worker_lost": "fail"},
+    "letter": {"on_failure": "dead_letter"},
+}
+
+
+@dataclass(frozen=True)
+class Ending:
+    """One way to end.
+
+    Attributes:
+        numbers: of the checklist.
+        play: what the task does, see ending_app.py; or what the test does.
+        text: the row's head.
+        shown: what follows by default.
+        cut_off: the run is cut off with its worker, so that `ack` and `on_worker_lost` decide.
+        letter: reason of its dead letter under each setting.
+        options: of the call.
+    """
+
+    numbers: str
+    play: str
+    text: str
+    shown: str
+    state: State = OK
+    error_type: str = ""
+    calls: int = 1
+    cut_off: bool = False
+    letter: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def state_with(self, setting: str) -> tuple[State, str, int]:
+        """The final state, its error's type, and how often the function was called."""
+        if self.cut_off and setting in ("early", "fail"):
+            return FAILED, "WorkerLost", 1
+        return self.state, self.error_type, self.calls
+
+    def letter_with(self, setting: str) -> str:
+        """The reason of the dead letter, or ""."""
+        state, error_type, _ = self.state_with(setting)
+        if self.letter and error_type == self.error_type:
+            return self.letter
+        wanted = setting == "letter" and state is FAILED
+        return "failed" if wanted and error_type not in ("Revoked", "Expired") else ""
+
+
+ENDINGS = (
+    Ending("F61-F70", "return", "it returns", "SUCCESS"),
+    Ending(
+        "F44",
+        "raise once",
+        "it raises, and tries are left",
+        "RETRY, then the next try",
+        calls=2,
+        options={"retries": 1},
+    ),
+    Ending(
+        "F33",
+        "raise",
+        "it raises in its last try",
+        "FAILURE with that error",
+        FAILED,
+        "ValueError",
+        2,
+        options={"retries": 1},
+    ),
+    Ending(
+        "F47",
+        "give up",
+        "it raises `NoRetry`, or an error of `dont_retry_on`",
+        "FAILURE with that error",
+        FAILED,
+        f"{OURS}NoRetry",
+        options={"retries": 3},
+    ),
+    Ending(
+        "F32-F42-F43",
+        "retry",
+        "it raises `Retry`, and tries are left",
+        "RETRY, then the next try",
+        calls=2,
+        options={"retries": 1},
+    ),
+    Ending(
+        "F35",
+        "retry eta",
+        "`Retry(eta=…)`",
+        "RETRY, then the next try at that moment",
+        calls=2,
+        options={"retries": 1},
+    ),
+    Ending(
+        "F38",
+        "retry args",
+        "`Retry(args=…)`",
+        "RETRY, then the next try with these arguments",
+        calls=2,
+        options={"retries": 1},
+    ),
+    Ending(
+        "F37",
+        "retry retries",
+        "`Retry(retries=1)`, again and again",
+        "RETRY, then FAILURE after the second try",
+        FAILED,
+        f"{OURS}Retry",
+        2,
+        options={"retries": 9},
+    ),
+    Ending(
+        "F39",
+        "retry cause",
+        "`raise Retry(…) from error` in its last try",
+        "FAILURE with the error that it was raised from",
+        FAILED,
+        "ValueError",
+        options={"retries": 0},
+    ),
+    Ending(
+        "X04",
+        "later",
+        "it raises `RetryTaskLater`",
+        "RETRY, then again; no try is used up",
+        calls=2,
+    ),
+    Ending(
+        "X04",
+        "later limit",
+        "`RetryTaskLater(limit=1)`, again and again",
+        "RETRY, then FAILURE",
+        FAILED,
+        f"{OURS}RetryTaskLater",
+        2,
+    ),
+    Ending(
+        "F67",
+        "wait",
+        "it runs past its `time_limit`",
+        "as if it had raised `TimeLimitExceeded`",
+        FAILED,
+        f"{OURS}TimeLimitExceeded",
+        options={"time_limit": 0.2},
+    ),
+    Ending(
+        "F67",
+        "ignore",
+        'it runs past its `time_limit` and `kill_after`, with `pool="process"`',
+        "its process is killed; as if it had raised `TimeLimitExceeded`",
+        FAILED,
+        f"{OURS}TimeLimitExceeded",
+        options={"time_limit": 0.2, "kill_after": 0.2},
+    ),
+    Ending(
+        "F64-F65-F69-F87",
+        "die once",
+        "its worker or its process is lost while it runs",
+        "it runs again, with a strike; no try is used up",
+        calls=2,
+        cut_off=True,
+    ),
+    Ending(
+        "F64-F65",
+        "die",
+        "its worker or its process is lost each time",
+        f"FAILURE after {STRIKES} strikes (`max_strikes`)",
+        FAILED,
+        "Poison",
+        STRIKES,
+        cut_off=True,
+        letter="poison",
+    ),
+    Ending(
+        "F66",
+        "stop",
+        "its worker is stopped, and it does not end within `shutdown_timeout`",
+        "it runs again; no try is used up",
+        calls=2,
+        cut_off=True,
+    ),
+    Ending(
+        "", "revoke", "it is revoked before it runs", 'FAILURE, "revoked"', FAILED, "Revoked", 0
+    ),
+    Ending(
+        "",
+        "expire",
+        "it expires before it runs",
+        'FAILURE, "expired before it was started"',
+        FAILED,
+        "Expired",
+        0,
+        options={"expires": -1.0},
+    ),
+    Ending(
+        "",
+        "misfit",
+        "its arguments do not fit",
+        "FAILURE",
+        FAILED,
+        "ArgumentError",
+        0,
+        options={"retries": 3},
+    ),
+    Ending(
+        "",
+        "unknown",
+        "no worker knows it within `unregistered_timeout`",
+        "FAILURE",
+        FAILED,
+        "TaskNotRegistered",
+        0,
+        letter="unregistered",
+    ),
+)
+
+
+def table() -> str:
+    """Return the table of the page."""
+    settings = ('`ack="early"`', '`on_worker_lost="fail"`')
+    heads = ["the task's end", "by default", *settings, "dead letter"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for one in ENDINGS:
+        other = "FAILURE, `WorkerLost`" if one.cut_off else "the same"
+        letter = one.letter_with("letter")
+        shown = f"`{letter}`" if letter else "–"
+        if letter == "failed":
+            shown = '`failed`, with `on_failure="dead_letter"`'
+        lines.append(f"| {one.text} | {one.shown} | {other} | {other} | {shown} |")
+    return "\n".join(lines)

@@ -1,0 +1,138 @@
+"""Tasks that are begun at most once: what is committed before the call, and what goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from machinery_py import Config, Server, State
+from machinery_py.brokers.base import Disposal, Fate
+from machinery_py.stores.base import Session
+from machinery_py.testing.flaky import FlakyBackend, FlakyStore
+from machinery_py.testing.waiting import HANG, wait_until
+from machinery_py.worker.execution import Execution
+from machinery_py.worker.hooks import WorkerHooks
+from machinery_py.worker.intake import accept, peek
+from machinery_py.worker.runner import run
+from tests.support.apps import Bench, bench
+
+__all__ = ["bench"]
+
+QUEUE = "machinery_tasks"
+
+
+class Once:
+    """An early task on a store with faults, and its executions by hand."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.server = bench.server
+        self.store = FlakyStore(bench.server.app.store)
+        self.store.backend = FlakyBackend(self.store.store.backend, self.store.faults)
+        self.server.app.stores.store = self.store
+        self.calls: list[int] = []
+        self.task = self.server.task("once", ack="early")(lambda: self.calls.append(1))
+        self.result = self.task.send()
+        self.session: Session = self.store.open_session([QUEUE], worker="w")
+
+    def claim(self, name: str = "w") -> Execution:
+        """The next delivery, accepted or settled."""
+        [delivery] = self.session.receive(1, 0.0)
+        app = self.server.app
+        execution = Execution(app, WorkerHooks(), delivery, name, session=self.session)
+        peek(execution)
+        accept(execution, {})
+        return execution
+
+    def settle(self, execution: Execution) -> None:
+        assert execution.settlement is not None
+        self.session.settle([execution.settlement])
+
+
+@pytest.fixture
+def once(bench: Bench) -> Iterator[Once]:
+    once = Once(bench)
+    yield once
+    once.session.close()
+
+
+def fate(execution: Execution) -> Fate | None:
+    return execution.settlement.fate if execution.settlement is not None else None
+
+
+def test_early_task_is_not_called_if_its_start_is_refused(once: Once) -> None:
+    first = once.claim()
+    once.store.next_call("settle")
+    run(first)
+
+    assert (once.calls, fate(first)) == ([], Fate.BACK)
+    once.settle(first)
+    again = once.claim()
+    run(again)
+    once.settle(again)
+    assert once.calls == [1]
+    assert once.result.get_state().state is State.SUCCESS
+
+
+def test_early_task_whose_start_may_be_stored_ends_uncalled(once: Once) -> None:
+    first = once.claim()
+    once.store.next_call("settle", lose_reply=True)
+    run(first)
+    once.settle(first)
+    again = once.claim()
+    once.settle(again)
+
+    assert (once.calls, fate(first), fate(again)) == ([], Fate.BACK, Fate.DONE)
+    state = once.result.get_state()
+    assert (state.state, state.error_type) == (State.FAILURE, "WorkerLost")
+
+
+def test_early_task_that_another_worker_has_begun_is_not_called(once: Once) -> None:
+    first = once.claim("one")
+    once.session.consumer.dispose([Disposal(delivery=first.delivery, fate=Fate.BACK)])
+    second = once.claim("two")
+    run(second)
+    run(first)
+
+    assert once.calls == [1]
+    assert fate(first) is Fate.BACK
+    once.settle(second)
+    assert once.result.get_state().worker == "two"
+
+
+def test_redelivery_waits_while_its_state_cannot_be_read(once: Once) -> None:
+    once.session.settle([once.claim().end_of_delivery(Fate.BACK)])
+    once.store.next_call("get_states")
+    waits = once.claim()
+
+    assert fate(waits) is Fate.LATER
+    assert once.calls == []
+
+
+def test_early_redelivery_without_a_state_is_not_called(once: Once) -> None:
+    once.session.settle([once.claim().end_of_delivery(Fate.BACK)])
+    once.server.backend.purge_state(once.result.uuid)
+    again = once.claim()
+    once.settle(again)
+
+    state = once.result.get_state()
+    assert (state.state, once.calls) == (State.FAILURE, [])
+    assert state.error.startswith("its message came back, and its state is gone")
+
+
+def test_early_tasks_without_a_backend_are_ended_before_their_call() -> None:
+    server = Server(Config(broker="memory://null-and-early", result_backend="null"))
+    held: list[int] = []
+
+    @server.task(ack="early", retries=1, backoff=[0.0])
+    def early() -> None:
+        held.append(sum(one.running + one.waiting for one in server.broker.stats()))
+        if len(held) == 1:
+            raise ValueError("once more")
+
+    after: list[str] = []
+    server.register_task("after", lambda: after.append("called"))
+    with server.new_worker(concurrency=1):
+        (early.signature() | server.get_registered_task("after").signature()).send()
+        wait_until(lambda: after == ["called"], HANG, what="the callback")
+    assert held == [0, 0]
