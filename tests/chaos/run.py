@@ -230,8 +230,8 @@ class _Controller:
         for _ in range(2):
             if (
                 not self._stays_idle()
-                or self._server.backend.ready_groups(1)
-                or self._server.backend.unsent(1, older_than=0.0)
+                or self._server.backend.ready_groups(100)
+                or self._server.backend.unsent(100, older_than=0.0)
             ):
                 return False
             if not self._is_idle():

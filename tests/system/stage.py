@@ -125,6 +125,9 @@ def survivor(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     server.close()
 
 
+MANY = 100  # records and groups; more than any of these tests makes
+
+
 def finish(server: Server) -> None:
     """Run a worker until nothing is left to do."""
     with server.new_worker(concurrency=2):
@@ -139,11 +142,12 @@ def is_done(server: Server) -> bool:
         return not any(one.waiting or one.running or one.delayed for one in stats)
 
     def nothing_left() -> bool:
-        # Twice: a callback may move from the ready groups to its queue between two looks.
+        # Twice: a callback may move from the ready groups to its queue between two looks. And of
+        # each listing more than one: what the dead process has left may stand before what is there.
         return (
             empty()
-            and not server.backend.ready_groups(1)
-            and not server.backend.unsent(1, older_than=0.0)
+            and not server.backend.ready_groups(MANY)
+            and not server.backend.unsent(MANY, older_than=0.0)
             and empty()
         )
 
