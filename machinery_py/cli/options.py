@@ -146,10 +146,10 @@ WORKER: Options = (
     ),
     _count("-p --processes", "worker processes; default: 1", 1, 1),
     _choice("--pool", "where tasks run that do not say; default: the setting, thread", *POOLS),
-    _count("--max-tasks-per-child", "renew a task process after so many tasks", 1),
+    _count("--max-tasks-per-child", "renew a process after so many tasks", 1),
     _option(
         "--max-memory-per-child",
-        "renew a task process that has more than this in memory after a task: 300M, 2G",
+        "renew a process that has more than this in memory: 300M, 2G",
         type=_size,
         metavar="SIZE",
     ),

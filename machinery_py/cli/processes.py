@@ -3,8 +3,8 @@
     parent → child    "q": end when the running tasks are done; "a": end now;
                       end of file: the parent is gone, so "q"
     child → parent    lines: "ready 30.0" (its shutdown timeout), before its first claim; "beat",
-                      every BEAT; "over": it ends by itself, and the exit code is its own.
-                      Without "over" a task has ended it
+                      every BEAT; "over": it ends by itself, and the exit code is its own; "worn":
+                      the same, to be renewed. Without one of these a task has ended it
 
 Signals count in the outermost process alone: the first is "q", the second "a". In a child any
 number of them is one "q", because Ctrl+C goes to all processes of a terminal, and service managers

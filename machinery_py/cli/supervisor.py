@@ -64,6 +64,7 @@ class _Slot:
         self.has_been_ready = False  # one of its processes
         self.is_ready = False
         self.is_over = False  # it has reported that it ends by itself
+        self.is_worn = False  # it has reported that it is to be renewed
         self.is_killed = False
         self.checked_at = 0.0
         self.silence = 0.0  # seconds without a beat
@@ -73,7 +74,7 @@ class _Slot:
         self.child = Child(words, label=str(self.number), pass_on=pass_on)
         self.started_at = time.monotonic()
         self.start_at = None
-        self.is_ready = self.is_over = self.is_killed = False
+        self.is_ready = self.is_over = self.is_worn = self.is_killed = False
 
     def end_silence(self, child: Child) -> None:
         self.silence = 0.0
@@ -95,7 +96,7 @@ class _Slot:
     def start_again(self) -> float:
         """Plan the next start, and return the seconds until then."""
         now = time.monotonic()
-        if self.is_ready and not self.is_over:
+        if self.is_ready and (self.is_worn or not self.is_over):
             self.failures = 0
         else:
             self.failures = 1 if now - self.started_at >= HEALTHY else self.failures + 1
@@ -224,8 +225,9 @@ class Supervisor:
                 slot.is_ready = slot.has_been_ready = True
                 if self._args.shutdown_timeout is None:
                     self._grace = float(value)
-            elif word == "over":
+            elif word in ("over", "worn"):
                 slot.is_over = True
+                slot.is_worn = word == "worn"
 
     def _has_ended(self, slot: _Slot, pid: int, code: int) -> None:
         which, how = f"worker process {slot.number} (pid {pid})", how_it_ended(code)

@@ -79,7 +79,7 @@ def _work(args: argparse.Namespace, pipe: ParentPipe) -> int:
         try:
             code = _launch(one, readiness)
         finally:
-            pipe.tell("over")
+            pipe.tell("worn" if one.is_worn else "over")
     server.close()
     return code
 

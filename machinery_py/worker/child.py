@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from machinery_py.app import Application
 from machinery_py.brokers.base import Delivery
-from machinery_py.connections import descriptors, forks
+from machinery_py.connections import descriptors, forks, proc
 from machinery_py.errors import TaskNotRegistered, TimeLimitExceeded
 from machinery_py.registry.outcomes import Failed, Outcome
 from machinery_py.texts import get_logger
@@ -89,7 +89,7 @@ class JobLoop:
                 break
             if job is not None:
                 outcome = self._outcome(job)
-                self._reply(Done(job.number, outcome, memory() if self._tells_memory else 0))
+                self._reply(Done(job.number, outcome, proc.memory() if self._tells_memory else 0))
         if self._runner is not None:
             self._runner.close()
 
@@ -207,14 +207,3 @@ class JobLoop:
 
 def _time_is_up(job: Job) -> TimeLimitExceeded:
     return TimeLimitExceeded(f"ran longer than its time limit of {job.time_limit:g} s")
-
-
-def memory() -> int:
-    """Return the bytes that this process has in memory; at its peak where there is no /proc."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS

@@ -19,6 +19,7 @@ from machinery_py.async_twins import twin
 from machinery_py.brokers.base import Fate
 from machinery_py.config.config import OPTIONS, Config
 from machinery_py.config.options import raise_all
+from machinery_py.connections import proc
 from machinery_py.errors import MachineryError
 from machinery_py.events import WorkerHeartbeat, WorkerOffline, WorkerOnline
 from machinery_py.queues import QueueOrder, Queues, parse_queues
@@ -60,8 +61,9 @@ class Worker:
             By default those of the setting `queues`.
         burst: end when there is nothing left to do; what waits in a paused queue is left there.
         pool: "thread" or "process", for tasks that do not say; by default the setting `pool`.
-        max_tasks_per_child: runs after which a task process is renewed; 0: any number.
-        max_memory_per_child: bytes in memory after which it is renewed; 0: any.
+        max_tasks_per_child: runs after which a task process is renewed; 0: any number. With
+            pool="thread" the worker itself ends in order after about as many.
+        max_memory_per_child: bytes in memory after which it is renewed, or ends; 0: any.
         child_app: what task processes import.
         declared: the schedules that code declares; None: it runs no scheduler.
 
@@ -387,6 +389,14 @@ class Worker:
                     session.consumer.run_begins(execution.delivery)
 
     @property
+    def is_worn(self) -> bool:
+        """Whether it ends, or has ended, to be renewed: see `max_tasks_per_child`."""
+        max_tasks, max_memory = self._max_per_child
+        if self.pool == "process" or not (max_tasks or max_memory):
+            return False
+        return 0 < max_tasks <= self.processed or 0 < max_memory < proc.memory()
+
+    @property
     def ready(self) -> bool:
         """Whether tasks can be received and settled."""
         return self._session is not None and self._receiver.connected and self._settler.healthy
@@ -414,6 +424,9 @@ class Worker:
                 if self.on_failure is not None:
                     self.on_failure()
                 raise MachineryError(f"worker {self.name} cannot go on: {failure!r}") from failure
+            if self.is_worn:
+                logger.info("this worker ends after %d tasks, to be renewed", self.processed)
+                return
             is_idle = self._receiver.idle_since is not None and not self._receiver.held()
             if self.burst and is_idle:
                 return
