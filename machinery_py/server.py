@@ -454,8 +454,8 @@ class Server:
             shutdown_timeout: seconds that running tasks get at the end.
             scheduler: whether it sends what is due by a schedule; a burst worker never does.
             pool: "thread" or "process", for tasks that do not say; by default the setting `pool`.
-            max_tasks_per_child: runs after which a task process is renewed; 0: any number. With
-                pool="thread" the worker itself ends in order after about as many.
+            max_tasks_per_child: runs after which a task process is renewed; 0: any number. After
+                about as many runs in threads the worker itself ends in order.
             max_memory_per_child: bytes in memory after which it is renewed, or ends; 0: any.
         """
         return Worker(

@@ -98,7 +98,8 @@ def main() -> int:
         "--broker",
         default="redis",
         choices=list(ON),
-        help="amqp: messages in RabbitMQ and results in Redis, of the systems that can",
+        help="amqp: messages in RabbitMQ and results in Redis, of the systems that can; "
+        "processes: Redis, each task in a child process",
     )
     parser.add_argument(
         "--peers",

@@ -250,6 +250,33 @@ AMQP_SYSTEMS: Sequence[System] = (
     ),
 )
 
-ON: Mapping[str, Sequence[System]] = {"redis": SYSTEMS, "amqp": AMQP_SYSTEMS}
+#: Each task in a child process, on Redis: one worker with as many children as there are processes.
+PROCESS_SYSTEMS: Sequence[System] = (
+    System(
+        name="machinery",
+        scripts="machinery_processes",
+        copies=False,
+        bulk=True,
+        left=Probe.machinery,
+        note="`machinery worker --pool process`; acknowledged with the result, in one step",
+    ),
+    System(
+        name="celery",
+        version="5.7.0",
+        scripts="celery_prefork",
+        requirements="../celery/requirements.txt",
+        share=0.25,
+        copies=False,
+        stored=Probe.stored,
+        left=lambda probe: probe.ask("LLEN", "celery") + probe.ask("HLEN", "unacked"),
+        note="prefork pool; acks_late; no bulk send",
+    ),
+)
+
+ON: Mapping[str, Sequence[System]] = {
+    "redis": SYSTEMS,
+    "amqp": AMQP_SYSTEMS,
+    "processes": PROCESS_SYSTEMS,
+}
 BY_NAME: Mapping[str, System] = {system.name: system for system in SYSTEMS}
 OURS = "machinery"

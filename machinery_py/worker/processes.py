@@ -73,6 +73,9 @@ class ProcessPool:
         by_default: whether tasks that do not say where run in processes.
         max_tasks: jobs after which a process is renewed; 0: any number.
         max_memory: bytes in memory after which it is renewed; 0: any.
+
+    Attributes:
+        calls: number of calls so far.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class ProcessPool:
         self._lock = threading.Lock()
         self._starter: Any = None  # one thread: see TaskProcess
         self._is_closed = False
+        self.calls = 0
 
     def start(self, tasks: Iterable[Task[..., Any]]) -> None:
         """Start the first process if any of the tasks needs one, and wait until it is ready.
@@ -200,6 +204,7 @@ class ProcessPool:
     def _take(self) -> TaskProcess:
         """Return a process that is ready; a new one if none is idle."""
         with self._lock:
+            self.calls += 1
             pool = self._idle or self._spares
             process = pool.pop() if pool else None
         if process is None:

@@ -61,8 +61,8 @@ class Worker:
             By default those of the setting `queues`.
         burst: end when there is nothing left to do; what waits in a paused queue is left there.
         pool: "thread" or "process", for tasks that do not say; by default the setting `pool`.
-        max_tasks_per_child: runs after which a task process is renewed; 0: any number. With
-            pool="thread" the worker itself ends in order after about as many.
+        max_tasks_per_child: runs after which a task process is renewed; 0: any number. After
+            about as many runs in threads the worker itself ends in order.
         max_memory_per_child: bytes in memory after which it is renewed, or ends; 0: any.
         child_app: what task processes import.
         declared: the schedules that code declares; None: it runs no scheduler.
@@ -104,6 +104,7 @@ class Worker:
         )
         self.on_beat: Callable[[], object] | None = None
         self.on_failure: Callable[[], object] | None = None  # before it stops by a failure
+        self.is_worn = False  # it has ended to be renewed
         self._hooks = WorkerHooks()
         self._stop_request = StopRequest(self.shutdown_timeout)
         self._stopped = threading.Lock()
@@ -389,14 +390,6 @@ class Worker:
                     session.consumer.run_begins(execution.delivery)
 
     @property
-    def is_worn(self) -> bool:
-        """Whether it ends, or has ended, to be renewed: see `max_tasks_per_child`."""
-        max_tasks, max_memory = self._max_per_child
-        if self.pool == "process" or not (max_tasks or max_memory):
-            return False
-        return 0 < max_tasks <= self.processed or 0 < max_memory < proc.memory()
-
-    @property
     def ready(self) -> bool:
         """Whether tasks can be received and settled."""
         return self._session is not None and self._receiver.connected and self._settler.healthy
@@ -424,12 +417,20 @@ class Worker:
                 if self.on_failure is not None:
                     self.on_failure()
                 raise MachineryError(f"worker {self.name} cannot go on: {failure!r}") from failure
-            if self.is_worn:
+            if self._is_worn():
+                self.is_worn = True
                 logger.info("this worker ends after %d tasks, to be renewed", self.processed)
                 return
             is_idle = self._receiver.idle_since is not None and not self._receiver.held()
             if self.burst and is_idle:
                 return
+
+    def _is_worn(self) -> bool:
+        max_tasks, max_memory = self._max_per_child
+        if not (max_tasks or max_memory):
+            return False
+        runs = self.processed - self._processes.calls  # in threads of this process
+        return runs > 0 and (0 < max_tasks <= runs or 0 < max_memory < proc.memory())
 
     def _wait_while(self, is_so: Callable[[], bool], timeout: float) -> None:
         deadline = time.monotonic() + timeout

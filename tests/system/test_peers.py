@@ -96,6 +96,12 @@ def test_machinery_on_rabbitmq_is_measured_beside_bare_pika() -> None:
     assert "RabbitMQ" in found["facts"]["redis"]
 
 
+def test_task_processes_are_measured() -> None:
+    found = measured(OURS, broker="processes")
+
+    check_figures(found["rounds"][OURS], bulk=True)
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_queue_is_measured_when_its_environment_exists(name: str) -> None:
     if not environments.is_there(BY_NAME[name]):

@@ -1,0 +1,1 @@
+"""machinery_py with task processes."""

@@ -1,0 +1,3 @@
+"""Sends as the other worker's sender does."""
+
+import benchmarks.peers.machinery.send  # noqa: F401
