@@ -9,6 +9,8 @@ A frame is four bytes of length and one record in MessagePack. A partial frame i
 
 from __future__ import annotations
 
+import array
+import contextlib
 import os
 import select
 import time
@@ -18,6 +20,10 @@ import msgspec
 
 from machinery_py.connections import descriptors
 from machinery_py.registry.outcomes import Outcome
+
+with contextlib.suppress(ImportError):  # Windows has no task processes
+    import fcntl
+    import termios
 
 M = TypeVar("M")
 
@@ -108,6 +114,7 @@ class FrameWriter:
         descriptors.keep(number)
         self._poll = select.poll()
         self._poll.register(number, select.POLLOUT)
+        self._is_broken = False
 
     def write(self, record: msgspec.Struct, deadline: float | None = None) -> bool:
         """Write one frame. False: the pipe was full until the monotonic `deadline`.
@@ -125,8 +132,18 @@ class FrameWriter:
                     if not _wait(self._poll, deadline):
                         return False
         except OSError as error:
+            self._is_broken = True
             raise PipeEnd from error
         return True
+
+    def is_unread(self) -> bool:
+        """Return whether something of what was written has not been read, or never will be."""
+        left = array.array("i", [0])
+        try:
+            fcntl.ioctl(self.number, termios.FIONREAD, left)
+        except OSError:
+            return False
+        return left[0] > 0 or self._is_broken
 
     def close(self) -> None:
         """May be called twice."""

@@ -31,7 +31,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -51,8 +51,12 @@ from machinery_py.worker.task_process import (
     TaskProcess,
 )
 
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
+
 logger = get_logger(__name__)
 
+TRIES = 3  # processes that may be found dead before they have read the task
 START_PAUSE = 5.0  # seconds until a task is tried again whose process could not start
 
 
@@ -96,7 +100,8 @@ class ProcessPool:
         self._spares: list[TaskProcess] = []  # each is to take the place of another
         self._running: dict[int, tuple[TaskProcess, int]] = {}
         self._lock = threading.Lock()
-        self._starter: Any = None  # one thread: see TaskProcess
+        self._starter: ThreadPoolExecutor | None = None  # one thread: see TaskProcess
+        self._ender: ThreadPoolExecutor | None = None
         self._is_closed = False
         self.calls = 0
 
@@ -128,7 +133,8 @@ class ProcessPool:
 
         Returns None if no process could be started: the task is put back, to be tried again.
         """
-        while True:
+        text = ""
+        for _ in range(TRIES):
             try:
                 process = self._take()
             except MachineryError as error:
@@ -138,14 +144,16 @@ class ProcessPool:
             try:
                 done = process.run(execution, report)
             except ProcessLost as lost:
-                return self._lost(execution, process, f"its process {lost}")
+                text = f"its process {lost}"
+                if lost.has_begun or execution.is_over:
+                    return self._lost(execution, process, text)
+                continue  # it had ended while it was idle
             finally:
                 del self._running[id(execution)]
-            if done is None:
-                process.end()  # it had ended while it was idle
-                continue
             self._give_back(process)
             return execution.judged(done.outcome)
+        self._put_back(execution, CannotStart(f"{text} before it began, {TRIES} times"))
+        return None
 
     def cancel(self, execution: Execution) -> None:
         """Ask the task to stop, if it runs in a process. If it is over, kill its process."""
@@ -165,8 +173,9 @@ class ProcessPool:
         deadline = time.monotonic() + END_TIMEOUT
         while self._running and time.monotonic() < deadline:  # the slots' threads end them
             time.sleep(INTERVAL)
-        if self._starter is not None:
-            self._starter.shutdown(wait=False)
+        for pool in (self._ender, self._starter):
+            if pool is not None:
+                pool.shutdown(wait=pool is self._ender)
 
     # Inside
 
@@ -230,6 +239,11 @@ class ProcessPool:
                 return
             if is_worn and self._spares:
                 self._idle.append(self._spares.pop(0))
+            if not self._is_closed:
+                # Not here: the task's result must not wait for the end of its process.
+                self._ender = self._ender or _one_thread(f"{self._name}-ender")
+                self._ender.submit(_end, process)
+                return
         _end(process)
 
     def _warm_up(self) -> None:
@@ -260,16 +274,13 @@ class ProcessPool:
             app.log_format,
             self._max_memory > 0,
         )
-        from concurrent.futures import ThreadPoolExecutor  # only workers with processes pay
-
         with self._lock:
             if self._is_closed:
                 raise CannotStart("this worker is stopping")
             if self._starter is None:
-                self._starter = ThreadPoolExecutor(1, f"{self._name}-starter")
+                self._starter = _one_thread(f"{self._name}-starter")
             future = self._starter.submit(TaskProcess, setup)
-        process: TaskProcess = future.result()
-        return process
+        return future.result()
 
 
 def _end(*processes: TaskProcess) -> None:
@@ -279,3 +290,9 @@ def _end(*processes: TaskProcess) -> None:
     deadline = time.monotonic() + END_TIMEOUT
     for process in processes:
         process.end(deadline)
+
+
+def _one_thread(name: str) -> ThreadPoolExecutor:
+    from concurrent.futures import ThreadPoolExecutor  # only workers with processes pay
+
+    return ThreadPoolExecutor(1, name)

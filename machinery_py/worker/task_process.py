@@ -44,7 +44,15 @@ class CannotStart(MachineryError):
 
 
 class ProcessLost(Exception):
-    """The process ended, or was killed, before it replied. Its text says how."""
+    """The process ended, or was killed, before it replied. Its text says how.
+
+    Attributes:
+        has_begun: it had read the job.
+    """
+
+    def __init__(self, text: str, *, has_begun: bool) -> None:
+        self.has_begun = has_begun
+        super().__init__(text)
 
 
 class TaskProcess:
@@ -118,8 +126,8 @@ class TaskProcess:
         """Whether `wait_ready` returns at once."""
         return self._is_ready or self._replies.has_some()
 
-    def run(self, execution: Execution, report: Report) -> Done | None:
-        """Give it the task, and return what it replies. None: it had ended before.
+    def run(self, execution: Execution, report: Report) -> Done:
+        """Give it the task, and return what it replies.
 
         Raises:
             ProcessLost: it ended before it replied.
@@ -143,12 +151,10 @@ class TaskProcess:
             if not self._tasks.write(job, deadline):  # it does not even read
                 self.is_late = True
                 self._kill()
-        except PipeEnd:
-            return None
-        try:
             return self._wait(number, deadline, execution, report)
         except PipeEnd:
-            raise ProcessLost(self.end()) from None
+            has_begun = not self._tasks.is_unread()
+            raise ProcessLost(self.end(), has_begun=has_begun) from None
         finally:
             self._set_running(0)
 

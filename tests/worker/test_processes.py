@@ -203,6 +203,20 @@ def test_process_that_died_while_idle_costs_no_task_anything(
     assert retried == []
 
 
+def test_task_that_its_process_never_read_gets_no_strike(
+    worker: Worker, retried: list[TaskRetried]
+) -> None:
+    pid = pooled.where.send().get(HANG)
+    os.kill(pid, signal.SIGSTOP)
+    result = pooled.where.send()
+    wait_until(lambda: result.get_state().state is State.STARTED, HANG, "the start")
+
+    os.kill(pid, signal.SIGKILL)
+
+    assert result.get(HANG) != pid
+    assert retried == []
+
+
 def test_processes_are_renewed_after_so_many_tasks() -> None:
     with server.new_worker("w", 1, max_tasks_per_child=2):
         pids = [pooled.where.send().get(HANG) for _ in range(7)]
