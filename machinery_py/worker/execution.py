@@ -419,7 +419,8 @@ class Execution:
         wanted = (
             self.settings.on_failure == "dead_letter" or self.signature.stop_task_deletion_on_error
         )
-        return wanted and then.state is State.FAILURE and then.error_type not in _NOT_ITS_FAILURE
+        is_its_own = not self.revoked and then.error_type not in _NOT_ITS_FAILURE
+        return wanted and then.state is State.FAILURE and is_its_own
 
     def _kept(self, then: FollowUp) -> bytes:
         if then.retry is not None:

@@ -23,7 +23,7 @@ from typing import Any
 
 from pymongo import monitoring
 
-from machinery_py import Server, chord, group
+from machinery_py import Server, State, chord, group
 from machinery_py.backends.base import Amendment, Verdict
 from machinery_py.brokers.base import Delivery, Message
 from machinery_py.stores.base import Firing, Mark, Session, Settlement, Store, Submission
@@ -77,6 +77,13 @@ def shaky(number: int) -> int:
     killer.reach("in-task")
     if attempt == 1:
         raise ValueError("not yet")
+    return number
+
+
+@server.task(ack="early")
+def early(number: int) -> int:
+    note("early", number)
+    killer.reach("in-task")
     return number
 
 
@@ -318,6 +325,8 @@ class KillingSession(Session):
     def settle(
         self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()
     ) -> list[Verdict]:
+        if any(mark.state.state is State.STARTED for mark in marks):
+            killer.reach("before-start")
         if settlements:
             killer.reach("before-settle")
             killer.inside.step = "inside-settle"
@@ -327,6 +336,8 @@ class KillingSession(Session):
             killer.inside.step = ""
         if marks:
             killer.reach("after-mark")
+        if any(mark.state.state is State.STARTED for mark in marks):
+            killer.reach("after-start")
         if settlements:
             killer.reach("after-settle")
         return verdicts

@@ -235,6 +235,19 @@ ENDINGS = (
 )
 
 
+def differing() -> list[tuple[Ending, str]]:
+    """Return the rows, each by default and with the settings that change what follows."""
+    return [
+        (one, setting)
+        for one in ENDINGS
+        for setting in SETTINGS
+        if setting == "late"
+        or one.play == "return"
+        or one.state_with(setting) != one.state_with("late")
+        or one.letter_with(setting) != one.letter_with("late")
+    ]
+
+
 def table() -> str:
     """Return the table of the page."""
     settings = ('`ack="early"`', '`on_worker_lost="fail"`')

@@ -156,6 +156,59 @@ def survive_worker(
     check_states(survivor, sent.uuid, shape)
 
 
+#: What becomes of an early task whose worker dies there; None: it depends on the stores.
+EARLY_POINTS = {
+    "after-claim": State.SUCCESS,
+    "before-start": State.SUCCESS,
+    "after-start": State.FAILURE,
+    "in-task": State.FAILURE,
+    "before-settle": State.FAILURE,
+    "inside-settle": None,
+    "after-settle": State.SUCCESS,
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "point"),
+    [
+        (stores, point)
+        for stores in (
+            "sqlite",
+            "sqlite+sqlite",
+            "redis",
+            "cluster",
+            "amqp",
+            "mongodb",
+            "amqp+redis",
+        )
+        for point in EARLY_POINTS
+        if not point.startswith("inside") or stores in ("sqlite", "sqlite+sqlite", "amqp+redis")
+    ],
+    indirect=["stage"],
+)
+def test_early_task_of_a_killed_worker_is_called_at_most_once(
+    stage: Stage, survivor: Server, point: str
+) -> None:
+    task = crashing.early.signature(1).then(crashing.after.partial())
+    sent = survivor.send(task.catch(crashing.on_error.partial()))
+
+    first = stage.run("worker", point)
+    finish(survivor)
+
+    assert first.returncode == -9, first.stderr
+    calls, state = stage.calls(), sent.get_state()
+    assert state.state in (
+        (EARLY_POINTS[point],) if EARLY_POINTS[point] else (State.SUCCESS, State.FAILURE)
+    )
+    if state.state is State.SUCCESS:
+        assert (calls["early"], calls["on_error"]) == (1, 0)
+        assert calls["after"] >= 1  # late, and perhaps cut off
+    else:
+        assert state.error_type == "WorkerLost"
+        assert calls["early"] <= 1
+        assert (calls["on_error"], calls["after"]) == (1, 0)
+
+
 #: Writes to MongoDB that a worker makes for each of these shapes, and more.
 CERTAIN_WRITES = {"mongodb": 10, "mongodb+redis": 4, "amqp+mongodb": 2, "redis+mongodb": 4}
 

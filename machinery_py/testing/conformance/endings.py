@@ -114,6 +114,16 @@ class EndingConformance(TaskConformance):
         assert quiet.options(ignore_result=False).send().get(timeout=HANG) == 7
         assert quiet.send().get(timeout=HANG) is None
 
+    def test_early_task_is_retried_and_calls_back(self, app: App) -> None:
+        @app.server.task(ack="early", retries=2, backoff=[0.0])
+        def flaky() -> int:
+            if current_task().attempt < 3:
+                raise ValueError("not yet")
+            return current_task().attempt
+
+        result = (flaky.signature() | app.add.partial(4)).send()
+        assert result.get(timeout=HANG) == 7
+
 
 class LossConformance(QueueConformance):
     """Tasks that are not run again when their worker is lost, and time limits of one call."""
@@ -144,16 +154,6 @@ class LossConformance(QueueConformance):
             result: Any = task.send()
             assert result.get(timeout=HANG) == State.STARTED
             assert result.get_state().state is State.SUCCESS
-
-    def test_early_task_is_retried_and_calls_back(self, app: App) -> None:
-        @app.server.task(ack="early", retries=2, backoff=[0.0])
-        def flaky() -> int:
-            if current_task().attempt < 3:
-                raise ValueError("not yet")
-            return current_task().attempt
-
-        result = (flaky.signature() | app.add.partial(4)).send()
-        assert result.get(timeout=HANG) == 7
 
     @pytest.mark.parametrize("option", RUN_ONCE, ids=SHOWN)
     def test_begun_run_of_a_lost_worker_fails(self, idle: App, option: dict[str, Any]) -> None:
