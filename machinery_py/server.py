@@ -442,6 +442,7 @@ class Server:
         pool: str = "",
         max_tasks_per_child: int = 0,
         max_memory_per_child: int = 0,
+        autoscale: tuple[int, int] | None = None,
     ) -> Worker:
         """Return a worker in this process, not started yet: `worker.launch()`, or `with worker:`.
 
@@ -457,6 +458,7 @@ class Server:
             max_tasks_per_child: runs after which a task process is renewed; 0: any number. After
                 about as many runs in threads the worker itself ends in order.
             max_memory_per_child: bytes in memory after which it is renewed, or ends; 0: any.
+            autoscale: in place of `concurrency`, the least and the most tasks at a time.
         """
         return Worker(
             self.app,
@@ -468,6 +470,7 @@ class Server:
             pool=pool,
             max_tasks_per_child=max_tasks_per_child,
             max_memory_per_child=max_memory_per_child,
+            autoscale=autoscale,
             child_app=self._child_app,
             declared=self.declared if scheduler and not burst else None,
         )

@@ -18,6 +18,7 @@ _UNITS = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _UNITS |= {"d": 86_400.0, "w": 604_800.0}
 _BYTES = {"K": 2**10, "M": 2**20, "G": 2**30}
 _SIZE = re.compile(r"(\d{1,9})([KMG])B?")
+_SPAN = re.compile(r"(\d{1,6}),(\d{1,6})")
 _LENGTH = re.compile(r"(\d+(?:\.\d+)?)(ms|s|min|m|h|d|w|)")
 
 
@@ -50,6 +51,15 @@ def _size(text: str) -> int:
     if found is None or (size := int(found[1]) * _BYTES[found[2]]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no size (expected for instance 300M, 2G)")
     return size
+
+
+def _span(text: str) -> tuple[int, int]:
+    found = _SPAN.fullmatch(text.strip())
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no span (expected the least and the most tasks at a time, as 2,10)"
+        )
+    return int(found[1]), int(found[2])
 
 
 def _queues(text: str) -> tuple[str, ...] | dict[str, float]:
@@ -143,6 +153,12 @@ WORKER: Options = (
         "-c --concurrency",
         "tasks at a time in each process; default: the setting, else two for each processor",
         0,
+    ),
+    _option(
+        "--autoscale",
+        "tasks at a time in each process, as there is work: 2,10; in place of --concurrency",
+        type=_span,
+        metavar="MIN,MAX",
     ),
     _count("-p --processes", "worker processes; default: 1", 1, 1),
     _choice("--pool", "where tasks run that do not say; default: the setting, thread", *POOLS),

@@ -95,6 +95,7 @@ def _new_worker(server: Server, args: argparse.Namespace, pipe: ParentPipe) -> W
         burst=args.burst,
         shutdown_timeout=args.shutdown_timeout,
         scheduler=not args.no_scheduler,
+        autoscale=args.autoscale,
         pool=args.pool or "",
         max_tasks_per_child=args.max_tasks_per_child or 0,
         max_memory_per_child=args.max_memory_per_child or 0,
@@ -164,6 +165,8 @@ def banner(server: Server, one: Worker, processes: int) -> str:
     """Describe the worker: name, stores, queues, tasks."""
     config = server.config
     much = many(one.concurrency, "thread")
+    if one.autoscale is not None:
+        much = f"{one.autoscale[0]:,} to {many(one.autoscale[1], 'thread')}"
     if processes > 1:
         much = f"{many(processes, 'process', 'processes')} of {much}"
     broker = shown_url(config.broker, config.multiple_broker_separator)

@@ -6,6 +6,7 @@ with the first coroutine. A process task has a thread, too, which waits for its 
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import queue
@@ -65,6 +66,7 @@ class Executors:
         self._slots: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(concurrency):
             self._slots.put(None)
+        self._surplus = 0  # slots that are to vanish when they are given back
         # A token for each idle thread, as long as more threads may be made.
         self._idle: queue.SimpleQueue[None] = queue.SimpleQueue()
         # Without the threads that are stuck in a task whose time was up.
@@ -94,6 +96,33 @@ class Executors:
                 with self._lock:
                     self._start_thread()
         self._queue.put(execution)
+
+    def resize(self, concurrency: int) -> None:
+        """Run so many at a time from now on; what runs goes on. For the thread of `submit`.
+
+        Threads are made at once, so that all are there, and are kept when there are fewer slots.
+        """
+        with self._lock:
+            change, self.concurrency = concurrency - self.concurrency, concurrency
+            self._surplus -= change
+            while self._surplus < 0:
+                self._surplus += 1
+                self._slots.put(None)
+            while not self._is_full():
+                self._start_thread()
+            with contextlib.suppress(queue.Empty):
+                while self._surplus > 0:
+                    self._slots.get(block=False)
+                    self._surplus -= 1
+        self._processes.shrink(concurrency)
+
+    def _give_slot(self) -> None:
+        if self._surplus > 0:
+            with self._lock:
+                if self._surplus > 0:
+                    self._surplus -= 1
+                    return
+        self._slots.put(None)
 
     def running(self) -> list[Execution]:
         """Return the executions that run now."""
@@ -138,7 +167,7 @@ class Executors:
         if self._consumer.is_lost(execution.delivery) and execution.hand_back():
             self._on_done(execution)  # its new owner runs it
         if not execution.begin():  # handed back while it waited
-            self._slots.put(None)
+            self._give_slot()
             return True
         self._running[id(execution)] = execution
         self._consumer.run_begins(execution.delivery)
@@ -183,7 +212,7 @@ class Executors:
             with self._lock:  # do not interrupt it now: another thread may get its number
                 self._stuck.discard(threading.get_ident())
             return False
-        self._slots.put(None)
+        self._give_slot()
         self._report_done(execution)
         return True
 
@@ -212,7 +241,7 @@ class Executors:
         if execution.is_async:
             self.cancel(execution)
         else:
-            self._slots.put(None)
+            self._give_slot()
             self._idle.put(None)
         self._report_done(execution)
 
@@ -254,7 +283,7 @@ class Executors:
             finally:
                 self._tasks.pop(id(execution), None)
                 self._consumer.run_ends(execution.delivery)
-                self._slots.put(None)
+                self._give_slot()
                 if self._leave(execution):
                     self._report_done(execution)
 

@@ -162,6 +162,14 @@ class ProcessPool:
             process, number = found
             process.cancel(number, kill=execution.is_over)
 
+    def shrink(self, count: int) -> None:
+        """End idle processes, as long as there are more than so many."""
+        with self._lock:
+            extra = len(self._idle) + len(self._running) - count
+            while self._idle and extra > 0:
+                extra -= 1
+                self._end_soon(self._idle.pop(0))
+
     def close(self) -> None:
         """End all processes: those that are idle by themselves, the others by SIGKILL."""
         with self._lock:
@@ -240,11 +248,14 @@ class ProcessPool:
             if is_worn and self._spares:
                 self._idle.append(self._spares.pop(0))
             if not self._is_closed:
-                # Not here: the task's result must not wait for the end of its process.
-                self._ender = self._ender or _one_thread(f"{self._name}-ender")
-                self._ender.submit(_end, process)
+                self._end_soon(process)
                 return
         _end(process)
+
+    def _end_soon(self, process: TaskProcess) -> None:
+        """End it in another thread: no result must wait for that. The caller holds `_lock`."""
+        self._ender = self._ender or _one_thread(f"{self._name}-ender")
+        self._ender.submit(_end, process)
 
     def _warm_up(self) -> None:
         """Start a process that is to take the place of another."""

@@ -23,6 +23,7 @@ from machinery_py.revocation import revoked_among
 from machinery_py.stores.base import Session
 from machinery_py.texts import get_logger
 from machinery_py.threads import LoopThread
+from machinery_py.worker.autoscale import Autoscaler
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.hooks import WorkerHooks
@@ -101,6 +102,7 @@ class Receiver:
         reconnect: Reconnect,
         name: str,
         burst: bool = False,
+        autoscaler: Autoscaler | None = None,
     ) -> None:
         self._app = app
         self._hooks = hooks
@@ -119,6 +121,7 @@ class Receiver:
         self._reporting: Sequence[Execution] = ()
         self._suspects: list[Execution] = []  # held, and not submitted yet
         self._backoff = UnknownTaskBackoff()
+        self._autoscaler = autoscaler
         self._reconnect = reconnect
         self.connected = False
         self.received_at = time.monotonic()
@@ -192,6 +195,8 @@ class Receiver:
         while not self.loop.is_stopping():
             if self._suspects:
                 self._run_suspects()
+            if self._autoscaler is not None:
+                self._scale(self._autoscaler)
             free = self._free() if self._settler.healthy and not self._suspects else 0
             if free <= 0 or not self._may_consume():
                 self._wait_for_room()
@@ -201,13 +206,25 @@ class Receiver:
                 # The first claim does not wait: the worker is ready when it has returned.
                 timeout = self._patience() if self.connected else 0.0
                 order = self._order.draw(self._random) if self._order.weights else ()
-                self._accept_all(self._session.receive(free, timeout, order))
+                deliveries = self._session.receive(free, timeout, order)
+                if self._autoscaler is not None:
+                    self._autoscaler.last_claim_was_full = len(deliveries) >= free
+                self._accept_all(deliveries)
                 if not self._reconnect.is_there:
                     self._reconnect.succeeded()
                 self.connected, self.received_at = True, time.monotonic()
             except MachineryError as error:
                 self.connected = False
                 self.loop.pause(self._reconnect.failed(error))
+
+    def _scale(self, autoscaler: Autoscaler) -> None:
+        current, running = self._executors.concurrency, len(self._executors.running())
+        wanted = autoscaler.wanted(
+            time.monotonic(), current=current, running=running, waiting=len(self._held) - running
+        )
+        if wanted != current:
+            logger.info("from %d to %d tasks at a time", current, wanted)
+            self._executors.resize(wanted)
 
     def _may_consume(self) -> bool:
         if self._hooks.pre_consume is None:

@@ -20,7 +20,7 @@ from machinery_py.brokers.base import Fate
 from machinery_py.config.config import OPTIONS, Config
 from machinery_py.config.options import raise_all
 from machinery_py.connections import proc
-from machinery_py.errors import MachineryError
+from machinery_py.errors import ConfigError, MachineryError
 from machinery_py.events import WorkerHeartbeat, WorkerOffline, WorkerOnline
 from machinery_py.queues import QueueOrder, Queues, parse_queues
 from machinery_py.schedules.scheduler import Declared
@@ -28,6 +28,7 @@ from machinery_py.schedules.thread import SchedulerThread
 from machinery_py.stores.base import Session
 from machinery_py.tasks.signature import Signature
 from machinery_py.texts import get_logger
+from machinery_py.worker.autoscale import Autoscaler
 from machinery_py.worker.chords import settle_ready_groups
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
@@ -64,6 +65,7 @@ class Worker:
         max_tasks_per_child: runs after which a task process is renewed; 0: any number. After
             about as many runs in threads the worker itself ends in order.
         max_memory_per_child: bytes in memory after which it is renewed, or ends; 0: any.
+        autoscale: in place of `concurrency`, the least and the most tasks at a time.
         child_app: what task processes import.
         declared: the schedules that code declares; None: it runs no scheduler.
 
@@ -83,6 +85,7 @@ class Worker:
         pool: str = "",
         max_tasks_per_child: int = 0,
         max_memory_per_child: int = 0,
+        autoscale: tuple[int, int] | None = None,
         child_app: Callable[[], ChildApp] | None = None,
         declared: Declared | None = None,
     ) -> None:
@@ -90,8 +93,16 @@ class Worker:
         if shutdown_timeout is not None:
             given["shutdown_timeout"] = shutdown_timeout
         raise_all([text for key, value in given.items() if (text := OPTIONS[key].problem(value))])
+        if autoscale is not None and not 1 <= autoscale[0] <= autoscale[1]:
+            raise ConfigError(
+                f"autoscale: found {autoscale!r} (expected the least and the most tasks at a time, "
+                "as (2, 10))"
+            )
+        self.autoscale = autoscale
         self.app = app
         self.name = name or f"{hostname()}-{os.getpid()}"
+        if autoscale is not None:
+            concurrency = autoscale[0]
         self.concurrency = concurrency or app.config.concurrency or 2 * (os.cpu_count() or 1)
         self.order = QueueOrder.of(queues or _configured(app.config))
         self.queues = self.order.names
@@ -291,6 +302,7 @@ class Worker:
             reconnect=self._reconnect,
             name=self.name,
             burst=self.burst,
+            autoscaler=Autoscaler(*self.autoscale) if self.autoscale else None,
         )
         self._maintenance = Maintenance(
             app,

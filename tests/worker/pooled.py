@@ -142,3 +142,9 @@ def grow(size: int) -> int:
 
 
 _grown: list[bytes] = []
+
+
+@server.task(pool="process", time_limit=0.02, kill_after=0.0)
+def just_in_time(number: int) -> int:
+    time.sleep(0.02)
+    return number

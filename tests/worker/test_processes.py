@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from machinery_py import ConfigError, Server, State, TaskFailed
-from machinery_py.events import TaskRetried
+from machinery_py.events import TaskFailed as TaskFailedEvent
+from machinery_py.events import TaskRetried, TaskSucceeded
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.worker.worker import Worker
 from tests.cli.app import App, app_in_a_folder
@@ -179,6 +180,44 @@ def test_stopped_process_is_killed_at_its_limit(worker: Worker, tmp_path: Path) 
     os.kill(runs(tmp_path)[0], signal.SIGSTOP)
 
     assert result.get(HANG) == 2
+
+
+def test_time_that_is_up_at_the_moment_of_success_has_one_verdict(worker: Worker) -> None:
+    ends: list[TaskSucceeded | TaskFailedEvent] = []
+    unsubscribe = [
+        server.events.subscribe(TaskSucceeded, ends.append),
+        server.events.subscribe(TaskFailedEvent, ends.append),
+    ]
+
+    results = [pooled.just_in_time.send(number) for number in range(30)]
+    for number, result in enumerate(results):
+        wait_until(lambda result=result: result.is_finished(), HANG, "its end")
+        state = result.get_state()
+        if state.state is State.SUCCESS:
+            assert result.get(HANG) == number
+        else:
+            assert state.error.startswith("ran longer than its time limit of 0.02 s")
+    wait_until(lambda: len(ends) == len(results), HANG, "the events")
+
+    for end in unsubscribe:
+        end()
+    assert {one.signature.uuid for one in ends} == {result.uuid for result in results}
+    pooled.where.send().get(HANG)
+
+
+def test_processes_beyond_the_concurrency_end(tmp_path: Path) -> None:
+    with server.new_worker("w", 2) as worker:
+        both = [pooled.until_cancelled.send(str(tmp_path)) for _ in range(2)]
+        wait_until(lambda: len(runs(tmp_path)) == 2, HANG, "both")
+        server.revoke([one.uuid for one in both])
+        for one in both:
+            one.get(HANG)
+        assert len(children()) == 2
+
+        worker._executors.resize(1)
+
+        wait_until(lambda: len(children()) == 1, HANG, "one process")
+        assert pooled.where.send().get(HANG) in children()
 
 
 def test_unfinished_task_is_handed_back_and_its_process_killed(tmp_path: Path) -> None:
