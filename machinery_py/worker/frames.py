@@ -10,7 +10,6 @@ A frame is four bytes of length and one record in MessagePack. A partial frame i
 from __future__ import annotations
 
 import array
-import contextlib
 import os
 import select
 import time
@@ -20,10 +19,6 @@ import msgspec
 
 from machinery_py.connections import descriptors
 from machinery_py.registry.outcomes import Outcome
-
-with contextlib.suppress(ImportError):  # Windows has no task processes
-    import fcntl
-    import termios
 
 M = TypeVar("M")
 
@@ -138,6 +133,9 @@ class FrameWriter:
 
     def is_unread(self) -> bool:
         """Return whether something of what was written has not been read, or never will be."""
+        import fcntl  # Windows, which has neither, has no task processes
+        import termios
+
         left = array.array("i", [0])
         try:
             fcntl.ioctl(self.number, termios.FIONREAD, left)
