@@ -17,7 +17,16 @@ from machinery_py.cli.processes import die_with_parent
 from machinery_py.connections import forks
 from machinery_py.errors import MachineryError
 from machinery_py.worker.child import JobLoop
-from machinery_py.worker.frames import Broken, FrameReader, FrameWriter, Job, Order, Ready, Setup
+from machinery_py.worker.frames import (
+    Broken,
+    FrameReader,
+    FrameWriter,
+    Job,
+    Order,
+    PipeEnd,
+    Ready,
+    Setup,
+)
 
 
 def main(option: str) -> int:
@@ -53,4 +62,7 @@ def main(option: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    try:
+        sys.exit(main(sys.argv[1]))
+    except PipeEnd:  # the worker is gone
+        sys.exit(1)

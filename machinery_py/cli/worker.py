@@ -164,9 +164,10 @@ class Readiness:
 def banner(server: Server, one: Worker, processes: int) -> str:
     """Describe the worker: name, stores, queues, tasks."""
     config = server.config
-    much = many(one.concurrency, "thread")
+    words = ("thread",) if one.pool == "thread" else ("task process", "task processes")
+    much = many(one.concurrency, *words)
     if one.autoscale is not None:
-        much = f"{one.autoscale[0]:,} to {many(one.autoscale[1], 'thread')}"
+        much = f"{one.autoscale[0]:,} to {many(one.autoscale[1], *words)}"
     if processes > 1:
         much = f"{many(processes, 'process', 'processes')} of {much}"
     broker = shown_url(config.broker, config.multiple_broker_separator)

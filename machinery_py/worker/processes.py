@@ -272,8 +272,8 @@ class ProcessPool:
 
     def _start(self) -> TaskProcess:
         """Start a process in the starter's thread, without waiting until it is ready."""
-        if not hasattr(os, "waitid"):
-            raise ConfigError('pool="process" is not possible on this platform (it needs POSIX)')
+        if sys.platform == "win32":
+            raise ConfigError('pool="process" is not possible on Windows (use pool="thread")')
         if self._child_app is None:
             raise ConfigError('pool="process": this worker has no app to start processes with')
         app = self._child_app()

@@ -243,13 +243,18 @@ class TaskProcess:
     def _has_ended_by(self, deadline: float) -> bool:
         """Wait for its end without reaping it. False: it did not end."""
         try:
-            while os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+            while not self._is_over():
                 if time.monotonic() >= deadline:
                     return False
                 time.sleep(INTERVAL)
         except ChildProcessError:
             pass  # a task has waited for it
         return True
+
+    def _is_over(self) -> bool:
+        if hasattr(os, "waitid"):
+            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+        return self._process.poll() is not None  # macOS before Python 3.13; it is reaped here
 
 
 def how_it_ended(code: int) -> str:

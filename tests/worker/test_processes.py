@@ -299,7 +299,8 @@ def hold() -> None:
 
 def test_processes_end_with_a_worker_that_is_killed(app: App) -> None:
     app.write("tasks.py", APP)
-    worker = app.worker("--pool", "process", "-c", "1")
+    worker = app.worker("--pool", "process", "-c", "1", "--shutdown-timeout", "0")
+    assert "· 1 task process\n" in worker.out
     app.run("send", "tasks", "hold")
     wait_until((app.folder / "pid").exists, HANG, "the start")
     wait_until((app.folder / "pid").read_text, HANG, "its number")
