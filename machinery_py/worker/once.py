@@ -11,7 +11,9 @@ and gets its final state. What keeps it from a second run is its own state.
     before that commit      runs elsewhere      FAILURE, if it left a strike; else runs again
     after it                FAILURE             FAILURE
 
-If the commit fails, or is found to be another worker's, nothing is called: the message goes back.
+The call follows only if the state is then this run's, and the delivery is still held, in this
+order: whoever gets the message later reads STARTED. Else, or if the commit fails, nothing is
+called, and the message goes back.
 
 Limits: where no states are kept (the null backend), an early task's message is ended before the
 call instead, and nobody is told of a lost run; `on_worker_lost="fail"` sees strikes alone.
@@ -47,7 +49,9 @@ def begin_once(execution: Execution) -> bool:
     try:
         if app.store.backend.features.keeps:
             session.settle((), [mark])
-            has_begun = _is_mine(_state_of(execution), execution)
+            # Either alone is not enough: RabbitMQ learns of a loss late, MongoDB marks unfenced.
+            is_mine = _is_mine(_state_of(execution), execution)
+            has_begun = is_mine and session.consumer.holds([execution.delivery]) == [True]
         else:
             has_begun = execution.acked = session.settle([execution.end_of_delivery()]) == [SETTLED]
     except MachineryError as error:

@@ -248,7 +248,12 @@ def stubborn(url: str, *, again: bool = False) -> None:
     raise Retry(delay=dt.timedelta(hours=1), args=(url,), kwargs={"again": True}, retries=20)
 
 
-flaky.options(retries=10).send()
+@server.task(ack="early", on_failure="dead_letter", on_worker_lost="fail")
+def debit(order: int) -> None: ...
+
+
+debit.options(time_limit=None, ignore_result=True).send(7)
+flaky.options(retries=10, time_limit=30, kill_after=5).send()
 stubborn.options(retries=None).send("https://example.com")
 
 

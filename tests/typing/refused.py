@@ -82,6 +82,9 @@ server.task(retrys=3)  # refused
 server.task(backoff=5)  # refused
 server.task(retry_on="ConnectionError")  # refused
 server.task(unique=5)  # refused
+server.task(ack="soon")  # refused
+server.task(on_failure="retry")  # refused
+add.options(ack="early")  # refused
 server.task(unique_until="end")  # refused
 server.task(exclusive="maybe")  # refused
 add.options(unique="k", on_duplicate="drop")  # refused

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from machinery_py import Config, Server, State
-from machinery_py.brokers.base import Disposal, Fate
-from machinery_py.stores.base import Session
+from machinery_py.backends.base import Change, Verdict
+from machinery_py.brokers.base import Delivery, Disposal, Fate
+from machinery_py.stores.base import Mark, Session, Settlement
 from machinery_py.testing.flaky import FlakyBackend, FlakyStore
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.worker.execution import Execution
@@ -98,6 +99,41 @@ def test_early_task_that_another_worker_has_begun_is_not_called(once: Once) -> N
     assert fate(first) is Fate.BACK
     once.settle(second)
     assert once.result.get_state().worker == "two"
+
+
+class LateSession(Session):
+    """A session whose marks are written however much later, without a look at who holds what."""
+
+    def __init__(self, once: Once, meanwhile: Callable[[], None]) -> None:
+        super().__init__(once.session.consumer)
+        self.once = once
+        self.meanwhile = meanwhile
+
+    def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
+        return self.once.session.receive(limit, timeout, order)
+
+    def settle(
+        self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()
+    ) -> list[Verdict]:
+        self.meanwhile()
+        states = [mark.state for mark in marks]
+        self.once.server.backend.apply([Change(key=states[0].task_uuid, states=states)])
+        return []
+
+
+def test_late_start_of_a_lost_delivery_is_not_called(once: Once) -> None:
+    first = once.claim("one")
+
+    def lose() -> None:
+        once.session.consumer.dispose([Disposal(delivery=first.delivery, fate=Fate.BACK)])
+        run(once.claim("two"))
+
+    first.session = LateSession(once, lose)
+    run(first)
+
+    assert once.result.get_state().worker == "one"  # so it was written last
+    assert once.calls == [1]
+    assert fate(first) is Fate.BACK
 
 
 def test_redelivery_waits_while_its_state_cannot_be_read(once: Once) -> None:
