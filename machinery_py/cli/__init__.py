@@ -5,7 +5,7 @@ commands        the commands with their words, options and examples; options: th
 apps            import of the user's Server
 worker          machinery worker: the banner, one worker, its end
 processes       child processes, and the pipe that tells them to stop
-supervisor      -p: several worker processes, started again when they die
+supervisor      the worker processes, started again when they die
 reload          --reload: the worker starts again when a file changes
 watchdog        ends a worker whose descriptors a task has closed
 orphans         ends the processes that tasks have started

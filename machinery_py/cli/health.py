@@ -2,6 +2,9 @@
 
     $TMPDIR/machinery-<uid>/<app>/<pid>.json    written anew every BEAT, removed at the end
 
+While a task holds the interpreter of a worker process, its supervisor writes the file: that worker
+is alive, stalled, and not ready.
+
 The folders are this user's alone; <app> is a hash of the app's name and the working directory. A
 file that the user has named may be in a folder of everybody: it is made anew and moved into its
 place each time, with mode 0600, and neither side follows a link.
@@ -23,7 +26,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -103,15 +106,23 @@ class Pulse:
 
     Args:
         is_ready: whether the broker answers.
+        tell: is told that at each beat.
     """
 
     def __init__(
-        self, place: HeartbeatPlace, *, label: str, worker: str, is_ready: Callable[[], bool]
+        self,
+        place: HeartbeatPlace,
+        *,
+        label: str,
+        worker: str,
+        is_ready: Callable[[], bool],
+        tell: Callable[[bool], object],
     ) -> None:
         self._place = place
         self._path = place.path(label, os.getpid())
         self._worker = worker
         self._is_ready = is_ready
+        self._tell = tell
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="machinery-heartbeat", daemon=True)
         self._has_failed = False
@@ -139,9 +150,11 @@ class Pulse:
 
     def _beat(self) -> None:
         pid = os.getpid()
-        beat = {"worker": self._worker, "pid": pid, "started": started_at(pid)}
+        is_ready = self._is_ready()
+        self._tell(is_ready)
+        beat = {"worker": self._worker, "pid": pid, "started": started_at(pid), "ready": is_ready}
         try:
-            self._write(json.dumps({**beat, "ready": self._is_ready()}))
+            _write(self._place, self._path, beat)
             self._has_failed = False
         except OSError as error:
             if not self._has_failed:
@@ -149,25 +162,35 @@ class Pulse:
                 logger.warning("heartbeat file %r cannot be written: %s", self._path, why)
             self._has_failed = True
 
-    def _write(self, content: str) -> None:
-        if not self._place.file:
-            for folder in (_base(), self._place.folder):
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(folder, 0o700)
-                if not is_private(folder):
-                    raise PermissionError(1, f"folder {folder!r} is not this user's alone")
-        # Written beside it and moved, so that a probe never reads half of it; under a name that
-        # nobody can foresee and put a link at.
-        draft = f"{self._path}.{secrets.token_hex(8)}.draft"
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(content)
-            os.replace(draft, self._path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(draft)
-            raise
+
+def _write(place: HeartbeatPlace, path: str, beat: dict[str, Any]) -> None:
+    if not place.file:
+        for folder in (_base(), place.folder):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, 0o700)
+            if not is_private(folder):
+                raise PermissionError(1, f"folder {folder!r} is not this user's alone")
+    # Written beside it and moved, so that a probe never reads half of it; under a name that nobody
+    # can foresee and put a link at.
+    draft = f"{path}.{secrets.token_hex(8)}.draft"
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            json.dump(beat, file)
+        os.replace(draft, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(draft)
+        raise
+
+
+def beat_for(place: HeartbeatPlace, *, label: str, pid: int) -> None:
+    """Write the heartbeat of a process that lives and is stalled, if it has written one before."""
+    path = place.path(label, pid)
+    with contextlib.suppress(OSError, ValueError):
+        with open(os.open(path, _UNFOLLOWED), encoding="utf-8") as file:
+            beat = json.load(file)
+        _write(place, path, {**beat, "ready": False, "stalled": True})
 
 
 def forget(place: HeartbeatPlace, *, label: str, pid: int) -> None:
@@ -185,9 +208,9 @@ def clear(place: HeartbeatPlace) -> None:
 
 
 def started_at(pid: int) -> str:
-    """Return the start of a process in the system's unit; "" if there is none or it is unknown."""
+    """Return the start of a process in the system's unit; "" if it has ended or is unknown."""
     fields = proc.stat(pid)
-    return fields[proc.STARTED] if fields else ""
+    return fields[proc.STARTED] if fields and fields[proc.STATE] not in "ZX" else ""
 
 
 # Reading
@@ -201,6 +224,7 @@ class Beat:
     pid: int
     age: float
     ready: bool
+    stalled: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,12 +243,10 @@ class Beats:
         return self.is_live and all(beat.ready for beat in self.found)
 
 
-def read_beats(
-    place: HeartbeatPlace, *, max_age: float = MAX_AGE, pids: Collection[int] | None = None
-) -> Beats:
-    """Read the heartbeats, without those of killed workers; with `pids` only of these processes."""
+def read_beats(place: HeartbeatPlace, *, max_age: float = MAX_AGE) -> Beats:
+    """Read the heartbeats, without those of killed workers."""
     found = [_read(path, same_machine=not place.file) for path in place.files()]
-    return Beats(tuple(one for one in found if one and (pids is None or one.pid in pids)), max_age)
+    return Beats(tuple(one for one in found if one), max_age)
 
 
 def _read(path: str, *, same_machine: bool) -> Beat | None:
@@ -235,7 +257,13 @@ def _read(path: str, *, same_machine: bool) -> Beat | None:
                 return None
             content: dict[str, Any] = json.load(file)
             age = time.time() - found.st_mtime
-        beat = Beat(str(content["worker"]), int(content["pid"]), abs(age), content["ready"] is True)
+        beat = Beat(
+            worker=str(content["worker"]),
+            pid=int(content["pid"]),
+            age=abs(age),
+            ready=content["ready"] is True,
+            stalled=content.get("stalled") is True,
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
     # A file that was named may be read from another container, where process numbers mean something
@@ -260,7 +288,7 @@ def health(args: argparse.Namespace) -> int:
     workers = [asdict(beat) for beat in beats.found]
     lines = [
         f"worker {beat.worker} (pid {beat.pid}): last beat {length(beat.age)} ago, "
-        f"{'' if beat.ready else 'not '}ready"
+        f"{'' if beat.ready else 'not '}ready" + (" (stalled)" if beat.stalled else "")
         for beat in beats.found
     ]
     if lines or args.json:

@@ -13,6 +13,7 @@ from machinery_py.queues import parse_queues
 LONGEST = 36_500 * 86_400.0  # seconds; longer times overflow the clocks of some stores
 POOLS = ("thread", "process")  # as in config.py, which takes long to import
 MOST = 1_000_000_000  # of anything
+SHORTEST_STALL = 5.0  # seconds; as in config/options.py
 
 _UNITS = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _UNITS |= {"d": 86_400.0, "w": 604_800.0}
@@ -32,6 +33,15 @@ def seconds(text: str) -> float:
     length = float(found[1]) * _UNITS[found[2]]
     if length > LONGEST:
         raise argparse.ArgumentTypeError(f"{text!r} is too long (expected at most 36500d)")
+    return length
+
+
+def _stall_timeout(text: str) -> float:
+    length = seconds(text)
+    if length < SHORTEST_STALL:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is too short (expected at least {SHORTEST_STALL:g}s)"
+        )
     return length
 
 
@@ -183,6 +193,12 @@ WORKER: Options = (
     _time(
         "--shutdown-timeout",
         "how long running tasks may go on at the end; default: the setting, 30 s",
+    ),
+    _option(
+        "--stall-timeout",
+        "kill a process that gives no sign of life for this long; default: the setting, 10 minutes",
+        type=_stall_timeout,
+        metavar="TIME",
     ),
     _choice("--log-level", "default: info", "debug", "info", "warning", "error", default="info"),
     _choice("--log-format", "default: text", "text", "json", default="text"),

@@ -2,13 +2,14 @@
 
     the worker ends in order    it ends all processes below it that are younger than its first task
                                 (Linux)
-    it is killed, under `-p`    the supervisor ends its process group; each `-p` process leads one
-    it is killed, without `-p`  the kernel kills forked children, as the lifeline is cut (Linux)
+    it is killed                the supervisor ends its process group, which it leads unless it is
+                                the only one of a terminal
+    all are killed              the kernel kills forked children, as the lifeline is cut (Linux)
 
-Limits: a process that has left on purpose is not found: without `-p` one whose parent has ended (a
-double fork), with `-p` one in a session or group of its own (`setsid`) when the worker is killed.
-Nor is, without `-p`, what a killed worker had executed (subprocess, spawn, forkserver); a service
-manager ends those with the service.
+Limits: a process that has left on purpose is not found: one in a session or group of its own
+(`setsid`) when the worker is killed; without a group, or when all are killed, one whose parent has
+ended (a double fork), and what was executed (subprocess, spawn, forkserver). A service manager ends
+those with the service.
 """
 
 from __future__ import annotations

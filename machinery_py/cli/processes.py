@@ -2,9 +2,11 @@
 
     parent → child    "q": end when the running tasks are done; "a": end now;
                       end of file: the parent is gone, so "q"
-    child → parent    lines: "ready 30.0" (its shutdown timeout), before its first claim; "beat",
-                      every BEAT; "over": it ends by itself, and the exit code is its own; "worn":
-                      the same, to be renewed. Without one of these a task has ended it
+    child → parent    lines: "ready 30.0 600.0" (shutdown and stall timeout), before its first
+                      claim; "keep …", "drop …" and "beat", for the keeper (worker/keeper.py);
+                      "answering 1" or 0: whether its broker does; "over": it ends by itself, and
+                      the exit code is its own; "worn": the same, to be renewed. Without one of
+                      these a task has ended it
 
 Signals count in the outermost process alone: the first is "q", the second "a". In a child any
 number of them is one "q", because Ctrl+C goes to all processes of a terminal, and service managers
@@ -13,6 +15,7 @@ signal all of a service, beside what the parent passes on.
 
 from __future__ import annotations
 
+import argparse
 import os
 import selectors
 import signal
@@ -23,7 +26,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
 
-from machinery_py.connections import descriptors, forks, proc
+from machinery_py.connections import descriptors, forks
 from machinery_py.connections.lines import LineReader, LineWriter
 from machinery_py.texts import get_logger
 
@@ -31,9 +34,8 @@ logger = get_logger(__name__)
 
 RUN, STOP, STOP_NOW = 0, 1, 2
 
-BEAT = 2.5  # seconds between two beats
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STACKS = getattr(signal, "SIGUSR1", signal.SIGTERM)  # a worker writes the stacks of its threads
 _ORDERS = {STOP: b"q", STOP_NOW: b"a"}
 _LEVELS = {ord("q"): STOP, ord("a"): STOP_NOW}
 
@@ -91,14 +93,6 @@ class Child:
         """Return its exit code, negative for a signal; None while it runs."""
         return self.process.poll()
 
-    def used(self) -> float | None:
-        """Return the seconds of processor that it has used; None if unknown or if it is stopped."""
-        fields = proc.stat(self.pid)
-        if not fields or fields[proc.STATE] in "Tt":  # SIGSTOP, or a debugger
-            return None
-        ticks = int(fields[proc.USER_TIME]) + int(fields[proc.SYSTEM_TIME])
-        return ticks / os.sysconf("SC_CLK_TCK")
-
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -119,6 +113,11 @@ def readable(descriptors: Sequence[int], timeout: float | None = None) -> set[in
         for one in descriptors:
             selector.register(one, selectors.EVENT_READ)
         return {key.fd for key, _ in selector.select(timeout)}
+
+
+def label_of(args: argparse.Namespace, number: str) -> str:
+    """Return what tells this worker process from others of its command; "" if it is the only."""
+    return number if args.processes > 1 else ""
 
 
 def how_it_ended(code: int) -> str:
@@ -151,7 +150,7 @@ class ParentPipe:
 
     @property
     def is_numbered(self) -> bool:
-        """Whether it is one of several workers, below a supervisor."""
+        """Whether it is a worker process, below a supervisor."""
         return self.label.isdigit()
 
     def tell(self, line: str, *, can_be_dropped: bool = False) -> bool:

@@ -1,14 +1,16 @@
-"""`-p N`: worker processes, started again when they die. The supervisor imports no user code.
+"""Supervisor of worker processes, which starts them again. It imports no user code.
 
 A process reports when it is ready, before it claims its first task, and when it ends by itself. If
 it dies in between, a task has ended it, and the exit code is the task's: it is replaced at once, so
 that poison costs the good tasks no pause. A process that does not become ready, or ends by itself,
 is replaced after pauses that double up to LONGEST_PAUSE. The others take over what a dead process
-ran: their maintenance finds dead workers. A process that cannot start at all (exit code 2 or 3)
-ends everything.
+ran: their maintenance finds dead workers. A process that cannot start at all, or says itself that
+it cannot go on (exit code 2 or 3), ends everything.
 
-A ready process beats. A silent one is killed and replaced, unless it computes: a task may hold the
-interpreter for as long as it does that.
+A ready process gives signs of life. While a task holds its interpreter there are none: the process
+is *stalled*, and lives. Its keeper (worker/keeper.py), a thread here, beats for its sessions, and
+its heartbeat file says so. After `stall_timeout` it writes the stacks of its threads (SIGUSR1),
+and STACKS_TIME later it is killed and replaced.
 """
 
 from __future__ import annotations
@@ -26,15 +28,18 @@ from machinery_py.cli import health, orphans
 from machinery_py.cli.output import READY, say
 from machinery_py.cli.processes import (
     RUN,
+    STACKS,
     STOP,
     STOP_NOW,
     Child,
     Orders,
     ParentPipe,
     how_it_ended,
+    label_of,
     readable,
 )
 from machinery_py.texts import get_logger
+from machinery_py.worker.keeper import DOUBTFUL, Keeper
 
 logger = get_logger(__name__)
 
@@ -43,9 +48,7 @@ LONGEST_PAUSE = 30.0  # seconds
 SHORTEST_LIFE = 0.5  # seconds, at least, between two starts in one slot
 HEALTHY = 60.0  # seconds of life after which a failure is the first one again
 PATIENCE = 5.0  # seconds beyond the shutdown timeout until a process that does not end is killed
-SILENCE = 60.0  # seconds without a beat until a process that does not compute is killed
-COMPUTES = 0.05  # of the processor; threads that only wait for the interpreter use less
-LONGEST_STEP = 2.0  # seconds; a longer time between two checks means that we were stopped ourselves
+STACKS_TIME = 1.0  # seconds that a silent process has to write its stacks
 DEFAULT_GRACE = 30.0  # seconds; until a process has reported its shutdown timeout
 CANNOT_START = (2, 3)
 
@@ -66,32 +69,19 @@ class _Slot:
         self.is_over = False  # it has reported that it ends by itself
         self.is_worn = False  # it has reported that it is to be renewed
         self.is_killed = False
-        self.checked_at = 0.0
-        self.silence = 0.0  # seconds without a beat
-        self.used: float | None = None  # seconds of processor, at the last beat
+        self.is_answering = False  # its broker
+        self.beat_at = 0.0  # of the next heartbeat that is written for it
+        self.kill_at: float | None = None  # it has been asked for its stacks
 
-    def start(self, words: list[str], pass_on: list[int]) -> None:
-        self.child = Child(words, label=str(self.number), pass_on=pass_on)
+    def start(self, words: list[str], pass_on: list[int], *, is_at_terminal: bool) -> None:
+        self.child = Child(
+            words, label=str(self.number), pass_on=pass_on, is_at_terminal=is_at_terminal
+        )
         self.started_at = time.monotonic()
         self.start_at = None
-        self.is_ready = self.is_over = self.is_worn = self.is_killed = False
-
-    def end_silence(self, child: Child) -> None:
-        self.silence = 0.0
-        self.used = child.used()
-
-    def is_silent(self, child: Child) -> bool:
-        """Whether it must be killed: it was ready, and has not beaten or computed for SILENCE."""
-        now = time.monotonic()
-        passed, self.checked_at = min(now - self.checked_at, LONGEST_STEP), now
-        if not self.is_ready or self.is_over:
-            return False
-        self.silence += passed
-        if self.silence >= SILENCE / 6:
-            used = child.used()
-            if used is None or self.used is None or used - self.used >= COMPUTES * self.silence:
-                self.end_silence(child)
-        return self.silence >= SILENCE
+        self.is_ready = self.is_over = self.is_worn = False
+        self.is_killed = self.is_answering = False
+        self.kill_at = None
 
     def start_again(self) -> float:
         """Plan the next start, and return the seconds until then."""
@@ -111,7 +101,7 @@ def pause_after(failures: int) -> float:
 
 
 class Supervisor:
-    """The parent of the N processes; runs in the main thread."""
+    """The parent of the processes; runs in the main thread."""
 
     def __init__(self, args: argparse.Namespace, pipe: ParentPipe) -> None:
         self._args = args
@@ -120,11 +110,14 @@ class Supervisor:
         self._slots = [_Slot(number) for number in range(1, args.processes + 1)]
         timeout: float | None = args.shutdown_timeout
         self._grace = DEFAULT_GRACE if timeout is None else timeout
+        self._stall_timeout: float = args.stall_timeout or math.inf  # until one has reported it
+        self._keeper = Keeper(patience=math.inf)  # a process that is silent for too long is killed
         self._groups: list[orphans.ProcessGroup] = []  # of those that have ended
         self._level = RUN
         self._kill_at: float | None = None
         self._code = 0
         self._is_ready = False
+        self._orders = Orders(pipe)
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -134,8 +127,9 @@ class Supervisor:
         previous = signal.getsignal(signal.SIGCHLD)
         signal.signal(signal.SIGCHLD, self._on_child)
         try:
-            Orders(self._pipe).follow(self._on_order)
+            self._orders.follow(self._on_order)
             health.clear(self._place)
+            self._keeper.loop.start()
             host, port = self._args.health_host, self._args.health_port
             with ExitStack() as stack:
                 if port is not None:
@@ -145,6 +139,7 @@ class Supervisor:
                     self._check()
             return self._code
         finally:
+            self._keeper.loop.stop()
             for _, child in self._running():
                 child.kill()
             signal.signal(signal.SIGCHLD, previous)
@@ -164,6 +159,9 @@ class Supervisor:
 
     def _wait(self) -> None:
         moments = [slot.start_at for slot in self._slots if slot.start_at is not None]
+        moments += [
+            slot.kill_at for slot, _ in self._running() if slot.kill_at and not slot.is_killed
+        ]
         if self._kill_at is not None and not all(slot.is_killed for slot, _ in self._running()):
             moments.append(self._kill_at)
         now = time.monotonic()
@@ -190,7 +188,11 @@ class Supervisor:
             if slot.start_at is not None and slot.start_at <= now:
                 is_first = slot.number == 1 and not slot.started_at
                 words = args.argv if is_first else ["--no-banner", *args.argv]
-                slot.start(words, [] if args.reloaded is None else [args.reloaded])
+                slot.start(
+                    words,
+                    [] if args.reloaded is None else [args.reloaded],
+                    is_at_terminal=args.processes == 1 and os.isatty(0),
+                )
         return any(slot.start_at is not None for slot in self._slots)
 
     # Checking
@@ -205,11 +207,12 @@ class Supervisor:
             if code is not None:
                 child.close()
                 slot.child = None
+                self._keeper.forget(child.pid)
                 self._groups.append(orphans.ProcessGroup(child.pid))
-                health.forget(self._place, label=str(slot.number), pid=child.pid)
+                health.forget(self._place, label=self._label(slot), pid=child.pid)
                 self._has_ended(slot, child.pid, code)
-            elif slot.is_silent(child):
-                _kill(slot, child, f"has been silent for {SILENCE:g} s")
+            elif slot.is_ready and not slot.is_over and not self._level:
+                self._check_silence(slot, child)
         self._groups = [group for group in self._groups if not group.is_over]
         if not self._is_ready and all(slot.has_been_ready for slot in self._slots):
             self._is_ready = True
@@ -217,25 +220,51 @@ class Supervisor:
             if not self._args.no_banner:
                 say(self._args, READY)
 
+    def _label(self, slot: _Slot) -> str:
+        return label_of(self._args, str(slot.number))
+
+    def _check_silence(self, slot: _Slot, child: Child) -> None:
+        silence, now = self._keeper.silence(child.pid), time.monotonic()
+        if silence >= DOUBTFUL and now >= slot.beat_at:
+            slot.beat_at = now + health.BEAT
+            slot.is_answering = False
+            health.beat_for(self._place, label=self._label(slot), pid=child.pid)
+        why = f"has given no sign of life for {self._stall_timeout:g} s"
+        if silence < self._stall_timeout:
+            slot.kill_at = None
+        elif slot.kill_at is None:
+            logger.error("%s %s; its threads:", _which(slot, child.pid), why)
+            child.process.send_signal(STACKS)
+            slot.kill_at = now + STACKS_TIME
+        elif now >= slot.kill_at:
+            _kill(slot, child, why)
+
     def _read_news(self, slot: _Slot, child: Child) -> None:
         for line in child.read_news():
+            self._keeper.hear(child.pid, line)
             word, _, value = line.partition(" ")
-            slot.end_silence(child)
             if word == "ready":
                 slot.is_ready = slot.has_been_ready = True
+                grace, stall_timeout = map(float, value.split())
                 if self._args.shutdown_timeout is None:
-                    self._grace = float(value)
+                    self._grace = grace
+                self._stall_timeout = self._args.stall_timeout or stall_timeout
+                at_most = f" (at most {self._grace:g} s; once more to stop now)"
+                self._orders.follow(self._on_order, grace=at_most)
+            elif word == "answering":
+                slot.is_answering = value == "1"
             elif word in ("over", "worn"):
                 slot.is_over = True
                 slot.is_worn = word == "worn"
 
     def _has_ended(self, slot: _Slot, pid: int, code: int) -> None:
-        which, how = f"worker process {slot.number} (pid {pid})", how_it_ended(code)
+        which, how = _which(slot, pid), how_it_ended(code)
         if self._level or (self._args.burst and slot.is_over and code == 0):
             logger.debug("%s has ended: %s", which, how)
             return
-        if code in CANNOT_START and not slot.has_been_ready:
-            logger.error("%s cannot start: %s; ending", which, how)
+        if code in CANNOT_START and (slot.is_over or not slot.has_been_ready):
+            what = "cannot go on" if slot.has_been_ready else "cannot start"
+            logger.error("%s %s: %s; ending", which, what, how)
             self._code = self._code or code
             self._on_order(STOP)
             return
@@ -272,18 +301,20 @@ class Supervisor:
         return self._level > RUN or bool(self._running())
 
     def _is_answering(self) -> bool:
-        pids = {child.pid for _, child in self._running()}
-        return bool(pids) and health.read_beats(self._place, pids=pids).is_ready
+        return all(slot.child is not None and slot.is_answering for slot in self._slots)
+
+
+def _which(slot: _Slot, pid: int) -> str:
+    return f"worker process {slot.number} (pid {pid})"
 
 
 def _kill(slot: _Slot, child: Child, why: str) -> None:
     if not slot.is_killed:
         slot.is_killed = True
-        which = f"worker process {slot.number} (pid {child.pid})"
-        logger.error("%s %s: killing it; its tasks will run again", which, why)
+        logger.error("%s %s: killing it; its tasks will run again", _which(slot, child.pid), why)
         child.process.kill()
 
 
 def run(args: argparse.Namespace, pipe: ParentPipe) -> int:
-    """Run `machinery worker -p N`."""
+    """Run `machinery worker`."""
     return Supervisor(args, pipe).run()

@@ -3,19 +3,16 @@
 After `os.closerange` in a task all looks well: heartbeats go out, and threads wait on numbers that
 mean nothing any more, or mean another file by now, which they would write into. Such a process
 cannot be trusted with anything, so it ends at once. Its tasks run again, each with a strike, also
-one whose function has returned: it could be the one that closes descriptors every time. Below a
-supervisor the watchdog also sends a beat every BEAT: threads of this process still run.
+one whose function has returned: it could be the one that closes descriptors every time.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from machinery_py.cli.processes import BEAT, ParentPipe
 from machinery_py.connections import descriptors
 from machinery_py.texts import get_logger
 
@@ -31,13 +28,13 @@ HIGH = 100  # the least number of the copy of stderr; whoever closes the low one
 class Watchdog:
     """A thread that checks. Before the end it calls `blame`, for at most PATIENCE."""
 
-    def __init__(self, pipe: ParentPipe, blame: Callable[[], object]) -> None:
-        self._pipe = pipe
+    def __init__(self, stderr: int, blame: Callable[[], object]) -> None:
+        """`stderr`: what `copy_of_stderr` has returned."""
         self._blame = blame
         self._stop = threading.Event()
         self._ending = threading.Lock()  # never given back
         self._thread = threading.Thread(target=self._work, name="machinery-watchdog", daemon=True)
-        self._stderr = _copy_of_stderr()
+        self._stderr = stderr
 
     def __enter__(self) -> Watchdog:
         self._thread.start()
@@ -48,12 +45,8 @@ class Watchdog:
         self._thread.join(timeout=INTERVAL)
 
     def _work(self) -> None:
-        beat_at = 0.0
         while not self._stop.wait(INTERVAL):
             self.check()
-            if time.monotonic() >= beat_at:
-                beat_at = time.monotonic() + BEAT
-                self._pipe.tell("beat")
 
     def check(self) -> None:
         """End the process if descriptors are broken. May be called from any thread."""
@@ -76,7 +69,8 @@ class Watchdog:
             os._exit(BROKEN)
 
 
-def _copy_of_stderr() -> int:
+def copy_of_stderr() -> int:
+    """Return a copy that tasks leave alone; -1 if there is none."""
     try:
         import fcntl
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import socket
 import textwrap
@@ -13,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from machinery_py.cli import health, logs, orphans, reload
 from machinery_py.cli.output import READY, clean, many, say, shown_url
-from machinery_py.cli.processes import STOP_NOW, Orders, ParentPipe
-from machinery_py.cli.watchdog import BROKEN, Watchdog
+from machinery_py.cli.processes import STACKS, STOP_NOW, Orders, ParentPipe, label_of
+from machinery_py.cli.watchdog import BROKEN, Watchdog, copy_of_stderr
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable, MachineryError
 from machinery_py.events import WorkerOnline
 from machinery_py.texts import get_logger
@@ -38,7 +39,7 @@ def worker(args: argparse.Namespace) -> int:
     try:
         if args.reload and args.reloaded is None:
             return reload.run(args, pipe)
-        if args.processes > 1 and not pipe.is_numbered:
+        if not pipe.is_numbered and (args.processes > 1 or os.name == "posix"):
             from machinery_py.cli import supervisor
 
             return supervisor.run(args, pipe)
@@ -50,11 +51,17 @@ def worker(args: argparse.Namespace) -> int:
 def _work(args: argparse.Namespace, pipe: ParentPipe) -> int:
     orders = Orders(pipe)
     orphans.hold_lifeline()
+    stderr = copy_of_stderr()
+    if stderr >= 0:
+        faulthandler.register(STACKS, stderr)
     with reload.telling_files(args.reloaded):
         # Loads the library; a signal may interrupt that from here on.
         from machinery_py.cli import apps
+        from machinery_py.worker import signs
 
         server = apps.load(args.app, args.app_dir)
+    if pipe.is_numbered:
+        signs.use(pipe)
     one = _new_worker(server, args, pipe)
     if not args.no_banner:
         say(args, banner(server, one, args.processes))
@@ -62,11 +69,17 @@ def _work(args: argparse.Namespace, pipe: ParentPipe) -> int:
     place = health.place_of(args)
     if not pipe.is_numbered:
         health.clear(place)
-    label = pipe.label if pipe.is_numbered else ""
     is_ready = readiness.is_ready
     with ExitStack() as stack:
         stack.callback(orphans.end_below, orphans.below())
-        stack.enter_context(health.Pulse(place, label=label, worker=one.name, is_ready=is_ready))
+        pulse = health.Pulse(
+            place,
+            label=label_of(args, pipe.label),
+            worker=one.name,
+            is_ready=is_ready,
+            tell=lambda answers: pipe.tell(f"answering {answers:d}", can_be_dropped=True),
+        )
+        stack.enter_context(pulse)
         if args.health_port is not None and not pipe.is_numbered:
             stack.enter_context(
                 health.serve(args.health_host, args.health_port, lambda: True, is_ready)
@@ -75,7 +88,7 @@ def _work(args: argparse.Namespace, pipe: ParentPipe) -> int:
             lambda level: one.abort() if level == STOP_NOW else one.quit(),
             grace=f" (at most {one.shutdown_timeout:g} s; once more to stop now)",
         )
-        one.on_failure = stack.enter_context(Watchdog(pipe, one.blame)).check
+        one.on_failure = stack.enter_context(Watchdog(stderr, one.blame)).check
         try:
             code = _launch(one, readiness)
         finally:
@@ -87,7 +100,8 @@ def _work(args: argparse.Namespace, pipe: ParentPipe) -> int:
 def _new_worker(server: Server, args: argparse.Namespace, pipe: ParentPipe) -> Worker:
     from machinery_py.worker.processes import ChildApp  # loads the library, as `_work` does
 
-    name = args.name and (f"{args.name}-{pipe.label}" if pipe.is_numbered else args.name)
+    label = label_of(args, pipe.label)
+    name = args.name and (f"{args.name}-{label}" if label else args.name)
     one = server.new_worker(
         name or f"{socket.gethostname()}-{os.getpid()}",
         server.config.concurrency if args.concurrency is None else args.concurrency,
@@ -118,7 +132,7 @@ def _launch(one: Worker, readiness: Readiness) -> int:
 
 
 def _on_ready(args: argparse.Namespace, pipe: ParentPipe, one: Worker) -> None:
-    pipe.tell(f"ready {one.shutdown_timeout}")
+    pipe.tell(f"ready {one.shutdown_timeout} {one.app.config.stall_timeout}")
     if not args.no_banner and not pipe.is_numbered:
         say(args, READY)
 

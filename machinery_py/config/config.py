@@ -24,7 +24,14 @@ from typing import Any, ClassVar, NamedTuple, Self, cast
 from machinery_py.config import files as config_files
 from machinery_py.config import urls
 from machinery_py.config.files import FilePath, kind_of
-from machinery_py.config.options import MOMENT, Section, option, options_of, raise_all
+from machinery_py.config.options import (
+    MOMENT,
+    SHORTEST_STALL,
+    Section,
+    option,
+    options_of,
+    raise_all,
+)
 from machinery_py.config.sections import AMQPConfig, MongoDBConfig, RedisConfig
 from machinery_py.config.urls import Role
 from machinery_py.errors import ConfigError, nearest
@@ -108,7 +115,7 @@ class Config(Section):
         "a worker process that gives no sign of life for this long is killed, "
         "or loses its lease where nobody may kill it",
         "s",
-        low=MOMENT,
+        low=SHORTEST_STALL,
     )
     max_strikes: int = option(
         3, "a task whose worker was lost this many times while it ran is dead-lettered", low=1

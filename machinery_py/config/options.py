@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 CENTURY = 100 * 365 * 86400  # seconds; what is longer overflows the clocks of some store
 MOMENT = 0.001  # seconds; the shortest length where none at all would make no sense
+SHORTEST_STALL = 5.0  # seconds; a worker process gives a sign of life each second, at the latest
 UNLIMITED = 2**63 - 1  # what Go and the stores keep in an integer
 
 

@@ -37,7 +37,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from machinery_py.connections import proc
@@ -53,19 +53,18 @@ logger = get_logger(__name__)
 
 LONGEST_STEP = 2.0  # seconds; a longer time between two checks means that we were stopped ourselves
 LONGEST_PAUSE = 0.5  # seconds between two checks
+DOUBTFUL = 5.0  # seconds of silence; a worker that can gives a sign each second
 PARENT_CHECK = 1.0  # seconds between two looks whether the parent is the same
-
-Opener = Callable[[dict[str, Any]], "Family"]
 
 
 class ToldSession:
     """A session that a process has told of, and when the next beat for it is due."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
+    def __init__(self, told: dict[str, Any], patience: float | None) -> None:
         self.name: str = told["session"]
         self.queues: list[str] = told["queues"]
         self.lease: float = told["lease"]
-        self.stall_timeout: float = told["stall_timeout"]
+        self.stall_timeout: float = told["stall_timeout"] if patience is None else patience
         self.config: dict[str, Any] = told["config"]
         self.beat_at: float = self.lease / 3  # seconds of silence
 
@@ -83,8 +82,9 @@ class ToldSession:
 class ToldProcess:
     """A process that gives signs of life, and its sessions."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, patience: float | None = None) -> None:
         self.pid = pid
+        self._patience = patience
         self.sessions: dict[str, ToldSession] = {}
         self.silence = 0.0  # seconds
 
@@ -93,7 +93,7 @@ class ToldProcess:
         self.silence = 0.0
         word, _, value = line.partition(" ")
         if word == "keep":
-            session = ToldSession(json.loads(value))
+            session = ToldSession(json.loads(value), self._patience)
             self.sessions[session.name] = session
         elif word == "drop":
             self.sessions.pop(value, None)
@@ -101,7 +101,8 @@ class ToldProcess:
     def due(self, passed: float) -> list[ToldSession]:
         """Return the sessions to beat for, when so many seconds have passed without a line."""
         self.silence += passed
-        state = proc.stat(self.pid)[:1] if self.is_kept else []
+        is_doubtful = self.is_kept or self.silence >= DOUBTFUL
+        state = proc.stat(self.pid)[:1] if is_doubtful else []
         if state in (["T"], ["t"]):
             self.silence = 0.0
         elif state in (["Z"], ["X"]):
@@ -120,11 +121,11 @@ class Keeper:
     """Thread that beats for the processes it hears of. Its methods may be called from any thread.
 
     Args:
-        open_family: opens the stores that hold the broker of a configuration.
+        patience: seconds, in place of the `stall_timeout` of each session.
     """
 
-    def __init__(self, open_family: Opener | None = None) -> None:
-        self._open_family = open_family or _open_family
+    def __init__(self, *, patience: float | None = None) -> None:
+        self._patience = patience
         self._lock = threading.Lock()
         self._processes: dict[int, ToldProcess] = {}
         self._families: dict[str, Family] = {}  # by configuration; of the thread alone
@@ -133,12 +134,18 @@ class Keeper:
     def hear(self, pid: int, line: str) -> None:
         """Take a line that a process has told."""
         with self._lock:
-            self._processes.setdefault(pid, ToldProcess(pid)).hear(line)
+            self._processes.setdefault(pid, ToldProcess(pid, self._patience)).hear(line)
 
     def forget(self, pid: int) -> None:
         """Beat no more for a process: it has ended."""
         with self._lock:
             self._processes.pop(pid, None)
+
+    def silence(self, pid: int) -> float:
+        """Return the seconds since the last line of a process; 0 if it is stopped, or unknown."""
+        with self._lock:
+            process = self._processes.get(pid)
+            return process.silence if process is not None else 0.0
 
     def sessions(self) -> list[ToldSession]:
         """Return the sessions of all processes."""
@@ -172,7 +179,7 @@ class Keeper:
         stalled = process.silence >= session.lease
         try:
             if key not in self._families:
-                self._families[key] = self._open_family(session.config)
+                self._families[key] = _open_family(session.config)
             broker = self._families[key].broker()
             return broker.beat_for(session.name, session.queues, stalled=stalled)
         except MachineryError as error:
@@ -199,7 +206,7 @@ def _open_family(settings: dict[str, Any]) -> Family:
 def main(arguments: Iterable[str]) -> None:
     """Keep the sessions of the process with this pid, told on stdin, until that ends."""
     (pid,) = map(int, arguments)
-    for name in ("SIGINT", "SIGHUP"):  # to the whole service; the parent decides
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # to a whole service; the parent decides
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     keeper = Keeper()
     reader = LineReader(sys.stdin.fileno())

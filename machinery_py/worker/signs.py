@@ -36,7 +36,7 @@ from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
 
-LONGEST_INTERVAL = 2.5  # seconds between two signs to a supervisor
+LONGEST_INTERVAL = 1.0  # seconds between two signs
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds until a keeper that has ended is started again
 HEALTHY = 60.0  # seconds of life after which the pause is the first one again
 

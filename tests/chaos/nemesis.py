@@ -42,14 +42,34 @@ class Member:
         self.process = process
         self.is_frozen = False
 
+    def pids(self) -> list[int]:
+        """The supervisor, which may be the child of `unshare`, and its worker process."""
+        is_apart = self.process.args[0] == APART[0]  # type: ignore[index]  # a list, as Fleet has made it
+        supervisors = _children(self.process.pid) if is_apart else [self.process.pid]
+        return [pid for one in supervisors for pid in (one, *_children(one))]
+
     def signal(self, number: signal.Signals) -> None:
-        """Send it to the worker itself, which may be the child of `unshare`."""
-        if self.process.args[0] != APART[0]:  # type: ignore[index]  # a list, as Fleet has made it
-            self.process.send_signal(number)
-            return
-        pid = self.process.pid
-        for child in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            os.kill(int(child), number)
+        """Send it to the supervisor; SIGSTOP and SIGCONT to its worker process as well."""
+        both = number in (signal.SIGSTOP, signal.SIGCONT)
+        for pid in self.pids() if both else self.pids()[:1]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def kill(self) -> None:
+        """Kill the supervisor and its worker process, and wait until they are gone."""
+        pids = self.pids()
+        for pid in (self.process.pid, *pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in pathlib.Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (thread / "children").read_text().split())
+    return found
 
 
 class Fleet:
@@ -136,8 +156,7 @@ class Fleet:
 
     def kill(self, member: Member) -> None:
         now = time.monotonic()
-        member.process.kill()
-        member.process.wait()
+        member.kill()
         self.note("kill", member.name, now, time.monotonic())
         self.start(member.slot)
 
@@ -145,8 +164,7 @@ class Fleet:
         del self._slots[member.slot]
         if self._prefix and not (self._folder / f"ledger-{member.name}").exists():
             # The first process of a namespace ignores SIGTERM until it has a handler.
-            member.process.kill()
-            member.process.wait()
+            member.kill()
         else:
             self._leaving.append((member, time.monotonic()))
             member.signal(signal.SIGTERM)
@@ -165,8 +183,7 @@ class Fleet:
                 continue
             self._leaving.remove((member, asked))
             if code is None:
-                member.process.kill()
-                member.process.wait()
+                member.kill()
                 self.note("kill", member.name, now, time.monotonic(), "did not end")
             self.note("term", member.name, asked, now)
             # Told to end while Python was still starting, it had no handler yet.
@@ -203,7 +220,7 @@ class Fleet:
         """Whatever happened: no process is left."""
         for member in [*self.members, *(member for member, _ in self._leaving)]:
             if member.process.poll() is None:
-                member.process.kill()
+                member.kill()
             member.process.wait()
 
 

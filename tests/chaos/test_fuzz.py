@@ -24,6 +24,7 @@ import redis
 from machinery_py import AsyncResult, Server
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.chaos import fuzz, fuzz_app
+from tests.cli.app import children
 from tests.support.servers import RabbitMQServer, RedisServer, require
 
 FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
@@ -123,7 +124,8 @@ class Fuzzed:
 
     def memory(self) -> int:
         """KiB that are resident."""
-        status = pathlib.Path(f"/proc/{self.process.pid}/status").read_text()
+        (pid,) = children(self.process.pid)
+        status = pathlib.Path(f"/proc/{pid}/status").read_text()
         return int(status.split("VmRSS:")[1].split()[0])
 
     def tail(self) -> str:

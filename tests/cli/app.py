@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -110,6 +111,21 @@ class Running:
     def wait(self) -> int:
         return self.process.wait(HANG)
 
+    def close(self) -> None:
+        """Kill it, and its worker processes."""
+        below = children(self.pid)
+        for pid in (self.pid, *below) if self.process.poll() is None else ():
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        self.wait()
+        wait_until(lambda: not any(map(is_alive, below)), HANG)
+
+    @property
+    def worker(self) -> int:
+        """The only worker process of `machinery worker`."""
+        (pid,) = filter(is_alive, children(self.pid))
+        return pid
+
     def stop(self) -> int:
         self.signal(signal.SIGTERM)
         return self.wait()
@@ -206,9 +222,7 @@ class App:
 
     def close(self) -> None:
         for process in self.running:
-            if process.process.poll() is None:
-                process.process.kill()
-                process.wait()
+            process.close()
 
 
 def is_alive(pid: int) -> bool:

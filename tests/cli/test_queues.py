@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pty
 import re
-import signal
 import subprocess
 import sys
 
@@ -93,8 +92,8 @@ def test_task_of_a_killed_worker_waits_in_its_paused_queue(app: App) -> None:
     worker = app.worker("-Q", "mail")
     wait_until(lambda: len(app.notes) == 1, HANG, "a running task")
     app.run("pause", "tasks", "mail")
-    worker.signal(signal.SIGKILL)
-    worker.wait()
+    first = worker.worker
+    worker.close()
     other = app.worker("-Q", "mail,other")
 
     wait_until(
@@ -108,7 +107,7 @@ def test_task_of_a_killed_worker_waits_in_its_paused_queue(app: App) -> None:
     app.run("resume", "tasks", "mail")
 
     assert app.run("result", "tasks", uuid, "--wait", "--timeout", f"{HANG}s").returncode == 0
-    assert [pid for _, pid in app.notes] == [worker.pid, other.pid]
+    assert [pid for _, pid in app.notes] == [first, other.worker]
 
 
 def test_several_processes_have_the_weights(app: App) -> None:
@@ -217,7 +216,7 @@ def test_workers_are_listed(app: App) -> None:
     worker = app.worker("-n", "ada", "-Q", "high,low")
 
     (one,) = app.json("workers", "tasks")
-    assert (one["name"], one["pid"], one["queues"]) == ("ada", worker.pid, ["high", "low"])
+    assert (one["name"], one["pid"], one["queues"]) == ("ada", worker.worker, ["high", "low"])
     assert re.search(
         r"^ada +\S+ +\d+ +high,low +0 ", app.run("workers", "tasks").stdout, re.MULTILINE
     )

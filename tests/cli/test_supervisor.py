@@ -1,4 +1,4 @@
-"""`machinery worker -p N`: processes that are started again, and that end with their supervisor."""
+"""`machinery worker`: processes that are started again, and that end with their supervisor."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import collections
 import contextlib
 import os
 import random
+import re
 import signal
 import time
+from typing import Any
 
 import pytest
 
@@ -305,21 +307,13 @@ def hang() -> None:
     with open(HERE / "notes.txt", "a") as file:
         file.write(f"hang {os.getpid()}\\n")
     ctypes.PyDLL(None).pause()  # the interpreter is not let go
-
-@server.task
-def compute() -> int:
-    return sum(range(300_000_000))  # nor here, for some seconds
 """
 )
 
 
 def test_process_whose_descriptors_a_task_closed_is_replaced(app: App) -> None:
     app.write("tasks.py", CLOSING)
-    app.write(
-        "patience/sitecustomize.py",
-        "from machinery_py.cli import supervisor\nsupervisor.SILENCE = 5.0\n",
-    )
-    process = app.worker("-p", "2", "-c", "1", PYTHONPATH=str(app.folder / "patience"))
+    process = app.worker("-p", "2", "-c", "1")
     first = workers(process)
 
     app.send("close", "0", "21")
@@ -332,39 +326,71 @@ def test_process_whose_descriptors_a_task_closed_is_replaced(app: App) -> None:
     assert process.stop() == 0
 
 
-def test_a_process_that_is_silent_is_replaced(app: App) -> None:
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_process_without_a_sign_of_life_is_replaced(app: App, processes: str) -> None:
     app.write("tasks.py", CLOSING)
-    app.write(
-        "patience/sitecustomize.py",
-        "from machinery_py.cli import supervisor\nsupervisor.SILENCE = 5.0\n",
-    )
-    process = app.worker("-p", "2", "-c", "1", PYTHONPATH=str(app.folder / "patience"))
+    process = app.worker("-p", processes, "-c", "1", "--stall-timeout", "5s")
 
     app.send("hang")
     wait_until(lambda: app.notes, HANG)
 
-    process.wait_for(
-        f"(pid {app.notes[0][1]}) has been silent for 5 s: killing it; its tasks will run again\n"
-    )
-    process.signal(signal.SIGTERM)
-    process.signal(signal.SIGTERM)
-    process.wait()
+    which = f"(pid {app.notes[0][1]}) has given no sign of life for 5 s"
+    process.wait_for(f"{which}; its threads:\n")
+    process.wait_for(f"{which}: killing it; its tasks will run again\n")
+    assert re.search(r'File ".*tasks.py", line \d+ in hang\n', process.err)
+    process.close()
 
 
-def test_a_process_that_computes_is_not_taken_for_a_silent_one(app: App) -> None:
+def test_stopped_process_is_not_taken_for_a_silent_one(app: App) -> None:
+    process = app.worker("--stall-timeout", "5s")
+    (child,) = workers(process)
+    os.kill(child, signal.SIGSTOP)
+    wait_until(lambda: beats_are_old(app), HANG)
+
+    os.kill(child, signal.SIGCONT)
+
+    uuid = app.send("add", "1", "2")
+    wait_until(lambda: app.state(uuid) == "SUCCESS", HANG)
+    assert workers(process) == [child]
+    assert process.stop() == 0
+
+
+def beats_are_old(app: App) -> bool:
+    found = app.json("health", "tasks", "--max-age", "8s", code=None)
+    assert [one["stalled"] for one in found["workers"]] == [False]
+    return not found["alive"]
+
+
+def test_stalled_process_is_alive(app: App) -> None:
     app.write("tasks.py", CLOSING)
-    app.write(
-        "patience/sitecustomize.py",
-        "from machinery_py.cli import supervisor\nsupervisor.SILENCE = 3.0\n",
-    )
-    process = app.worker("-p", "2", "-c", "1", PYTHONPATH=str(app.folder / "patience"))
+    process = app.worker("-c", "1")
+    app.send("hang")
+    wait_until(lambda: app.notes, HANG)
 
-    assert (
-        app.json("send", "tasks", "compute", "--wait", "--timeout", f"{HANG:g}")["result"]
-        == 44999999850000000
-    )
+    def found() -> dict[str, Any]:
+        beats: dict[str, Any] = app.json("health", "tasks", "--max-age", "8s", code=None)
+        return beats
 
-    assert "killing it" not in process.err
+    wait_until(lambda: found()["workers"][0]["stalled"], HANG)
+
+    assert (found()["alive"], found()["ready"]) == (True, False)
+    assert "(stalled)" in app.run("health", "tasks").stdout
+    process.signal(signal.SIGTERM)
+    process.wait_for("stopping when")
+    process.signal(signal.SIGTERM)
+    assert process.wait() == 1
+
+
+def test_single_process_is_replaced_when_a_task_ends_it(app: App) -> None:
+    app.write("tasks.py", ENDING)
+    process = app.worker("-c", "1", "-n", "ada")
+    (first,) = workers(process)
+
+    app.send("end", "1")
+    process.wait_for(f"{MAX_STRIKES} times while it ran")
+
+    assert workers(process) != [first]
+    assert [one["name"] for one in app.json("workers", "tasks")] == ["ada"]
     assert process.stop() == 0
 
 
@@ -401,7 +427,6 @@ def test_a_heartbeat_that_a_killed_worker_left_does_not_count(
 
     process = app.worker("-p", after, "--heartbeat-file", "beat")
 
-    living = workers(process) if after != "1" else [process.pid]
-    assert beats(app, "--heartbeat-file", "beat") == living
+    assert beats(app, "--heartbeat-file", "beat") == workers(process)
     assert process.stop() == 0
     assert sorted(path.name for path in app.folder.glob("beat*")) == ["beat.1.gz"]

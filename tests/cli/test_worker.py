@@ -26,7 +26,7 @@ def test_banner_names_worker_queues_and_tasks(app: App) -> None:
 
     assert re.fullmatch(
         r"machinery \d+\.\d+\.\d+ · worker "
-        + re.escape(f"{socket.gethostname()}-{worker.pid}")
+        + re.escape(f"{socket.gethostname()}-{worker.worker}")
         + r" · 3 threads\n"
         r"  broker   sqlite:///machinery.db   "
         r"\(embedded: one machine; set MACHINERY_URL for a server\)\n"
@@ -169,7 +169,7 @@ def test_worker_in_a_process_with_many_open_files_can_be_stopped(app: App) -> No
     app.write(
         "tasks.py",
         TASKS + "\nimport signal\n@server.task\ndef end() -> None:\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n",
+        "    os.kill(os.getppid(), signal.SIGTERM)\n",
     )
     app.write(
         "many.py",
@@ -186,7 +186,7 @@ def test_worker_in_a_process_with_many_open_files_can_be_stopped(app: App) -> No
 
 
 @pytest.mark.parametrize("store", ["sqlite", "redis", "amqp"])
-def test_a_worker_whose_descriptors_a_task_has_closed_ends(
+def test_a_worker_whose_descriptors_a_task_has_closed_is_replaced(
     app: App, store: str, request: pytest.FixtureRequest
 ) -> None:
     app.write(
@@ -199,8 +199,9 @@ def test_a_worker_whose_descriptors_a_task_has_closed_ends(
 
     app.send("close")
 
-    assert worker.wait() == 1
-    assert "a task has closed descriptors of this worker: ending at once" in worker.err
+    worker.wait_for("a task has closed descriptors of this worker: ending at once")
+    worker.wait_for("has ended: exit code 1 (a task ended it); starting another one\n")
+    assert worker.stop() == 0
 
 
 # Logs
@@ -294,8 +295,8 @@ def test_a_worker_has_a_heartbeat_until_it_ends(app: App) -> None:
     (base,) = app.temporary.glob(f"machinery-{os.getuid()}")
     (folder,) = base.iterdir()
     assert [stat.S_IMODE(one.stat().st_mode) for one in (base, folder)] == [0o700, 0o700]
-    assert [one.name for one in folder.iterdir()] == [f"{worker.pid}.json"]
-    assert app.json("health", "tasks")["workers"][0]["pid"] == worker.pid
+    assert [one.name for one in folder.iterdir()] == [f"{worker.worker}.json"]
+    assert app.json("health", "tasks")["workers"][0]["pid"] == worker.worker
 
     worker.stop()
     app.run("health", "tasks", code=1)
@@ -304,7 +305,7 @@ def test_a_worker_has_a_heartbeat_until_it_ends(app: App) -> None:
 
 def test_the_probe_imports_nothing_and_opens_nothing(app: App) -> None:
     worker = app.worker()
-    worker.signal(signal.SIGSTOP)  # a thread of it that opens the file now would make it anew
+    os.kill(worker.worker, signal.SIGSTOP)  # a thread that opens the file now would make it anew
     app.write("tasks.py", "raise SystemExit(77)")
     (app.folder / "machinery.db").unlink()
 
@@ -315,8 +316,7 @@ def test_the_probe_imports_nothing_and_opens_nothing(app: App) -> None:
 
 def test_heartbeat_file_of_a_killed_worker_is_not_healthy(app: App) -> None:
     worker = app.worker()
-    worker.signal(signal.SIGKILL)
-    worker.wait()
+    worker.close()
 
     app.run("health", "tasks", code=1)
 
@@ -325,11 +325,11 @@ def test_a_worker_that_hangs_is_not_alive(app: App) -> None:
     worker = app.worker("--heartbeat-file", "beat.json")
     app.run("health", "tasks", "--heartbeat-file", "beat.json")
 
-    worker.signal(signal.SIGSTOP)
+    os.kill(worker.worker, signal.SIGSTOP)
     os.utime(app.folder / "beat.json", (0, 0))
     app.run("health", "tasks", "--heartbeat-file", "beat.json", code=1)
     app.run("health", "tasks", "--heartbeat-file", "beat.json", "--max-age", "36000d")
-    worker.signal(signal.SIGCONT)
+    os.kill(worker.worker, signal.SIGCONT)
 
     assert worker.stop() == 0
     assert not (app.folder / "beat.json").exists()
@@ -368,7 +368,7 @@ def test_worker_is_alive_and_not_ready_when_its_broker_is_away(app: App) -> None
 
     wait_until(lambda: app.run("health", "tasks", "--ready", code=None).returncode == 1, HANG)
     app.run("health", "tasks")
-    worker.signal(signal.SIGKILL)
+    worker.close()
 
 
 def get(port: int, path: str) -> int:

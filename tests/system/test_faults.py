@@ -265,15 +265,15 @@ def test_a_message_that_comes_twice_completes_once(scene: Scene) -> None:
     assert not scene.server.inspect.dead()
 
 
+#: A sitecustomize.py: of the supervisor and of its worker process.
 WRONG_CLOCK = """
-import datetime as dt, os, sys
+import datetime as dt, os
 from machinery_py import clock
 right = clock.SystemClock.now
 wrong = dt.timedelta(seconds=float(os.environ["AHEAD"]))
 clock.SystemClock.now = staticmethod(lambda: right() + wrong)
-from machinery_py.cli.main import main
-sys.exit(main(["worker", "tests.system.killing", "-c", "2", "-n", os.environ["NAME"]]))
 """
+WORKER = ("-m", "machinery_py", "worker", "tests.system.killing", "-c", "2")
 
 
 def test_workers_with_clocks_an_hour_off_take_nothing_over(scene: Scene, tmp_path: Path) -> None:
@@ -283,20 +283,21 @@ def test_workers_with_clocks_an_hour_off_take_nothing_over(scene: Scene, tmp_pat
         **os.environ,
         "KILL_URL": scene.redis.url,
         "KILL_LEDGER": str(ledger),
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": f"{tmp_path}:{ROOT}",
         "MACHINERY_LEASE": "1",
     }
+    (tmp_path / "sitecustomize.py").write_text(WRONG_CLOCK)
     work = scene.server.register_task("nap", float)
     workers: list[subprocess.Popen[bytes]] = []
     for name, ahead in (("early", "3600"), ("late", "-3600"), ("right", "0")):
         with (tmp_path / name).open("wb") as log:
             workers.append(
                 subprocess.Popen(
-                    [sys.executable, "-c", WRONG_CLOCK],
+                    [sys.executable, *WORKER, "-n", name],
                     cwd=ROOT,
                     stdout=subprocess.DEVNULL,
                     stderr=log,
-                    env={**environment, "AHEAD": ahead, "NAME": name},
+                    env={**environment, "AHEAD": ahead},
                 )
             )
     try:

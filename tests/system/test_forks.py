@@ -274,7 +274,7 @@ def test_child_of_a_task_ends_with_its_killed_worker(app: App) -> None:
     worker = app.worker("-c", "1")
     pids = left_behind(app, FORKED)
 
-    worker.signal(signal.SIGKILL)
+    worker.close()
 
     wait_until(lambda: not any(map(is_alive, pids)), LONG)
 

@@ -18,6 +18,7 @@ from machinery_py.errors import BrokerUnavailable
 from machinery_py.testing.waiting import wait_until
 from tests.support import private_mongo
 from tests.support.freezing import can_be_written, freeze, stands_still
+from tests.support.supervised import children, kill_all
 
 ROOT = pathlib.Path(__file__).parents[2]
 KILLS = int(os.environ.get("CHAOS_KILLS", "20"))  # `make chaos` asks for more
@@ -68,9 +69,7 @@ class Fleet:
 
     def stop(self) -> None:
         for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+            kill_all(process)
 
 
 FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
@@ -135,8 +134,7 @@ def test_kills_during_thousands_of_tasks_lose_and_double_nothing(
         at_work = functools.partial(has_run, fleet, server, goal)
         wait_until(at_work, timeout=HANG, what=f"{goal} runs")
         victim = workers[number % 2]
-        victim.send_signal(signal.SIGKILL)
-        victim.wait()
+        kill_all(victim)
         workers[number % 2] = fleet.start()
 
     wait_until(lambda: done(server), timeout=HANG, what="the queue is empty")
@@ -198,8 +196,7 @@ def test_the_tasks_of_a_killed_worker_run_again_at_once(fleet: Fleet, server: Se
     victim = fleet.start()
     wait_until(lambda: len(fleet.runs()) == 2, timeout=HANG, what="both tasks run")
 
-    victim.kill()
-    victim.wait()
+    kill_all(victim)
     fleet.start()
 
     assert [result.get(timeout=HANG) for result in results] == ["rested", "rested"]
@@ -216,12 +213,13 @@ def test_a_frozen_worker_that_comes_back_writes_nothing(fleet: Fleet, server: Se
         lambda: result.get_state().state is State.STARTED, timeout=HANG, what="the task has started"
     )
 
-    freeze(frozen.pid, fleet.url)
+    (pid,) = children(frozen.pid)
+    freeze(pid, fleet.url)
     gate.touch()
     fleet.start()
     value = result.get(timeout=HANG)
     by = result.get_state().worker
-    frozen.send_signal(signal.SIGCONT)
+    os.kill(pid, signal.SIGCONT)
     frozen.send_signal(signal.SIGTERM)
     frozen.wait(timeout=HANG)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import collections
 import os
 import pathlib
-import signal
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from machinery_py import Server, State
 from machinery_py.testing.waiting import wait_until
+from tests.support.supervised import kill_all
 from tests.system.test_kills import FULL, Fleet, _mongodb, done
 
 POISON = int(
@@ -127,8 +127,7 @@ def test_tasks_held_by_killed_workers_are_never_given_up(fleet: Fleet, server: S
             what=f"{goal} runs",
         )
         victim = workers[number % 2]
-        victim.send_signal(signal.SIGKILL)
-        victim.wait()
+        kill_all(victim)
         workers[number % 2] = fleet.start()
 
     wait_until(lambda: all_ended(server), timeout=HANG, what="all tasks have ended")

@@ -16,6 +16,7 @@ from machinery_py import Config, Server, State
 from machinery_py.testing.waiting import HANG as ONE
 from machinery_py.testing.waiting import wait_until
 from tests.support.freezing import freeze
+from tests.support.supervised import children, kill_all
 from tests.system.unique_app import LEASE
 
 FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
@@ -68,9 +69,7 @@ class Site:
 
     def close(self) -> None:
         for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+            kill_all(process)
         self.server.close()
 
 
@@ -140,8 +139,7 @@ def test_a_killed_worker_neither_frees_nor_blocks_a_key(anywhere: Site) -> None:
     victim = anywhere.worker()
     wait_until(lambda: anywhere.lines("begin"), timeout=HANG, what="the first run")
 
-    victim.kill()
-    victim.wait()
+    kill_all(victim)
     assert anywhere.alone.send(gate).uuid == first.uuid
     anywhere.worker()
     wait_until(lambda: len(anywhere.lines("begin")) == 2, timeout=HANG, what="the second run")
@@ -159,8 +157,7 @@ def test_a_killed_worker_blocks_a_lock_for_one_lease(site: Site) -> None:
     wait_until(lambda: site.lines("begin"), timeout=HANG, what="the first run")
     site.worker()
 
-    victim.kill()
-    victim.wait()
+    kill_all(victim)
     for name in "ab":
         pathlib.Path(site.gate(name)).touch()
 
@@ -177,12 +174,13 @@ def test_worker_suspended_past_its_lease_is_refused(
     frozen = site.worker()
     wait_until(lambda: first.get_state().state is State.STARTED, timeout=HANG, what="the first run")
 
-    freeze(frozen.pid, site.broker)
+    (pid,) = children(frozen.pid)
+    freeze(pid, site.broker)
     site.worker()
     wait_until(lambda: len(site.lines("begin")) == 2, timeout=HANG, what="a second run")
-    frozen.send_signal(signal.SIGCONT)
+    os.kill(pid, signal.SIGCONT)
     wait_until(lambda: site.lines("cancelled"), timeout=HANG, what="the stopped one is told")
-    assert site.lines("cancelled")[0].endswith(f" {frozen.pid}")
+    assert site.lines("cancelled")[0].endswith(f" {pid}")
     assert not site.server.lock("feed").acquire(
         blocking=False
     )  # what the stopped one gave back was not its own any more

@@ -305,9 +305,9 @@ def test_processes_end_with_a_worker_that_is_killed(app: App) -> None:
     wait_until((app.folder / "pid").exists, HANG, "the start")
     wait_until((app.folder / "pid").read_text, HANG, "its number")
     pid = int((app.folder / "pid").read_text())
-    assert pid != worker.pid
+    assert pid != worker.worker
 
-    worker.signal(signal.SIGKILL)
+    os.kill(worker.worker, signal.SIGKILL)
 
     wait_until(lambda: not is_alive(pid), HANG, "the end of its process")
 

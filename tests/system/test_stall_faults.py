@@ -1,0 +1,95 @@
+"""Tasks that hold the interpreter for three leases: they run once, and their worker is alive."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import time
+
+import pytest
+
+from machinery_py.testing.waiting import wait_until
+from tests.cli.app import HANG, TASKS, App, app_in_a_folder
+
+app = app_in_a_folder
+
+LEASE = 2.0  # seconds
+STUCK = 3 * LEASE  # seconds
+HOLDING = (
+    TASKS
+    + f"""
+import ctypes, math, re
+
+def match(length: int) -> float:
+    begun = time.monotonic()
+    re.match("(a+)+$", "a" * length + "b")
+    return time.monotonic() - begun
+
+@server.task
+def hold_the_interpreter(how: str) -> None:
+    with open(HERE / "notes.txt", "a") as file:
+        file.write(f"{{how}} {{os.getpid()}}\\n")
+    if how == "call":
+        ctypes.PyDLL(None).sleep({STUCK:.0f})
+    else:
+        match(18 + math.ceil(math.log2({STUCK} / match(18))))  # each letter doubles the time
+"""
+)
+
+
+@pytest.fixture(params=["redis", "cluster", "mongodb"])
+def url(request: pytest.FixtureRequest) -> str:
+    if request.param == "mongodb":
+        return str(request.getfixturevalue("mongodb_url"))
+    return str(request.getfixturevalue(f"empty_{request.param}").url)
+
+
+@pytest.mark.parametrize("how", ["call", "expression"])
+def test_task_that_holds_the_interpreter_runs_once(app: App, url: str, how: str) -> None:
+    app.env |= {"MACHINERY_URL": url, "MACHINERY_LEASE": str(LEASE)}
+    app.write("tasks.py", HOLDING)
+    workers = [app.worker("-c", "1"), app.worker("-c", "1")]
+
+    uuid = app.send("hold_the_interpreter", how)
+    wait_until(lambda: app.notes, HANG)
+    app.run("health", "tasks")
+    wait_until(lambda: app.state(uuid) == "SUCCESS", HANG)
+
+    assert len(app.notes) == 1
+    assert [one["stalled"] for one in app.json("workers", "tasks")] == [False, False]
+    assert [one.stop() for one in workers] == [0, 0]
+    assert not any("lost its lease" in one.err or "is gone" in one.err for one in workers)
+
+
+def test_supervisor_that_is_stopped_changes_nothing(app: App) -> None:
+    app.env |= {"MACHINERY_LEASE": str(LEASE)}
+    worker = app.worker("-c", "1")
+    (child,) = (worker.worker,)
+    os.kill(worker.pid, signal.SIGSTOP)
+    begun = time.monotonic()
+    uuid = app.send("hold", "slow")
+    wait_until(lambda: app.notes and time.monotonic() - begun > STUCK, HANG)
+
+    os.kill(worker.pid, signal.SIGCONT)
+    app.go("slow")
+
+    wait_until(lambda: app.state(uuid) == "SUCCESS", HANG)
+    assert app.notes == [("slow", child)]
+    assert "killing it" not in worker.err
+    assert worker.stop() == 0
+
+
+def test_worker_whose_supervisor_is_killed_ends_in_order(app: App) -> None:
+    worker = app.worker("-c", "1")
+    child = worker.worker
+    uuid = app.send("hold", "slow")
+    wait_until(lambda: app.notes, HANG)
+
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.wait()
+    app.go("slow")
+
+    wait_until(lambda: app.state(uuid) == "SUCCESS", HANG)
+    wait_until(lambda: not pathlib.Path(f"/proc/{child}/exe").exists(), HANG)
+    assert app.notes == [("slow", child)]
