@@ -22,12 +22,13 @@ from machinery_py.errors import (
     Unsupported,
 )
 from machinery_py.names import check_queue
-from machinery_py.stores.base import Submission
+from machinery_py.stores.base import REASON_FAILED, Submission
 from machinery_py.tasks.signature import (
     HEADER_ATTEMPT,
     HEADER_LAST,
     HEADER_POSTPONED,
     HEADER_RUN,
+    HEADER_STRIKES,
     UNLIMITED,
     Signature,
     new_uuid,
@@ -364,6 +365,8 @@ class Inspector:
     def replay_dead(self, ids: Sequence[str]) -> list[str]:
         """Put dead letters back into their queues, byte for byte and without strikes.
 
+        A task that failed, or lost its processes, is sent as before its first try, as by `retry`.
+
         Letters that are no signature stay, since nobody could run them, and so do those that the
         broker refuses for good.
 
@@ -375,7 +378,7 @@ class Inspector:
         usable = [(letter, one) for letter, one in found if one is not None and one.name]
         # Published first, removed then: after a crash in between there is a letter too many, never
         # one too few.
-        sent = self._replay([(one, letter.body) for letter, one in usable])
+        sent = self._replay([_replayed(letter, one) for letter, one in usable])
         gone = frozenset(sent)
         taken = [letter.id for letter, one in usable if one.uuid in gone]
         try:
@@ -403,9 +406,17 @@ class Inspector:
     delete_dead_async = twin(delete_dead)
 
 
+def _replayed(letter: DeadLetter, signature: Signature[object]) -> tuple[Signature[object], bytes]:
+    """Return what is sent in place of the letter."""
+    if letter.reason == REASON_FAILED or signature.strikes:
+        signature = _anew(signature)
+        return signature, encode_signature(signature)
+    return signature, letter.body
+
+
 def _anew(signature: Signature[object]) -> Signature[object]:
     """Return the signature as before its first try; each counted try took one from RetryCount."""
-    ours = (HEADER_RUN, HEADER_ATTEMPT, HEADER_POSTPONED)
+    ours = (HEADER_RUN, HEADER_ATTEMPT, HEADER_POSTPONED, HEADER_STRIKES)
     left = signature.retry_count
     return signature.replace(
         headers={key: value for key, value in signature.headers.items() if key not in ours},

@@ -6,8 +6,17 @@ import datetime as dt
 
 import pytest
 
-from machinery_py import MachineryError, Signature, State, StateNotFound
+from machinery_py import (
+    MachineryError,
+    NoRetry,
+    RetryTaskLater,
+    Signature,
+    State,
+    StateNotFound,
+    current_task,
+)
 from machinery_py.brokers.base import Message
+from machinery_py.tasks.signature import HEADER_STRIKES, UNLIMITED
 from machinery_py.testing.waiting import HANG
 from tests.support.apps import Bench, bench
 
@@ -150,6 +159,60 @@ def test_failed_tasks_are_sent_again_as_they_were(bench: Bench) -> None:
     bench.drain()
     assert bench.server.result(result.uuid).get(timeout=0) == 5
     assert bench.calls == [("then", 5)]
+
+
+def test_retry_sends_a_task_without_limit_as_before_its_first_try(bench: Bench) -> None:
+    tries: list[int] = []
+
+    @bench.server.task(retries=None, backoff=[0.0])
+    def stubborn() -> None:
+        tries.append(current_task().attempt)
+        if len(tries) == 1:
+            raise RetryTaskLater("busy", 0.0)
+        raise ValueError("away") if len(tries) < 4 else NoRetry("useless")
+
+    result = stubborn.send()
+    bench.drain()
+    failed = bench.server.inspect.task(result.uuid).signature
+    bench.server.inspect.retry([result.uuid])
+    [again] = bench.server.broker.get_pending_tasks()
+
+    assert tries == [1, 1, 2, 3]
+    assert failed is not None
+    assert failed.retry_count == again.retry_count == UNLIMITED
+    assert (failed.postponed, failed.attempt, again.headers) == (1, 3, {})
+
+
+def test_failed_dead_letter_is_sent_as_before_its_first_try(bench: Bench) -> None:
+    tries: list[int] = []
+
+    @bench.server.task(retries=1, backoff=[0.0], on_failure="dead_letter")
+    def fragile() -> int:
+        tries.append(current_task().attempt)
+        if len(tries) < 4:
+            raise ValueError("away")
+        return len(tries)
+
+    result = fragile.send()
+    bench.drain()
+    [letter] = bench.server.inspect.dead()
+    bench.server.inspect.replay_dead([letter.id])
+    bench.drain()
+
+    assert tries == [1, 2, 1, 2]
+    assert result.get(timeout=0) == 4
+
+
+def test_replayed_task_has_no_strikes_of_its_processes(bench: Bench) -> None:
+    struck = bench.add.signature(1, 2).with_uuid().with_headers(**{HEADER_STRIKES: "3"})
+    bench.server.send_task(struck)
+    bench.drain()
+    [letter] = bench.server.inspect.dead()
+    bench.server.inspect.replay_dead([letter.id])
+    bench.drain()
+
+    assert letter.reason == "poison"
+    assert bench.server.result(struck.uuid).get(timeout=0) == 3
 
 
 def test_which_are_retried_can_be_chosen(bench: Bench) -> None:

@@ -44,7 +44,7 @@ from machinery_py.registry.outcomes import (
     follow_up,
 )
 from machinery_py.registry.task import Task
-from machinery_py.stores.base import Mark, Session, Settlement, in_place_of
+from machinery_py.stores.base import REASON_FAILED, Mark, Session, Settlement, in_place_of
 from machinery_py.tasks.context import Context, on_behalf_of
 from machinery_py.tasks.signature import Signature
 from machinery_py.tasks.states import FINISHED, Arrival, State, TaskState
@@ -56,7 +56,6 @@ logger = get_logger(__name__)
 
 KILL_AFTER = 5.0  # seconds, by default
 REASON_UNSTORABLE = "unstorable"
-REASON_FAILED = "failed"
 _NOT_ITS_FAILURE = ("Revoked", "Expired")  # somebody ended it, or it ended as it was asked to
 _PLAIN = TaskSettings()
 _NAMELESS: Signature[Any] = Signature(name="")
