@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -294,6 +295,34 @@ if os.environ.get("BROKEN") and "machinery_py.cli.child" in " ".join(sys.orig_ar
 def hold() -> None:
     Path(__file__).with_name("pid").write_text(str(os.getpid()))
     time.sleep(3600)
+
+@server.task
+def inner(text: str) -> str:
+    return text[::-1]
+
+@server.task
+def outer(size: int) -> int:
+    with server.lock("one"):
+        return len(inner.send("x" * size).get(60))
+
+def square(number):
+    return number * number
+
+@server.task
+def spread() -> list[int]:
+    import multiprocessing
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        return pool.map(square, [1, 2, 3])
+
+@server.task(time_limit=0.5, kill_after=30)
+def waits() -> None:
+    inner.options(delay=3600).send("").get(3600)
+
+@server.task
+def eats() -> int:
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, (2**30, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    return len(b"x" * 2**31)
 """
 
 
@@ -310,6 +339,32 @@ def test_processes_end_with_a_worker_that_is_killed(app: App) -> None:
     os.kill(worker.worker, signal.SIGKILL)
 
     wait_until(lambda: not is_alive(pid), HANG, "the end of its process")
+
+
+def test_task_in_a_process_sends_waits_locks_and_forks(app: App) -> None:
+    app.write("tasks.py", APP)
+    app.worker("--pool", "process", "-c", "2")
+
+    sent = app.run("send", "tasks", "outer", "500000", "--wait", "--json")
+    spread = app.run("send", "tasks", "spread", "--wait", "--json")
+
+    assert json.loads(sent.stdout)["state"] == "SUCCESS"
+    assert json.loads(spread.stdout)["result"] == [1, 4, 9]
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("waits", "TimeLimitExceeded"), ("eats", "MemoryError")]
+)
+def test_task_in_this_library_or_without_memory_fails_alone(
+    app: App, name: str, error: str
+) -> None:
+    app.write("tasks.py", APP)
+    app.worker("--pool", "process", "-c", "1")
+
+    done = app.run("send", "tasks", name, "--wait", "--json", code=1)
+
+    assert error in json.loads(done.stdout)["error_type"]
+    assert app.json("send", "tasks", "inner", "ab", "--wait")["state"] == "SUCCESS"
 
 
 def test_worker_whose_app_breaks_in_a_process_does_not_start(app: App) -> None:
