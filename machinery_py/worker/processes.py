@@ -80,6 +80,7 @@ class ProcessPool:
 
     Attributes:
         calls: number of calls so far.
+        is_closed: it has ended; a worker that starts again makes another one.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class ProcessPool:
         self._lock = threading.Lock()
         self._starter: ThreadPoolExecutor | None = None  # one thread: see TaskProcess
         self._ender: ThreadPoolExecutor | None = None
-        self._is_closed = False
+        self.is_closed = False
         self.calls = 0
 
     def start(self, tasks: Iterable[Task[..., Any]]) -> None:
@@ -122,7 +123,7 @@ class ProcessPool:
                     '(pool="process" gives it a process)',
                     task.name,
                 )
-        if needed:
+        if needed and not self._idle:  # else an earlier attempt has started it
             process = self._start()
             process.wait_ready()
             with self._lock:
@@ -173,7 +174,7 @@ class ProcessPool:
     def close(self) -> None:
         """End all processes: those that are idle by themselves, the others by SIGKILL."""
         with self._lock:
-            self._is_closed = True
+            self.is_closed = True
             idle, self._idle, self._spares = self._idle + self._spares, [], []
         for process, number in list(self._running.values()):
             process.cancel(number, kill=True)
@@ -242,12 +243,12 @@ class ProcessPool:
             if not is_awaited:
                 self._warm_up()
         with self._lock:
-            if not (is_worn or process.is_killed or self._is_closed):
+            if not (is_worn or process.is_killed or self.is_closed):
                 self._idle.append(process)
                 return
             if is_worn and self._spares:
                 self._idle.append(self._spares.pop(0))
-            if not self._is_closed:
+            if not self.is_closed:
                 self._end_soon(process)
                 return
         _end(process)
@@ -265,7 +266,7 @@ class ProcessPool:
             logger.error("%s", error)
             return
         with self._lock:
-            if not self._is_closed:
+            if not self.is_closed:
                 self._spares.append(process)
                 return
         _end(process)
@@ -286,7 +287,7 @@ class ProcessPool:
             self._max_memory > 0,
         )
         with self._lock:
-            if self._is_closed:
+            if self.is_closed:
                 raise CannotStart("this worker is stopping")
             if self._starter is None:
                 self._starter = _one_thread(f"{self._name}-starter")

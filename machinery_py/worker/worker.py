@@ -122,6 +122,8 @@ class Worker:
         self._attendant: threading.Thread | None = None  # ends what `start` began
         self._has_ended = False
         self._session: Session | None = None
+        self._processes = ProcessPool(self.name)
+        self._processes.close()
         self._processed_before = 0
         self._reconnect = Reconnect(app, self.name)
         self._declared = declared
@@ -184,8 +186,14 @@ class Worker:
         handle = not self.app.config.no_unix_signals if signals is None else signals
         request = self._stop_request
         with request.by_signals(handle):
-            session = open_patiently(self._open, self._reconnect, request, name=self.name)
-            if session is not None:
+            try:
+                session = open_patiently(self._open, self._reconnect, request, name=self.name)
+            except BaseException:
+                self._processes.close()
+                raise
+            if session is None:
+                self._processes.close()
+            else:
                 self._begin(session)
                 try:
                     self._wait()
@@ -230,7 +238,12 @@ class Worker:
         if self._has_ended:
             self._has_ended = False
             self._stop_request.clear()
-        self._begin(self._open())
+        try:
+            session = self._open()
+        except BaseException:
+            self._processes.close()
+            raise
+        self._begin(session)
         self._attendant = threading.Thread(
             target=self._attend, name=f"{self.name}-attendant", daemon=True
         )
@@ -249,22 +262,10 @@ class Worker:
         if self._session is not None:
             raise MachineryError(f"worker {self.name} runs already (make another one)")
         app = self.app
-        self._processes = ProcessPool(
-            self.name,
-            child_app=self.child_app,
-            by_default=self.pool == "process",
-            max_tasks=self._max_per_child[0],
-            max_memory=self._max_per_child[1],
-        )
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._processes.close)
-            self._processes.start(map(app.registry.get, app.registry.names()))
-            session = self._open_session()
-            stack.pop_all()
-        return session
-
-    def _open_session(self) -> Session:
-        app = self.app
+        if self._processes.is_closed:
+            self._processes = self._new_processes()
+        # Before there is a session, which nobody beats for yet.
+        self._processes.start(map(app.registry.get, app.registry.names()))
         session = app.store.open_session(self.queues, worker=self.name)
         try:
             # A dead worker's messages go back to their queues, its ready groups are settled.
@@ -275,6 +276,16 @@ class Worker:
                 session.close()
             raise
         return session
+
+    def _new_processes(self) -> ProcessPool:
+        max_tasks, max_memory = self._max_per_child
+        return ProcessPool(
+            self.name,
+            child_app=self.child_app,
+            by_default=self.pool == "process",
+            max_tasks=max_tasks,
+            max_memory=max_memory,
+        )
 
     def _begin(self, session: Session) -> None:
         app = self.app

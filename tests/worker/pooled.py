@@ -75,8 +75,9 @@ def die_once(trace: str, how: str) -> int:
     if how == "closes its descriptors":
         os.closerange(3, 256)
     elif how == "forks":
-        if os.fork() == 0:
+        if (forked := os.fork()) == 0:
             time.sleep(LONG)
+        Path(trace).with_suffix(".forked").write_text(str(forked))
         os._exit(1)
     elif how.startswith("exit"):
         os._exit(int(how[-1]))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from machinery_py import ConfigError, Server, State, TaskFailed
+from machinery_py import BrokerUnavailable, ConfigError, Server, State, TaskFailed
 from machinery_py.events import TaskFailed as TaskFailedEvent
 from machinery_py.events import TaskRetried, TaskSucceeded
 from machinery_py.testing.waiting import HANG, wait_until
@@ -128,6 +128,9 @@ def test_lost_process_costs_its_task_a_strike(
     wait_until(lambda: retried, HANG, "the event")
     assert [one.error for one in retried] == [text]
     assert len(runs(tmp_path)) == 2
+    if how == "forks":
+        forked = int(tmp_path.with_suffix(".forked").read_text())
+        wait_until(lambda: not is_alive(forked), HANG, "the end of what it has forked")
 
 
 def test_task_that_kills_each_process_is_poison(worker: Worker, tmp_path: Path) -> None:
@@ -135,7 +138,12 @@ def test_task_that_kills_each_process_is_poison(worker: Worker, tmp_path: Path) 
         pooled.die.send(str(tmp_path)).get(HANG)
 
     assert len(runs(tmp_path)) == 3
-    assert [one.reason for one in server.broker.dead_letters(limit=1)] == ["poison"]
+    [letter] = server.broker.dead_letters(limit=1)
+    assert letter.reason == "poison"
+
+    server.inspect.replay_dead([letter.id])
+
+    wait_until(lambda: len(runs(tmp_path)) == 6, HANG, "three more runs")
 
 
 def test_other_tasks_notice_nothing_of_a_lost_process(worker: Worker, tmp_path: Path) -> None:
@@ -279,6 +287,18 @@ def test_processes_of_a_server_that_no_module_has_are_refused() -> None:
 
     with pytest.raises(ConfigError, match="no module has it as a global"):
         own.new_worker("w", 1, pool="process").start()
+
+
+def test_worker_that_could_not_start_leaves_no_process() -> None:
+    away = server.config.replace(broker="redis://127.0.0.1:1", publish_timeout=0.1)
+    before = server.app.swap(away, server.clock)
+    try:
+        with pytest.raises(BrokerUnavailable):
+            server.new_worker("w", 1, pool="process").start()
+    finally:
+        server.app.swap(*before)
+
+    assert children() == set()
 
 
 APP = """
