@@ -28,6 +28,7 @@ from machinery_py.cli.output import (
     value_text,
 )
 from machinery_py.config.config import OPTIONS, ROLES
+from machinery_py.config.server_urls import parse_amqp_url
 from machinery_py.config.urls import StoreUrl, scheme_of
 from machinery_py.errors import MachineryError
 from machinery_py.tasks.signature import new_uuid
@@ -84,7 +85,8 @@ def _report(args: argparse.Namespace) -> int:
         findings.append(
             ("app", OK, text) if names else ("app", NOTE, f"{text}; is their module imported?")
         )
-        for check in (_settings, _file, _broker, _backend, _clock, _workers, _queues, _dead):
+        checks = (_settings, _file, _tasks, _broker, _backend, _clock, _workers, _queues, _dead)
+        for check in checks:
             findings += _guarded(check, server)
     if args.json:
         print(
@@ -141,6 +143,25 @@ def _file(server: Server) -> Iterator[tuple[Grade, str]]:
         if scheme_of(url) == "sqlite":
             parsed = StoreUrl.parse(url)
             yield from _sqlite_file(os.path.abspath(parsed.path), parsed.synchronous)
+
+
+def _tasks(server: Server) -> Iterator[tuple[Grade, str]]:
+    """Find tasks that may outlast a connection which lives in their process: RabbitMQ's."""
+    urls = [url for url in server.config.broker_urls if scheme_of(url) in ("amqp", "amqps")]
+    silence = 2 * min((parse_amqp_url(url).heartbeat for url in urls), default=0)
+    names = [
+        task.name
+        for task in server.app.registry
+        if (task.settings.pool or server.config.pool) == "thread"
+        and (task.settings.time_limit or 0.0) > silence > 0
+    ]
+    if names:
+        yield (
+            NOTE,
+            f"{', '.join(sorted(names))}: the time limit is longer than {silence} s, two "
+            "heartbeats of RabbitMQ; a thread that holds the interpreter for so long loses the "
+            'connection, and the task runs again (set pool="process" if it computes)',
+        )
 
 
 def _sqlite_file(path: str, synchronous: str) -> Iterator[tuple[Grade, str]]:

@@ -15,7 +15,6 @@ import sys
 from typing import Any, TextIO
 
 from machinery_py.cli.output import clean, clean_lines
-from machinery_py.tasks.context import RUNNING
 from machinery_py.texts import cut
 
 TASK_FIELDS = ("task_uuid", "task_name", "attempt")
@@ -43,7 +42,9 @@ class TaskRecord(logging.LogRecord):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        context = RUNNING.get()
+        # Not imported: a supervisor runs no task, and is to be small.
+        running = sys.modules.get("machinery_py.tasks.context")
+        context = running.RUNNING.get() if running is not None else None
         if context is not None:
             self.__dict__ = _Fields(
                 self.__dict__,

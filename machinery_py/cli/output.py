@@ -15,8 +15,6 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import msgspec
-
 from machinery_py.config.urls import redact, split_urls
 from machinery_py.errors import MachineryError
 from machinery_py.texts import get_logger
@@ -73,17 +71,21 @@ def listing(
     columns: Mapping[str, Callable[[T], str]],
     *,
     right: Collection[str] = (),
-    record: Callable[[Any], Any] = msgspec.structs.asdict,
+    record: Callable[[Any], Any] | None = None,
 ) -> int:
     """Print a table with a row for each item, or JSON with a record for each.
 
     Args:
         columns: head → the cell of an item.
         right: heads of the columns that are aligned to the right.
+        record: item → what JSON shows of it; by default the fields of a Struct.
     """
+    from msgspec.structs import asdict  # a supervisor prints no list, and is to be small
+
     rows = [] if args.json else [[cell(item) for cell in columns.values()] for item in items]
     to_right = [at for at, head in enumerate(columns) if head in right]
-    return answer(args, [record(item) for item in items], table(list(columns), rows, to_right))
+    as_record: Callable[[Any], Any] = record or asdict
+    return answer(args, list(map(as_record, items)), table(list(columns), rows, to_right))
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[int] = ()) -> str:

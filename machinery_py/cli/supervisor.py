@@ -264,7 +264,8 @@ class Supervisor:
             return
         if code in CANNOT_START and (slot.is_over or not slot.has_been_ready):
             what = "cannot go on" if slot.has_been_ready else "cannot start"
-            logger.error("%s %s: %s; ending", which, what, how)
+            level = logging.DEBUG if self._args.processes == 1 else logging.ERROR  # it has said why
+            logger.log(level, "%s %s: %s; ending", which, what, how)
             self._code = self._code or code
             self._on_order(STOP)
             return

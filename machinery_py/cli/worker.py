@@ -17,11 +17,11 @@ from machinery_py.cli.output import READY, clean, many, say, shown_url
 from machinery_py.cli.processes import STACKS, STOP_NOW, Orders, ParentPipe, label_of
 from machinery_py.cli.watchdog import BROKEN, Watchdog, copy_of_stderr
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable, MachineryError
-from machinery_py.events import WorkerOnline
 from machinery_py.texts import get_logger
 from machinery_py.version import __version__
 
 if TYPE_CHECKING:
+    from machinery_py.events import WorkerOnline
     from machinery_py.server import Server
     from machinery_py.worker.worker import Worker
 
@@ -149,6 +149,8 @@ class Readiness:
         self._worker = one
         self._on_start = on_start
         self._answered_at: float | None = None  # of the broker, at the last beat
+        from machinery_py.events import WorkerOnline  # not for the supervisor, which is to be small
+
         one.app.events.subscribe(WorkerOnline, self._on_online)
         one.on_beat = self._on_beat
 

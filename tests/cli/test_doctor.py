@@ -81,3 +81,25 @@ def test_doctor_warns_of_a_backend_that_forgets(
     text = app.run("doctor", "tasks", MACHINERY_RESULT_BACKEND=empty_memcached.url).stdout
     assert "forgets results, schedules and keys of unique tasks when it restarts or is full" in text
     assert "keeps a state" not in text
+
+
+def test_doctor_names_tasks_that_may_outlast_a_connection_to_rabbitmq(
+    app: App, amqp_url: str
+) -> None:
+    app.write(
+        "tasks.py",
+        "from machinery_py import Server\nserver = Server()\n"
+        "@server.task(time_limit=11)\ndef long() -> None: ...\n"
+        "@server.task(time_limit=10)\ndef short() -> None: ...\n"
+        "@server.task(time_limit=11, pool='process')\ndef apart() -> None: ...\n"
+        "@server.task\ndef unlimited() -> None: ...\n",
+    )
+
+    def found() -> list[dict[str, str]]:
+        return [one for one in app.json("doctor", "tasks") if one["check"] == "tasks"]
+
+    assert found() == []
+    app.env["MACHINERY_BROKER"] = amqp_url
+    (note,) = found()
+    assert note["mark"] == "note"
+    assert note["text"].startswith("long: the time limit is longer than 10 s, two heartbeats")

@@ -9,6 +9,7 @@ import random
 import re
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -430,3 +431,15 @@ def test_a_heartbeat_that_a_killed_worker_left_does_not_count(
     assert beats(app, "--heartbeat-file", "beat") == workers(process)
     assert process.stop() == 0
     assert sorted(path.name for path in app.folder.glob("beat*")) == ["beat.1.gz"]
+
+
+def test_supervisor_is_small(app: App) -> None:
+    process = app.worker("-c", "1")
+
+    def pss(pid: int) -> int:
+        """Return kB, with its share of what several processes have mapped."""
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        return int(text.split("Pss:")[1].split()[0])
+
+    assert pss(process.pid) < 15_000
+    assert process.stop() == 0
