@@ -38,6 +38,7 @@ logger = get_logger(__name__)
 
 LONGEST_INTERVAL = 1.0  # seconds between two signs
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds until a keeper that has ended is started again
+NOTABLE = 1.0  # seconds that no thread ran, at least, until the log says so
 HEALTHY = 60.0  # seconds of life after which the pause is the first one again
 
 
@@ -118,7 +119,7 @@ class Signs:
         self._woken.wait(interval)
         self._woken.clear()
         passed = time.monotonic() - begun
-        if interval is not None and passed > interval * (1 + 10 / 3):
+        if interval is not None and passed > max(NOTABLE, interval * (1 + 10 / 3)):
             logger.warning(
                 "no thread of this process ran for %.1f s: a task held the interpreter, or the "
                 "process was stopped",

@@ -1,4 +1,4 @@
-"""Tasks that hold the interpreter for three leases: they run once, and their worker is alive."""
+"""Tasks that hold the interpreter for two leases: they run once, and their worker is alive."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.cli.app import HANG, TASKS, App, app_in_a_folder
 
 app = app_in_a_folder
 
-LEASE = 2.0  # seconds
-STUCK = 3 * LEASE  # seconds
+LEASE = 3.0  # seconds
+STUCK = 2.5 * LEASE  # seconds
 HOLDING = (
     TASKS
     + f"""
@@ -31,7 +31,7 @@ def hold_the_interpreter(how: str) -> None:
     with open(HERE / "notes.txt", "a") as file:
         file.write(f"{{how}} {{os.getpid()}}\\n")
     if how == "call":
-        ctypes.PyDLL(None).sleep({STUCK:.0f})
+        ctypes.PyDLL(None).sleep(math.ceil({STUCK}))
     else:
         match(18 + math.ceil(math.log2({STUCK} / match(18))))  # each letter doubles the time
 """

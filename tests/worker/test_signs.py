@@ -22,9 +22,9 @@ from tests.support.servers import RedisServer
 LARGEST = 15_000  # kB
 
 #: Workers on a Redis; a line on stdin each is a Python statement, its answer a line of JSON.
-LEASE = 2.0  # seconds
+LEASE = 3.0  # seconds
 PROGRAM = """
-LEASE = 2.0
+LEASE = 3.0
 import gc, json, logging, os, sys
 logging.basicConfig(level="WARNING", format="%(message)s")
 from machinery_py import Config, Server
@@ -156,16 +156,18 @@ def test_killed_keeper_is_replaced_and_knows_the_sessions(
 
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: keepers_of(program.process.pid) not in ([], [first]), HANG)
+    second = program.keeper()
+    wait_until(lambda: len(os.listdir(f"/proc/{second}/task")) == 2, HANG, "its thread")
 
     assert "has ended: exit code -9" in program.errors.read_text()
     with contextlib.closing(Server(config=Config(broker=empty_redis.url, lease=LEASE))) as server:
         (before,) = server.broker.workers()
         begun = time.monotonic()
-        program.begin("import ctypes; ctypes.PyDLL(None).sleep(6)")  # nothing else runs meanwhile
+        program.begin("import ctypes; ctypes.PyDLL(None).sleep(8)")  # nothing else runs meanwhile
 
         def is_over() -> bool:
             server.broker.tend()
-            return time.monotonic() - begun > 3 * LEASE
+            return time.monotonic() - begun > 7.5
 
         wait_until(is_over, HANG)
         assert [one.session for one in server.broker.workers()] == [before.session]
