@@ -313,7 +313,7 @@ if os.environ.get("BROKEN") and "machinery_py.cli.child" in " ".join(sys.orig_ar
 
 @server.task
 def hold() -> None:
-    Path(__file__).with_name("pid").write_text(str(os.getpid()))
+    Path(__file__).with_name(f"runs-{os.getpid()}-{os.getppid()}").touch()
     time.sleep(3600)
 
 @server.task
@@ -346,17 +346,17 @@ def eats() -> int:
 """
 
 
-def test_processes_end_with_a_worker_that_is_killed(app: App) -> None:
+@pytest.mark.parametrize("killed", ["supervisor", "worker"])
+def test_processes_end_with_what_has_started_them(app: App, killed: str) -> None:
     app.write("tasks.py", APP)
-    worker = app.worker("--pool", "process", "-c", "1", "--shutdown-timeout", "0")
-    assert "· 1 task process\n" in worker.out
+    process = app.worker("--pool", "process", "-c", "1", "--shutdown-timeout", "0")
+    assert "· 1 task process\n" in process.out
     app.run("send", "tasks", "hold")
-    wait_until((app.folder / "pid").exists, HANG, "the start")
-    wait_until((app.folder / "pid").read_text, HANG, "its number")
-    pid = int((app.folder / "pid").read_text())
-    assert pid != worker.worker
+    wait_until(lambda: list(app.folder.glob("runs-*")), HANG, "the start")
+    [pid, worker] = map(int, next(app.folder.glob("runs-*")).name.split("-")[1:])
+    assert len({process.pid, worker, pid}) == 3
 
-    os.kill(worker.worker, signal.SIGKILL)
+    os.kill(process.pid if killed == "supervisor" else worker, signal.SIGKILL)
 
     wait_until(lambda: not is_alive(pid), HANG, "the end of its process")
 
