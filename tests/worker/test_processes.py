@@ -117,6 +117,7 @@ def test_postponed_task_is_run_again(worker: Worker, tmp_path: Path) -> None:
         ("exit 2", "its process ended with exit code 2"),
         ("exit 3", "its process ended with exit code 3"),
         ("closes its descriptors", "its process ended with exit code 1"),
+        ("opens files in their place", "its process ended with exit code 1"),
         ("forks", "its process ended with exit code 1"),
     ],
 )
@@ -128,6 +129,8 @@ def test_lost_process_costs_its_task_a_strike(
     wait_until(lambda: retried, HANG, "the event")
     assert [one.error for one in retried] == [text]
     assert len(runs(tmp_path)) == 2
+    if how == "opens files in their place":
+        assert tmp_path.with_suffix(".mine").read_bytes() == b""
     if how == "forks":
         forked = int(tmp_path.with_suffix(".forked").read_text())
         wait_until(lambda: not is_alive(forked), HANG, "the end of what it has forked")
@@ -302,7 +305,7 @@ def test_worker_that_could_not_start_leaves_no_process() -> None:
 
 
 APP = """
-import os, sys, time
+import ctypes, os, sys
 from pathlib import Path
 from machinery_py import Server
 
@@ -314,7 +317,7 @@ if os.environ.get("BROKEN") and "machinery_py.cli.child" in " ".join(sys.orig_ar
 @server.task
 def hold() -> None:
     Path(__file__).with_name(f"runs-{os.getpid()}-{os.getppid()}").touch()
-    time.sleep(3600)
+    ctypes.PyDLL(None).sleep(3600)  # holds the interpreter's lock
 
 @server.task
 def inner(text: str) -> str:
