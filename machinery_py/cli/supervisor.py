@@ -69,7 +69,7 @@ class _Slot:
         self.is_over = False  # it has reported that it ends by itself
         self.is_worn = False  # it has reported that it is to be renewed
         self.is_killed = False
-        self.is_answering = False  # its broker
+        self.answered_at = -math.inf  # its broker; a process that is stopped says nothing
         self.beat_at = 0.0  # of the next heartbeat that is written for it
         self.kill_at: float | None = None  # it has been asked for its stacks
 
@@ -80,7 +80,8 @@ class _Slot:
         self.started_at = time.monotonic()
         self.start_at = None
         self.is_ready = self.is_over = self.is_worn = False
-        self.is_killed = self.is_answering = False
+        self.is_killed = False
+        self.answered_at = -math.inf
         self.kill_at = None
 
     def start_again(self) -> float:
@@ -227,7 +228,7 @@ class Supervisor:
         silence, now = self._keeper.silence(child.pid), time.monotonic()
         if silence >= DOUBTFUL and now >= slot.beat_at:
             slot.beat_at = now + health.BEAT
-            slot.is_answering = False
+            slot.answered_at = -math.inf
             health.beat_for(self._place, label=self._label(slot), pid=child.pid)
         why = f"has given no sign of life for {self._stall_timeout:g} s"
         if silence < self._stall_timeout:
@@ -252,7 +253,7 @@ class Supervisor:
                 at_most = f" (at most {self._grace:g} s; once more to stop now)"
                 self._orders.follow(self._on_order, grace=at_most)
             elif word == "answering":
-                slot.is_answering = value == "1"
+                slot.answered_at = time.monotonic() if value == "1" else -math.inf
             elif word in ("over", "worn"):
                 slot.is_over = True
                 slot.is_worn = word == "worn"
@@ -302,7 +303,8 @@ class Supervisor:
         return self._level > RUN or bool(self._running())
 
     def _is_answering(self) -> bool:
-        return all(slot.child is not None and slot.is_answering for slot in self._slots)
+        since = time.monotonic() - health.MAX_AGE
+        return all(slot.child is not None and slot.answered_at >= since for slot in self._slots)
 
 
 def _which(slot: _Slot, pid: int) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import re
 import signal
 import socket
 import stat
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 
@@ -413,3 +417,36 @@ def test_a_port_that_is_taken_is_told(app: App) -> None:
         f"machinery: health port 127.0.0.1:{port}: address already in use "
         f"(choose another --health-port)\n" in done.stderr
     )
+
+
+def test_debugger_works_in_the_worker_of_a_terminal(app: App) -> None:
+    app.write("tasks.py", TASKS + "\n@server.task\ndef stop() -> None:\n    breakpoint()\n")
+    ours, theirs = pty.openpty()
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "machinery_py", "worker", "tasks", "-c", "1"],
+        cwd=app.folder,
+        env=app.env,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    os.set_blocking(ours, False)
+    said = b""
+
+    def has_said(text: bytes) -> bool:
+        nonlocal said
+        with contextlib.suppress(OSError):  # nothing new, or the terminal is gone
+            said += os.read(ours, 65536)
+        return text in said
+
+    uuid = app.send("stop")
+    wait_until(lambda: has_said(b"(Pdb)"), HANG)
+    os.write(ours, b"p 40 + 2\nc\n")
+    wait_until(lambda: has_said(b"42"), HANG)
+
+    wait_until(lambda: app.state(uuid) == "SUCCESS", HANG)
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(HANG) == 0
+    os.close(ours)
