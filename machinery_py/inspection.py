@@ -26,9 +26,10 @@ from machinery_py.stores.base import REASON_FAILED, Submission
 from machinery_py.tasks.signature import (
     HEADER_ATTEMPT,
     HEADER_LAST,
+    HEADER_LOST,
+    HEADER_LOST_HOW,
     HEADER_POSTPONED,
     HEADER_RUN,
-    HEADER_STRIKES,
     UNLIMITED,
     Signature,
     new_uuid,
@@ -416,7 +417,7 @@ def _replayed(letter: DeadLetter, signature: Signature[object]) -> tuple[Signatu
 
 def _anew(signature: Signature[object]) -> Signature[object]:
     """Return the signature as before its first try; each counted try took one from RetryCount."""
-    ours = (HEADER_RUN, HEADER_ATTEMPT, HEADER_POSTPONED, HEADER_STRIKES)
+    ours = (HEADER_RUN, HEADER_ATTEMPT, HEADER_POSTPONED, HEADER_LOST, HEADER_LOST_HOW)
     left = signature.retry_count
     return signature.replace(
         headers={key: value for key, value in signature.headers.items() if key not in ours},

@@ -16,7 +16,7 @@ from machinery_py import (
     current_task,
 )
 from machinery_py.brokers.base import Message
-from machinery_py.tasks.signature import HEADER_STRIKES, UNLIMITED
+from machinery_py.tasks.signature import HEADER_LOST, UNLIMITED
 from machinery_py.testing.waiting import HANG
 from tests.support.apps import Bench, bench
 
@@ -204,7 +204,7 @@ def test_failed_dead_letter_is_sent_as_before_its_first_try(bench: Bench) -> Non
 
 
 def test_replayed_task_has_no_strikes_of_its_processes(bench: Bench) -> None:
-    struck = bench.add.signature(1, 2).with_uuid().with_headers(**{HEADER_STRIKES: "3"})
+    struck = bench.add.signature(1, 2).with_uuid().with_headers(**{HEADER_LOST: "3"})
     bench.server.send_task(struck)
     bench.drain()
     [letter] = bench.server.inspect.dead()

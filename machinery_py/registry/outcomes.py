@@ -17,9 +17,10 @@ from machinery_py.tasks.signature import (
     COUNTED,
     HEADER_ATTEMPT,
     HEADER_LAST,
+    HEADER_LOST,
+    HEADER_LOST_HOW,
     HEADER_POSTPONED,
     HEADER_RUN,
-    HEADER_STRIKES,
     UNLIMITED,
     Arg,
     Lazy,
@@ -161,7 +162,7 @@ def follow_up(
                 state=State.RETRY,
                 error=error,
                 error_type=WORKER_LOST,
-                retry=_struck(signature, now),
+                retry=_struck(signature, error, now),
             )
         case Failed(retryable=True) if signature.retry_count > 0:
             return _retry(
@@ -274,9 +275,9 @@ def _again(
     return signature.replace(headers=headers, eta=now + dt.timedelta(seconds=delay))
 
 
-def _struck(signature: Signature[Any], now: dt.datetime) -> Signature[Any]:
+def _struck(signature: Signature[Any], how: str, now: dt.datetime) -> Signature[Any]:
     again = _again(signature, now=now, delay=0.0)
-    return again.with_headers(**{HEADER_STRIKES: str(signature.strikes + 1)})
+    return again.with_headers(**{HEADER_LOST: str(signature.strikes + 1), HEADER_LOST_HOW: how})
 
 
 def _never_to_arrive(signature: Signature[Any]) -> Iterator[Arrived]:

@@ -36,7 +36,8 @@ HEADER_ON_DUPLICATE = "machinery_on_duplicate"  # for the sender: what to do whe
 HEADER_COLLECT = "machinery_collect"  # on a chord's callback: all results as one list
 HEADER_LAST = "machinery_last"  # in a chain: UUID of its last step, which fails with this one
 HEADER_SCHEDULE = "machinery_schedule"  # the name of the schedule that sent it
-HEADER_STRIKES = "machinery_strikes"  # how many task processes were lost while they ran it
+HEADER_LOST = "machinery_lost"  # how many task processes were lost while they ran it
+HEADER_LOST_HOW = "machinery_lost_how"  # what became of the last of them
 HEADER_TICK = "machinery_tick"  # the time at which that was due
 
 UNLIMITED = (
@@ -391,7 +392,7 @@ class Signature(msgspec.Struct, Step[R], frozen=True, kw_only=True, gc=False):
     @property
     def strikes(self) -> int:
         """How many task processes were lost while they ran it."""
-        return _number(self.headers, HEADER_STRIKES, 0)
+        return _number(self.headers, HEADER_LOST, 0)
 
 
 COUNTED = (HEADER_DELAY, HEADER_EXPIRES_IN)

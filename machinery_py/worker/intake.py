@@ -12,7 +12,7 @@ from machinery_py.errors import DecodeError, NameRefused
 from machinery_py.names import REASON as REASON_NAME
 from machinery_py.names import check_call, check_message, is_made
 from machinery_py.registry.outcomes import Failed
-from machinery_py.tasks.signature import HEADER_EXPIRES, Signature
+from machinery_py.tasks.signature import HEADER_EXPIRES, HEADER_LOST_HOW, Signature
 from machinery_py.tasks.states import State
 from machinery_py.texts import get_logger
 from machinery_py.wire.signatures import decode_signature
@@ -117,7 +117,9 @@ def _reject(execution: Execution, reason: str, error: str) -> None:
 def _poison(execution: Execution) -> None:
     strikes = execution.strikes
     limit = execution.app.config.max_strikes
-    error = f"its worker was lost {strikes} times while it ran (max_strikes = {limit})"
+    # Of a task process its worker knows what became of it; of a worker nobody does.
+    how = str(execution.signature.headers.get(HEADER_LOST_HOW, "its worker was lost"))
+    error = f"{how}, {strikes} times while it ran (max_strikes = {limit})"
     logger.error(
         "task %s (%s) goes to the dead letters: %s",
         execution.signature.uuid,

@@ -133,7 +133,7 @@ def test_the_exit_code_of_a_task_is_not_the_workers(app: App, code: int) -> None
     process.wait_for(
         f"has ended: exit code {code} (a task ended it); starting another one\n", times=MAX_STRIKES
     )
-    process.wait_for(f"its worker was lost {MAX_STRIKES} times while it ran")
+    process.wait_for(f"its worker was lost, {MAX_STRIKES} times while it ran")
 
     wait_until(lambda: len(workers(process)) == 2, HANG)
     assert process.stop() == 0

@@ -30,6 +30,7 @@ from machinery_py.brokers.liveness import HeartbeatJudge, has_ended, log_loss, r
 from machinery_py.brokers.mongodb.consumer import KIND, ORDER, MongoConsumer, beat_in
 from machinery_py.brokers.mongodb.messages import (
     QUEUED,
+    WAITS,
     Status,
     documents_of,
     letter_of,
@@ -310,31 +311,35 @@ class MongoBroker(DriverUser, Broker):
 
     @step("counting messages")
     def _count_messages(self, store: Store) -> list[QueueStats]:
-        def count(*statuses: Status) -> dict[str, tuple[int, int]]:
-            """Return for each queue how many messages are there, and since when (µs) the oldest."""
-            group = {"_id": "$queue", "count": {"$sum": 1}, "oldest": {"$min": "$sent_at"}}
-            match = {"status": {"$in": list(statuses)}}
-            found = store.machinery_messages.aggregate([{"$match": match}, {"$group": group}])
-            return {one["_id"]: (one["count"], one["oldest"]) for one in found}
+        def those(statuses: Sequence[Status], then: object, otherwise: object) -> Document:
+            return {"$cond": [{"$in": ["$status", list(statuses)]}, then, otherwise]}
 
-        waiting = count(Status.WAITING, Status.TAKEN)
-        running = count(Status.HELD, Status.ENDING)
-        delayed, dead = count(Status.DELAYED), count(Status.DEAD)
-        none = (0, 0)
-        return [
-            QueueStats(
-                queue=queue,
-                waiting=waiting.get(queue, none)[0],
-                running=running.get(queue, none)[0],
-                delayed=delayed.get(queue, none)[0],
-                dead=dead.get(queue, none)[0],
-                oldest_at=moment_of(waiting[queue][1]) if queue in waiting else None,
-                paused=paused,
+        # All in one command: a message that moves between two of them would be in neither.
+        group = {
+            "_id": "$queue",
+            "waiting": {"$sum": those(WAITS, 1, 0)},
+            "running": {"$sum": those((Status.HELD, Status.ENDING), 1, 0)},
+            "delayed": {"$sum": those((Status.DELAYED,), 1, 0)},
+            "dead": {"$sum": those((Status.DEAD,), 1, 0)},
+            "oldest": {"$min": those(WAITS, "$sent_at", None)},
+        }
+        found = {one["_id"]: one for one in store.machinery_messages.aggregate([{"$group": group}])}
+        stats: list[QueueStats] = []
+        for one in store.machinery_queues.find():
+            queue = found.get(one["_id"], {})
+            since = queue.get("oldest")
+            stats.append(
+                QueueStats(
+                    queue=one["_id"],
+                    waiting=queue.get("waiting", 0),
+                    running=queue.get("running", 0),
+                    delayed=queue.get("delayed", 0),
+                    dead=queue.get("dead", 0),
+                    oldest_at=None if since is None else moment_of(since),
+                    paused=bool(one.get("paused")),
+                )
             )
-            for queue, paused in sorted(
-                (one["_id"], bool(one.get("paused"))) for one in store.machinery_queues.find()
-            )
-        ]
+        return sorted(stats, key=lambda one: one.queue)
 
     @step("listing workers")
     def workers(self, store: Store) -> list[WorkerInfo]:

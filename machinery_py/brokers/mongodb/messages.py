@@ -34,7 +34,8 @@ class Status(IntEnum):
 
 
 #: Still in its queue, as listings see it.
-QUEUED: Document = {"$in": [Status.WAITING, Status.TAKEN]}
+WAITS = (Status.WAITING, Status.TAKEN)
+QUEUED: Document = {"$in": list(WAITS)}
 
 
 class Receipt(NamedTuple):
