@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from machinery_py import BrokerUnavailable, ConfigError, Server, State, TaskFailed
+from machinery_py.brokers.liveness import is_suspended, place
 from machinery_py.events import TaskFailed as TaskFailedEvent
 from machinery_py.events import TaskRetried, TaskSucceeded
 from machinery_py.testing.waiting import HANG, wait_until
@@ -259,6 +260,8 @@ def test_task_that_its_process_never_read_gets_no_strike(
 ) -> None:
     pid = pooled.where.send().get(HANG)
     os.kill(pid, signal.SIGSTOP)
+    # A read that the signal has only woken still takes what comes until the process stands.
+    wait_until(lambda: is_suspended(pid, place()), HANG, "the stop")
     result = pooled.where.send()
     wait_until(lambda: result.get_state().state is State.STARTED, HANG, "the start")
 
