@@ -11,12 +11,15 @@ and gets its final state. What keeps it from a second run is its own state.
     before that commit      runs elsewhere      FAILURE, if it left a strike; else runs again
     after it                FAILURE             FAILURE
 
+A second message of the task (published twice with one UUID) finds STARTED, and is not called.
+
 The call follows only if the state is then this run's, and the delivery is still held, in this
 order: whoever gets the message later reads STARTED. Else, or if the commit fails, nothing is
 called, and the message goes back.
 
 Limits: where no states are kept (the null backend), an early task's message is ended before the
 call instead, and nobody is told of a lost run; `on_worker_lost="fail"` sees strikes alone.
+In one store, two messages of a task that are begun within the same round trips are both called.
 """
 
 from __future__ import annotations
@@ -42,6 +45,11 @@ def begin_once(execution: Execution) -> bool:
     """
     app, session = execution.app, execution.session
     assert session is not None
+    try:
+        if app.store.backend.features.keeps and _end_if_begun_by_another(execution):
+            return False
+    except MachineryError as error:
+        return _put_off(execution, error)
     execution.phase, execution.started_at = State.STARTED, app.clock.now()
     mark = execution.mark()
     if mark is None:
@@ -55,17 +63,40 @@ def begin_once(execution: Execution) -> bool:
         else:
             has_begun = execution.acked = session.settle([execution.end_of_delivery()]) == [SETTLED]
     except MachineryError as error:
+        return _put_off(execution, error)
+    return not execution.is_over if has_begun else _put_off(execution)
+
+
+def _put_off(execution: Execution, error: MachineryError | None = None) -> bool:
+    """Give the message back uncalled, and return False."""
+    if error is not None:
         logger.warning(
             "task %s (ack='early') is not begun, since that cannot be stored: %s",
             execution.signature.uuid,
             error,
         )
-        has_begun = False
-    if has_begun:
-        return not execution.is_over
     execution.phase = State.RECEIVED
     execution.settle(execution.end_of_delivery(Fate.BACK))
     return False
+
+
+def _end_if_begun_by_another(execution: Execution) -> bool:
+    """Settle a second message of a run that has begun; its first one is held, or comes back."""
+    state, run = _state_of(execution), execution.signature.run
+    if state is None or (state.state, state.run) != (State.STARTED, run):
+        return False
+    assert execution.session is not None
+    if execution.session.consumer.holds([execution.delivery]) != [True]:
+        _put_off(execution)  # it has come to that worker
+        return True
+    if execution.delivery.epoch:  # this delivery has fenced that run: nobody else can end it
+        return execution.lose(f"worker {state.worker!r} has begun it by another message of it")
+    logger.warning(
+        "a second message of task %s is ended: worker %r runs it (ack='early')",
+        execution.signature.uuid,
+        state.worker,
+    )
+    return execution.settle(execution.end_of_delivery())
 
 
 def end_if_begun(execution: Execution) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
 import pytest
 
 from machinery_py import Config, Server, State
@@ -15,6 +16,7 @@ from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.hooks import WorkerHooks
 from machinery_py.worker.intake import accept, peek
+from machinery_py.worker.once import begin_once
 from machinery_py.worker.runner import run
 from tests.support.apps import Bench, bench
 
@@ -99,6 +101,29 @@ def test_early_task_that_another_worker_has_begun_is_not_called(once: Once) -> N
     assert fate(first) is Fate.BACK
     once.settle(second)
     assert once.result.get_state().worker == "two"
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_second_message_of_a_run_that_has_begun_is_not_called(once: Once, epoch: int) -> None:
+    once.task.options(uuid=once.result.uuid).send()
+    first, second = once.claim("one"), once.claim("two")
+    second.delivery = msgspec.structs.replace(second.delivery, epoch=epoch)
+    assert begin_once(first)
+    run(second)
+
+    assert (once.calls, second.delivery.fence, fate(second)) == ([], 1, Fate.DONE)
+    assert second.settlement is not None
+    # Where it has fenced the first, nobody else could write an end.
+    wanted = [(State.FAILURE, "WorkerLost")] if epoch else []
+    assert [(one.state, one.error_type) for one in second.settlement.states] == wanted
+
+
+def test_early_task_is_not_called_if_its_state_cannot_be_read(once: Once) -> None:
+    first = once.claim()
+    once.store.next_call("get_states")
+    run(first)
+
+    assert (once.calls, fate(first)) == ([], Fate.BACK)
 
 
 class LateSession(Session):
