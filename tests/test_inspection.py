@@ -16,7 +16,7 @@ from machinery_py import (
     current_task,
 )
 from machinery_py.brokers.base import Message
-from machinery_py.tasks.signature import HEADER_LOST, UNLIMITED
+from machinery_py.tasks.signature import HEADER_LOST, HEADER_LOST_HOW, UNLIMITED
 from machinery_py.testing.waiting import HANG
 from tests.support.apps import Bench, bench
 
@@ -213,6 +213,15 @@ def test_replayed_task_has_no_strikes_of_its_processes(bench: Bench) -> None:
 
     assert letter.reason == "poison"
     assert bench.server.result(struck.uuid).get(timeout=0) == 3
+
+
+def test_poison_says_nothing_of_a_loss_that_no_worker_has_written(bench: Bench) -> None:
+    headers = {HEADER_LOST: "3", HEADER_LOST_HOW: [1]}
+    bench.server.send_task(bench.add.signature(1, 2).with_uuid().replace(headers=headers))
+    bench.drain()
+
+    [letter] = bench.server.inspect.dead()
+    assert letter.error.startswith("its worker was lost, 3 times while it ran")
 
 
 def test_which_are_retried_can_be_chosen(bench: Bench) -> None:

@@ -187,8 +187,9 @@ def settings_of_call(settings: TaskSettings, headers: Mapping[str, Any]) -> Task
     changes: dict[str, Any] = {"time_limit": None} if limit == "" else {}
     for option, text in (("time_limit", limit), ("kill_after", kill_after)):
         with contextlib.suppress(TypeError, ValueError):
-            if 0 <= float(text) <= LONGEST_RUN:  # type: ignore[arg-type]  # TypeError
-                changes[option] = float(text)  # type: ignore[arg-type]
+            seconds = float(text)  # type: ignore[arg-type]  # TypeError
+            if 0 <= seconds <= LONGEST_RUN and (seconds or option == "kill_after"):
+                changes[option] = seconds
     if ignore in ("yes", "no"):
         changes["ignore_result"] = ignore == "yes"
     return msgspec.structs.replace(settings, **changes)

@@ -118,7 +118,9 @@ def _poison(execution: Execution) -> None:
     strikes = execution.strikes
     limit = execution.app.config.max_strikes
     # Of a task process its worker knows what became of it; of a worker nobody does.
-    how = str(execution.signature.headers.get(HEADER_LOST_HOW, "its worker was lost"))
+    how = execution.signature.headers.get(HEADER_LOST_HOW)
+    if not isinstance(how, str):
+        how = "its worker was lost"
     error = f"{how}, {strikes} times while it ran (max_strikes = {limit})"
     logger.error(
         "task %s (%s) goes to the dead letters: %s",
