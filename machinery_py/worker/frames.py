@@ -24,6 +24,7 @@ M = TypeVar("M")
 
 LENGTH = 4  # bytes
 CHUNK = 65_536  # bytes of one read; a pipe holds as many
+LONGEST_WAIT = 86_400.0  # seconds of one call of poll(), which takes at most 24 days
 
 CANCEL, TIME_IS_UP = 1, 2  # orders
 
@@ -207,4 +208,9 @@ def _wait(poll: select.poll, deadline: float | None) -> bool:
     """Wait for the pipe. False: the deadline has come."""
     if deadline is None:
         return bool(poll.poll())
-    return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000.0))
+    while True:
+        left = max(0.0, deadline - time.monotonic())
+        if poll.poll(min(left, LONGEST_WAIT) * 1000.0):
+            return True
+        if left <= LONGEST_WAIT:
+            return False

@@ -132,7 +132,8 @@ class ProcessPool:
     def call(self, execution: Execution, report: Report) -> Outcome | None:
         """Make the call in a process, in the slot's thread.
 
-        Returns None if no process could be started: the task is put back, to be tried again.
+        Returns None if it was over before it began, or if no process could be started: then it is
+        put back, to be tried again.
         """
         text = ""
         for _ in range(TRIES):
@@ -152,7 +153,7 @@ class ProcessPool:
             finally:
                 del self._running[id(execution)]
             self._give_back(process)
-            return execution.judged(done.outcome)
+            return None if done is None else execution.judged(done.outcome)
         self._put_back(execution, CannotStart(f"{text} before it began, {TRIES} times"))
         return None
 

@@ -126,8 +126,8 @@ class TaskProcess:
         """Whether `wait_ready` returns at once."""
         return self._is_ready or self._replies.has_some()
 
-    def run(self, execution: Execution, report: Report) -> Done:
-        """Give it the task, and return what it replies.
+    def run(self, execution: Execution, report: Report) -> Done | None:
+        """Give it the task, and return what it replies; None if the task was over before.
 
         Raises:
             ProcessLost: it ended before it replied.
@@ -146,6 +146,12 @@ class TaskProcess:
             limit,
         )
         self._set_running(number)
+        # From here on `cancel` finds the job; what came before, while it was starting, counts too.
+        if execution.is_over:
+            self._set_running(0)
+            return None
+        if execution.context is not None and execution.context.cancelled:
+            self._order(Order(number, CANCEL))
         deadline = None if limit is None else time.monotonic() + limit
         try:
             if not self._tasks.write(job, deadline):  # it does not even read
@@ -155,6 +161,10 @@ class TaskProcess:
         except PipeEnd:
             has_begun = not self._tasks.is_unread()
             raise ProcessLost(self.end(), has_begun=has_begun) from None
+        except BaseException:  # out of memory: the task must not run on behind its failure
+            self._kill()
+            self.end()
+            raise
         finally:
             self._set_running(0)
 

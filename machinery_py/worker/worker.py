@@ -452,7 +452,8 @@ class Worker:
         max_tasks, max_memory = self._max_per_child
         if not (max_tasks or max_memory):
             return False
-        runs = self.processed - self._processes.calls  # in threads of this process
+        # In threads, since its last start: the pool counts from there, too.
+        runs = self.processed - self._processed_before - self._processes.calls
         return runs > 0 and (0 < max_tasks <= runs or 0 < max_memory < proc.memory())
 
     def _wait_while(self, is_so: Callable[[], bool], timeout: float) -> None:

@@ -140,6 +140,12 @@ def until_cancelled(trace: str) -> str:
     return "stopped"
 
 
+@server.task(pool="process", time_limit=30 * 86_400.0)
+def within_a_month() -> str:
+    time.sleep(0.05)  # long enough to be waited for
+    return "done"
+
+
 @server.task(pool="process")
 def grow(size: int) -> int:
     _grown.append(b"x" * size)

@@ -16,6 +16,7 @@ from machinery_py.brokers.liveness import is_suspended, place
 from machinery_py.events import TaskFailed as TaskFailedEvent
 from machinery_py.events import TaskRetried, TaskSucceeded
 from machinery_py.testing.waiting import HANG, wait_until
+from machinery_py.worker.task_process import TaskProcess
 from machinery_py.worker.worker import Worker
 from tests.cli.app import App, app_in_a_folder
 from tests.worker import pooled
@@ -244,6 +245,64 @@ def test_unfinished_task_is_handed_back_and_its_process_killed(tmp_path: Path) -
         assert result.get(HANG) == "done"
 
 
+def test_task_that_is_handed_back_while_its_process_starts_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = server.new_worker("w", 1, shutdown_timeout=0.1)
+    calls: list[Any] = []
+
+    def wait_until_over(_: TaskProcess) -> None:
+        [execution] = worker._executors.running()
+        calls.append(execution)
+        wait_until(lambda: execution.is_over, HANG, "the shutdown")
+
+    def close_late(**how: Any) -> bool:
+        wait_until(lambda: not worker._executors.running(), HANG, "the end of the call")
+        return bool(close(**how))
+
+    with monkeypatch.context() as patch, worker:
+        close = worker._settler.close
+        patch.setattr(worker._settler, "close", close_late)
+        patch.setattr(TaskProcess, "wait_ready", wait_until_over)
+        result = pooled.later.send(str(tmp_path))
+        wait_until(lambda: calls, HANG, "the start")
+        worker.stop()
+    assert runs(tmp_path) == []
+    assert children() == set()
+
+    with server.new_worker("w", 1):
+        assert result.get(HANG) == "1"
+
+
+def test_task_that_is_cancelled_while_its_process_starts_sees_it(
+    worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cancel(_: TaskProcess) -> None:
+        worker._executors.cancel(worker._executors.running()[0])
+
+    monkeypatch.setattr(TaskProcess, "wait_ready", cancel)
+
+    assert pooled.until_cancelled.send(str(tmp_path)).get(HANG) == "stopped"
+
+
+def test_time_limit_may_be_longer_than_poll_waits(worker: Worker) -> None:
+    assert pooled.within_a_month.send().get(HANG) == "done"
+
+
+def test_process_ends_when_its_replies_cannot_be_taken(
+    worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        wait_until(lambda: runs(tmp_path), HANG, "the start")
+        raise MemoryError
+
+    monkeypatch.setattr(TaskProcess, "_wait", fails)
+
+    with pytest.raises(TaskFailed, match="MemoryError"):
+        pooled.until_cancelled.send(str(tmp_path)).get(HANG)
+    assert not is_alive(runs(tmp_path)[0])
+
+
 def test_process_that_died_while_idle_costs_no_task_anything(
     worker: Worker, retried: list[TaskRetried]
 ) -> None:
@@ -277,6 +336,15 @@ def test_processes_are_renewed_after_so_many_tasks() -> None:
 
     assert {pids.count(pid) for pid in pids[:6]} == {2}
     assert children() == set()
+
+
+def test_worker_that_starts_again_is_not_worn_by_what_processes_ran_before() -> None:
+    worker = server.new_worker("w", 1, max_tasks_per_child=2)
+    for _ in range(2):
+        with worker:
+            for _ in range(4):
+                pooled.where.send().get(HANG)
+            assert not worker._is_worn()
 
 
 def test_process_that_grew_is_renewed() -> None:
