@@ -60,8 +60,14 @@ class Child:
         if "--child" in words:  # this process is a child itself
             at = words.index("--child")
             words = [*words[:at], *words[at + 2 :]]
-        orders_in, self._orders = os.pipe()
-        news_in, news_out = os.pipe()
+        ends: list[int] = []
+        try:
+            for _ in range(2):
+                ends += os.pipe()
+        except OSError:
+            _close(ends)
+            raise
+        orders_in, self._orders, news_in, news_out = ends
         self.news = LineReader(news_in)
         link = f"{label}:{orders_in}:{news_out}"
         command = [sys.executable, "-m", "machinery_py", "worker", "--child", link, *words]
@@ -72,9 +78,11 @@ class Child:
                 stdin=None if is_at_terminal else subprocess.DEVNULL,
                 process_group=None if is_at_terminal else 0,
             )
+        except OSError:
+            self.close()
+            raise
         finally:
-            os.close(orders_in)
-            os.close(news_out)
+            _close((orders_in, news_out))
         self.pid = self.process.pid
         self._told = RUN
 
@@ -99,8 +107,12 @@ class Child:
 
     def close(self) -> None:
         """Give the pipes back, when it has ended."""
-        os.close(self._orders)
-        os.close(self.news.descriptor)
+        _close((self._orders, self.news.descriptor))
+
+
+def _close(descriptors: Sequence[int]) -> None:
+    for one in descriptors:
+        os.close(one)
 
 
 def readable(descriptors: Sequence[int], timeout: float | None = None) -> set[int]:

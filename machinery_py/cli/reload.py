@@ -36,7 +36,7 @@ logger = get_logger(__name__)
 INTERVAL = 0.5  # seconds between two scans of the files
 SETTLE = 0.1  # seconds without a further change before the restart: editors write in steps
 GRACE = 5.0  # seconds that running tasks get after a change; they run again in the new worker
-PATIENCE = 5.0  # seconds until a worker that does not end is killed
+PATIENCE = 10.0  # seconds until a worker that does not end is killed; its supervisor kills first
 REPORT = 1.0  # seconds between two reports of modules that were loaded later
 
 _SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages"})

@@ -84,6 +84,13 @@ class _Slot:
         self.answered_at = -math.inf
         self.kill_at = None
 
+    def cannot_start(self) -> float:
+        """Plan another try when the system gives no process; return the seconds until then."""
+        self.failures = max(2, self.failures + 1)
+        pause = pause_after(self.failures)
+        self.start_at = time.monotonic() + pause
+        return pause
+
     def start_again(self) -> float:
         """Plan the next start, and return the seconds until then."""
         now = time.monotonic()
@@ -189,11 +196,23 @@ class Supervisor:
             if slot.start_at is not None and slot.start_at <= now:
                 is_first = slot.number == 1 and not slot.started_at
                 words = args.argv if is_first else ["--no-banner", *args.argv]
-                slot.start(
-                    words,
-                    [] if args.reloaded is None else [args.reloaded],
-                    is_at_terminal=args.processes == 1 and os.isatty(0),
-                )
+                try:
+                    slot.start(
+                        words,
+                        [] if args.reloaded is None else [args.reloaded],
+                        is_at_terminal=args.processes == 1 and os.isatty(0),
+                    )
+                except OSError as error:
+                    if not self._is_ready:
+                        raise
+                    # The others are well: they must not end with this one.
+                    pause = slot.cannot_start()
+                    logger.error(
+                        "worker process %d cannot be started: %s; trying again in %g s",
+                        slot.number,
+                        error,
+                        pause,
+                    )
         return any(slot.start_at is not None for slot in self._slots)
 
     # Checking
@@ -214,6 +233,8 @@ class Supervisor:
                 self._has_ended(slot, child.pid, code)
             elif slot.is_ready and not slot.is_over and not self._level:
                 self._check_silence(slot, child)
+            else:
+                slot.kill_at = None  # its moment would be waited for no more
         self._groups = [group for group in self._groups if not group.is_over]
         if not self._is_ready and all(slot.has_been_ready for slot in self._slots):
             self._is_ready = True
@@ -260,7 +281,8 @@ class Supervisor:
 
     def _has_ended(self, slot: _Slot, pid: int, code: int) -> None:
         which, how = _which(slot, pid), how_it_ended(code)
-        if self._level or (self._args.burst and slot.is_over and code == 0):
+        is_burst_over = self._args.burst and slot.is_over and not slot.is_worn
+        if self._level or (is_burst_over and code == 0):
             logger.debug("%s has ended: %s", which, how)
             return
         if code in CANNOT_START and (slot.is_over or not slot.has_been_ready):

@@ -19,6 +19,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -40,6 +41,8 @@ LONGEST_INTERVAL = 1.0  # seconds between two signs
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds until a keeper that has ended is started again
 NOTABLE = 1.0  # seconds that no thread ran, at least, until the log says so
 HEALTHY = 60.0  # seconds of life after which the pause is the first one again
+
+_PYTHON = re.compile(r"python|pypy|graalpy", re.IGNORECASE)  # how the program is called
 
 
 class Link(Protocol):
@@ -211,9 +214,13 @@ def _start(stdin: socket.socket) -> subprocess.Popen[bytes]:
     Raises:
         OSError, ValueError: it cannot be started.
     """
-    if not sys.executable:
-        raise OSError("the path of the Python interpreter is not known (sys.executable)")
-    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+    # In a frozen app, or one that embeds Python (uWSGI), this is the app: it would run once more.
+    is_python = _PYTHON.match(os.path.basename(sys.executable or ""))
+    if getattr(sys, "frozen", False) or not is_python:
+        raise OSError(
+            f"no Python interpreter can be started (sys.executable is {sys.executable!r})"
+        )
+    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path if isinstance(folder, str))
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "machinery_py.worker.keeper", str(os.getpid())],
         stdin=stdin.fileno(),

@@ -64,7 +64,12 @@ class Running:
     """A `machinery` process that goes on; its output is collected in files."""
 
     def __init__(
-        self, app: App, words: Sequence[str], env: dict[str, str], own_group: bool
+        self,
+        app: App,
+        words: Sequence[str],
+        env: dict[str, str],
+        own_group: bool,
+        program: Sequence[str] = ("-m", "machinery_py"),
     ) -> None:
         number = len(app.running)
         self.out_path, self.err_path = (
@@ -72,7 +77,7 @@ class Running:
         )
         with open(self.out_path, "wb") as out, open(self.err_path, "wb") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "machinery_py", *words],
+                [sys.executable, *program, *words],
                 cwd=app.folder,
                 env=env,
                 stdout=out,
@@ -191,6 +196,12 @@ class App:
     def json(self, *words: str, code: int | None = 0) -> Any:
         at = words.index("--") if "--" in words else len(words)
         return json.loads(self.run(*words[:at], "--json", *words[at:], code=code).stdout)
+
+    def program(self, script: str, *words: str) -> Running:
+        """Start a script of the user's that goes on."""
+        process = Running(self, words, self.env, False, [script])
+        self.running.append(process)
+        return process
 
     def start(self, *words: str, own_group: bool = False, **env: str) -> Running:
         """Start a command that goes on."""

@@ -8,6 +8,7 @@ import os
 import random
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 
 from machinery_py import Server, Signature, State
 from machinery_py.cli.supervisor import LONGEST_PAUSE, pause_after
+from machinery_py.connections import proc
 from machinery_py.testing.waiting import wait_until
 from tests.cli.app import HANG, TASKS, App, Running, app_in_a_folder, children, is_alive
 
@@ -168,6 +170,39 @@ def test_worn_worker_process_is_renewed_without_a_pause(app: App, limit: tuple[s
     assert process.stop() == 0
     assert "starting another one in" not in process.err
     assert len(app.notes) == len(uuids)
+
+
+def test_a_burst_goes_on_when_a_worn_process_has_ended(app: App) -> None:
+    app.write("tasks.py", TASKS + "\n@server.task\ndef slow() -> None:\n    time.sleep(0.1)\n")
+    uuids = [app.send("slow") for _ in range(6)]
+
+    app.run("worker", "tasks", "-c", "1", "--burst", "--max-tasks-per-child", "2")
+
+    assert [app.state(uuid) for uuid in uuids] == ["SUCCESS"] * 6
+
+
+def test_others_go_on_while_no_process_can_be_started(app: App) -> None:
+    """As under a limit of processes or memory: here the interpreter is away for a while."""
+    app.write("python", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n').chmod(0o755)
+    app.write(
+        "run.py",
+        "import sys\nsys.executable = './python'\n"
+        "from machinery_py.cli.main import main\nsys.exit(main())\n",
+    )
+    process = app.program("run.py", "worker", "tasks", "-p", "2", "-c", "1")
+    process.wait_ready()
+    first, second = workers(process)
+    descriptors = len(os.listdir(f"/proc/{process.pid}/fd"))
+    (app.folder / "python").rename(app.folder / "away")
+
+    os.kill(first, signal.SIGKILL)
+    process.wait_for("cannot be started: ", times=2)
+
+    assert workers(process) == [second]
+    assert len(os.listdir(f"/proc/{process.pid}/fd")) < descriptors
+    (app.folder / "away").rename(app.folder / "python")
+    wait_until(lambda: len(workers(process)) == 2, HANG)
+    assert process.stop() == 0
 
 
 def test_process_that_fails_at_start_is_restarted_with_pauses(app: App) -> None:
@@ -345,6 +380,26 @@ def test_process_without_a_sign_of_life_is_replaced(app: App, processes: str) ->
     process.wait_for(f"{which}: killing it; its tasks will run again\n")
     assert re.search(r'File ".*tasks.py", line \d+ in hang\n', process.err)
     process.close()
+
+
+def test_supervisor_waits_for_a_silent_process_that_is_to_end(app: App) -> None:
+    app.write("tasks.py", CLOSING)
+    process = app.worker("-p", "2", "-c", "1", "--stall-timeout", "5s", "--shutdown-timeout", "1s")
+    app.send("hang")
+    process.wait_for("; its threads:\n")
+    before = cpu_seconds(process.pid)
+
+    process.signal(signal.SIGTERM)  # before the silent process is killed
+    process.wait_for("does not end: killing it")
+
+    assert cpu_seconds(process.pid) - before < 1.0
+    assert process.wait() == 1
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = proc.stat(pid)
+    ticks = int(fields[proc.USER_TIME]) + int(fields[proc.SYSTEM_TIME])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def test_stopped_process_is_not_taken_for_a_silent_one(app: App) -> None:

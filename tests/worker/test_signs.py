@@ -188,12 +188,27 @@ def test_forked_child_has_a_keeper_of_its_own(program: Program) -> None:
     assert program.keeper() == parents
 
 
-def test_worker_goes_on_where_no_keeper_can_be_started(program: Program) -> None:
-    program.do("sys.executable = ''; worker.start()")
+@pytest.mark.parametrize(
+    "where",
+    [
+        "sys.executable = ''",
+        "sys.frozen = True",  # PyInstaller and others: the executable is the app
+        "sys.executable = '/usr/bin/uwsgi'",
+    ],
+)
+def test_worker_goes_on_where_no_keeper_can_be_started(program: Program, where: str) -> None:
+    program.do(f"{where}; worker.start()")
 
     assert program.do("answer = ping.send().get(timeout=60)") == "pong"
     wait_until(lambda: "this process has no keeper" in program.errors.read_text(), HANG)
     assert program.errors.read_text().count("no keeper") == 1
+    assert keepers_of(program.process.pid) == []
+
+
+def test_path_that_is_no_text_does_no_harm(program: Program) -> None:
+    program.do("import pathlib; sys.path.insert(0, pathlib.Path('/tmp')); worker.start()")
+
+    assert is_alive(program.keeper())
 
 
 def test_keeper_is_small(program: Program) -> None:
