@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import re
 
 import pytest
 
@@ -18,6 +19,7 @@ from machinery_py import (
 from machinery_py.brokers.base import Message
 from machinery_py.tasks.signature import HEADER_LOST, HEADER_LOST_HOW, UNLIMITED
 from machinery_py.testing.waiting import HANG
+from machinery_py.wire.signatures import encode_signature
 from tests.support.apps import Bench, bench
 
 __all__ = ["bench"]
@@ -215,13 +217,22 @@ def test_replayed_task_has_no_strikes_of_its_processes(bench: Bench) -> None:
     assert bench.server.result(struck.uuid).get(timeout=0) == 3
 
 
-def test_poison_says_nothing_of_a_loss_that_no_worker_has_written(bench: Bench) -> None:
-    headers = {HEADER_LOST: "3", HEADER_LOST_HOW: [1]}
-    bench.server.send_task(bench.add.signature(1, 2).with_uuid().replace(headers=headers))
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [(b"[1]", "its worker was lost"), (b'"%s"' % (b"x" * 10**6), r"x{100,200}… .*")],
+    ids=["no text", "long"],
+)
+def test_poison_quotes_a_short_text_alone(bench: Bench, how: bytes, text: str) -> None:
+    """Of what stands in the header, which comes from the wire."""
+    struck = bench.add.signature(1, 2).with_uuid()
+    struck = struck.with_headers(**{HEADER_LOST: "3", HEADER_LOST_HOW: "HOW"})
+    body = encode_signature(struck).replace(b'"HOW"', how)
+    message = Message(uuid=struck.uuid, name=struck.name, queue="machinery_tasks", body=body)
+    bench.server.broker.put([message], token="")
     bench.drain()
 
     [letter] = bench.server.inspect.dead()
-    assert letter.error.startswith("its worker was lost, 3 times while it ran")
+    assert re.match(rf"{text}, 3 times while it ran", letter.error)
 
 
 def test_which_are_retried_can_be_chosen(bench: Bench) -> None:

@@ -14,7 +14,7 @@ from machinery_py.names import check_call, check_message, is_made
 from machinery_py.registry.outcomes import Failed
 from machinery_py.tasks.signature import HEADER_EXPIRES, HEADER_LOST_HOW, Signature
 from machinery_py.tasks.states import State
-from machinery_py.texts import get_logger
+from machinery_py.texts import cut, get_logger
 from machinery_py.wire.signatures import decode_signature
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.once import end_if_begun
@@ -23,6 +23,7 @@ logger = get_logger(__name__)
 
 FIRST_PAUSE = 1.0  # seconds an unknown task waits for a worker that knows it; doubled each time
 LONGEST_PAUSE = 60.0  # seconds
+MAX_HOW = 200  # bytes of what a header says of a lost process
 
 REASON_UNDECODABLE = "undecodable"
 REASON_TOO_LARGE = "too-large"
@@ -119,8 +120,7 @@ def _poison(execution: Execution) -> None:
     limit = execution.app.config.max_strikes
     # Of a task process its worker knows what became of it; of a worker nobody does.
     how = execution.signature.headers.get(HEADER_LOST_HOW)
-    if not isinstance(how, str):
-        how = "its worker was lost"
+    how = cut(how, MAX_HOW) if isinstance(how, str) else "its worker was lost"
     error = f"{how}, {strikes} times while it ran (max_strikes = {limit})"
     logger.error(
         "task %s (%s) goes to the dead letters: %s",
