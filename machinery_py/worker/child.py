@@ -73,6 +73,7 @@ class JobLoop:
         self._job: Job | None = None  # that runs
         self._execution: Execution | None = None
         self._order: Order | None = None  # the last
+        self._reached = 0  # number of the last job that orders reach, or that is over
         self._late = 0  # number of the job that is still to be told that its time is up
         self._runner: asyncio.Runner | None = None
         self._coroutine: asyncio.Task[Any] | None = None
@@ -89,6 +90,7 @@ class JobLoop:
                 break
             if job is not None:
                 outcome = self._outcome(job)
+                self._reached = job.number
                 self._reply(Done(job.number, outcome, proc.memory() if self._tells_memory else 0))
         if self._runner is not None:
             self._runner.close()
@@ -147,6 +149,7 @@ class JobLoop:
             return  # a thread that the task has left
         if order is not None and order.number == job.number:
             self._apply(order, execution)
+        self._reached = job.number
         if progress is not None:
             self._reply(Progress(job.number, *progress))
 
@@ -189,6 +192,8 @@ class JobLoop:
             if job is not None and self._late == job.number:
                 signal.pthread_kill(self._main, SIGNAL)
                 deadline = time.monotonic() + RETRY
+            elif self._order is not None and self._order.number > self._reached:
+                deadline = time.monotonic() + RETRY  # `_report` will apply it, and set `_late`
             else:
                 deadline = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -283,6 +284,23 @@ def test_task_that_is_cancelled_while_its_process_starts_sees_it(
     monkeypatch.setattr(TaskProcess, "wait_ready", cancel)
 
     assert pooled.until_cancelled.send(str(tmp_path)).get(HANG) == "stopped"
+
+
+def test_time_limit_that_is_up_before_the_process_has_read_the_task_is_raised_in_it(
+    worker: Worker,
+) -> None:
+    for _ in range(6):  # which of its threads reads first is chance
+        pid = pooled.where.send().get(HANG)
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda pid=pid: is_suspended(pid, place()), HANG, "the stop")  # type: ignore[misc]
+        result = pooled.sleeps.send()
+        wait_until(lambda one=result: one.get_state().state is State.STARTED, HANG, "the start")  # type: ignore[misc]
+        time.sleep(0.4)  # beyond its limit
+        os.kill(pid, signal.SIGCONT)
+
+        with pytest.raises(TaskFailed, match=r"time limit of 0\.2 s$"):
+            result.get(HANG)
+    assert pooled.where.send().get(HANG) == pid
 
 
 def test_time_limit_may_be_longer_than_poll_waits(worker: Worker) -> None:
