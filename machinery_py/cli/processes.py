@@ -3,7 +3,7 @@
     parent → child    "q": end when the running tasks are done; "a": end now;
                       end of file: the parent is gone, so "q"
     child → parent    lines: "ready 30.0 600.0" (shutdown and stall timeout), before its first
-                      claim; "keep …", "drop …" and "beat", for the keeper (worker/keeper.py);
+                      claim; "sign …", for the keeper (worker/keeper.py);
                       "answering 1" or 0: whether its broker does; "over": it ends by itself, and
                       the exit code is its own; "worn": the same, to be renewed. Without one of
                       these a task has ended it
@@ -168,10 +168,6 @@ class ParentPipe:
     def tell(self, line: str, *, can_be_dropped: bool = False) -> bool:
         """Send the parent a line. False: it is gone, and the order to stop comes."""
         return self._news >= 0 and self._writer.write(line, can_be_dropped=can_be_dropped)
-
-    def renew(self) -> bool:
-        """Return False: another parent cannot be had."""
-        return False
 
 
 class StopAsked(KeyboardInterrupt):

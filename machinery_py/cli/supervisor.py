@@ -263,9 +263,10 @@ class Supervisor:
 
     def _read_news(self, slot: _Slot, child: Child) -> None:
         for line in child.read_news():
-            self._keeper.hear(child.pid, line)
             word, _, value = line.partition(" ")
-            if word == "ready":
+            if word == "sign":
+                self._keeper.hear(child.pid, value)
+            elif word == "ready":
                 slot.is_ready = slot.has_been_ready = True
                 grace, stall_timeout = map(float, value.split())
                 if self._args.shutdown_timeout is None:

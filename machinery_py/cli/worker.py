@@ -61,7 +61,7 @@ def _work(args: argparse.Namespace, pipe: ParentPipe) -> int:
 
         server = apps.load(args.app, args.app_dir)
     if pipe.is_numbered:
-        signs.use(pipe)
+        signs.use(lambda line: pipe.tell(line, can_be_dropped=True))
     one = _new_worker(server, args, pipe)
     if not args.no_banner:
         say(args, banner(server, one, args.processes))

@@ -88,13 +88,19 @@ def add_family(
 ) -> None:
     """Let URLs of this scheme open a store of your own.
 
-    Call it before the Config with such a URL is made.
+    Call it before the Config with such a URL is made. The keeper of a worker (worker/keeper.py)
+    imports no code of yours, so it cannot open such a broker: its workers beat by themselves alone.
 
     Args:
         target: `module:name` of the `Family`, imported when a URL needs it.
     """
     add_scheme(scheme, roles)
     FAMILIES[scheme] = target
+
+
+def is_built_in(url: str) -> bool:
+    """Return whether a URL is opened by this package, and so without a call of `add_family`."""
+    return FAMILIES.get(scheme_of(url), "").startswith("machinery_py.")
 
 
 _SEVERAL = {FAMILIES["redis"], FAMILIES["amqp"]}  # these know what to do with several URLs

@@ -1,24 +1,19 @@
 """Keeper: beats for worker processes that live and cannot beat: no user code starves a lease.
 
-A process tells its keeper, in lines (`worker/signs.py` writes them):
-
-    keep {…}        a session, and how its broker is opened
-    drop SESSION    the session is closed, or has another name now
-    beat            a sign of life, each lease / 10; any other line is one, too
-
-What the keeper does for the sessions of a process:
+A process gives its keeper a sign of life each lease / 10: a list of its sessions, each with its
+lease and how its broker is opened (`worker/signs.py`). What the keeper does for these sessions:
 
     silent for lease / 3        opens the broker (only now: clients are large), beats each lease / 4
     silent for a lease          the same; its beats say that the worker is stalled
     silent for stall_timeout    nothing more: the lease lapses, unless the process is killed before
-    gives a sign                closes the broker
+    gives a sign                closes the broker; the sessions are those of the sign
     stopped (SIGSTOP, ptrace)   nothing: the lease lapses
     ended                       forgets them
 
 The worker itself beats as if there were no keeper. So a keeper that dies, or is stopped, changes
 nothing for a worker that can beat. `Broker.beat_for` starts no session: one that was closed or
-given up is forgotten here. Silence counts while the keeper itself runs, at most LONGEST_STEP
-between two checks: after it was stopped, the signs in the pipe are read first.
+given up is left alone until a sign names it again. Silence counts while the keeper itself runs, at
+most LONGEST_STEP between two checks: after it was stopped, the signs in the pipe are read first.
 
 It is a thread of the supervisor of `machinery worker`. A process that has workers and no supervisor
 starts it as a process of its own, by `python -m machinery_py.worker.keeper`, which ends with its
@@ -38,6 +33,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from machinery_py.connections import proc
@@ -61,18 +57,17 @@ class ToldSession:
     """A session that a process has told of, and when the next beat for it is due."""
 
     def __init__(self, told: dict[str, Any], patience: float | None) -> None:
-        self.name: str = told["session"]
+        self.name = str(told["session"])
         self.queues: list[str] = told["queues"]
-        self.lease: float = told["lease"]
-        self.stall_timeout: float = told["stall_timeout"] if patience is None else patience
+        self.lease = float(told["lease"])
+        self.stall_timeout = float(told["stall_timeout"]) if patience is None else patience
         self.config: dict[str, Any] = told["config"]
-        self.beat_at: float = self.lease / 3  # seconds of silence
+        self.beat_at = self.lease / 3  # seconds of silence
 
     def is_due(self, silence: float) -> bool:
         """Return whether a beat is due, and plan the next."""
-        if silence < self.lease / 3:
+        if silence < self.lease / 3:  # it begins anew, for instance after a stop
             self.beat_at = self.lease / 3
-            return False
         is_due = self.beat_at <= silence < self.stall_timeout
         if is_due:
             self.beat_at = silence + self.lease / 4
@@ -85,21 +80,19 @@ class ToldProcess:
     def __init__(self, pid: int, patience: float | None = None) -> None:
         self.pid = pid
         self._patience = patience
-        self.sessions: dict[str, ToldSession] = {}
+        self.sessions: list[ToldSession] = []
         self.silence = 0.0  # seconds
 
-    def hear(self, line: str) -> None:
-        """Take one line of it."""
-        self.silence = 0.0
-        word, _, value = line.partition(" ")
-        if word == "keep":
-            session = ToldSession(json.loads(value), self._patience)
-            self.sessions[session.name] = session
-        elif word == "drop":
-            self.sessions.pop(value, None)
+    def hear(self, sign: str) -> None:
+        """Take a sign: its sessions as they are now."""
+        try:
+            self.sessions = [ToldSession(one, self._patience) for one in json.loads(sign)]
+            self.silence = 0.0
+        except (ValueError, TypeError, KeyError):  # user code has written into the pipe
+            logger.debug("process %d has told what is no sign: %.200r", self.pid, sign)
 
     def due(self, passed: float) -> list[ToldSession]:
-        """Return the sessions to beat for, when so many seconds have passed without a line."""
+        """Return the sessions to beat for, when so many seconds have passed without a sign."""
         self.silence += passed
         is_doubtful = self.is_kept or self.silence >= DOUBTFUL
         state = proc.stat(self.pid)[:1] if is_doubtful else []
@@ -107,14 +100,12 @@ class ToldProcess:
             self.silence = 0.0
         elif state in (["Z"], ["X"]):
             return []
-        return [one for one in self.sessions.values() if one.is_due(self.silence)]
+        return [one for one in self.sessions if one.is_due(self.silence)]
 
     @property
     def is_kept(self) -> bool:
         """Whether it is silent and has sessions that the keeper beats for."""
-        return any(
-            one.lease / 3 <= self.silence < one.stall_timeout for one in self.sessions.values()
-        )
+        return any(one.lease / 3 <= self.silence < one.stall_timeout for one in self.sessions)
 
 
 class Keeper:
@@ -131,10 +122,10 @@ class Keeper:
         self._families: dict[str, Family] = {}  # by configuration; of the thread alone
         self.loop = LoopThread("machinery-keeper", self._work)
 
-    def hear(self, pid: int, line: str) -> None:
-        """Take a line that a process has told."""
+    def hear(self, pid: int, sign: str) -> None:
+        """Take a sign of a process."""
         with self._lock:
-            self._processes.setdefault(pid, ToldProcess(pid, self._patience)).hear(line)
+            self._processes.setdefault(pid, ToldProcess(pid, self._patience)).hear(sign)
 
     def forget(self, pid: int) -> None:
         """Beat no more for a process: it has ended."""
@@ -142,7 +133,7 @@ class Keeper:
             self._processes.pop(pid, None)
 
     def silence(self, pid: int) -> float:
-        """Return the seconds since the last line of a process; 0 if it is stopped, or unknown."""
+        """Return the seconds since the last sign of a process; 0 if it is stopped, or unknown."""
         with self._lock:
             process = self._processes.get(pid)
             return process.silence if process is not None else 0.0
@@ -150,7 +141,7 @@ class Keeper:
     def sessions(self) -> list[ToldSession]:
         """Return the sessions of all processes."""
         with self._lock:
-            return [one for each in self._processes.values() for one in each.sessions.values()]
+            return [one for each in self._processes.values() for one in each.sessions]
 
     def _work(self) -> None:
         checked_at = time.monotonic()
@@ -168,8 +159,8 @@ class Keeper:
             has_silent = any(one.is_kept for one in processes)
         for process, session in due:
             if not self._beat(process, session):
-                with self._lock:
-                    process.sessions.pop(session.name, None)
+                with self._lock, suppress(ValueError):  # a sign has come meanwhile
+                    process.sessions.remove(session)
         if not has_silent:
             self.close()
 
@@ -192,7 +183,10 @@ class Keeper:
         """Close the brokers, when its thread has ended, or in it."""
         families, self._families = self._families, {}
         for family in families.values():
-            family.close()
+            try:
+                family.close()
+            except Exception:  # the loop must live on, whatever a client does
+                logger.exception("the broker of silent worker processes cannot be closed")
 
 
 def _open_family(settings: dict[str, Any]) -> Family:
@@ -214,7 +208,7 @@ def main(arguments: Iterable[str]) -> None:
     while not reader.is_at_end and os.getppid() == pid:
         select.select([reader.descriptor], [], [], PARENT_CHECK)
         for line in reader.read():
-            keeper.hear(pid, line.decode("utf-8", "surrogateescape"))
+            keeper.hear(pid, line.partition(b" ")[2].decode("utf-8", "surrogateescape"))
     os._exit(0)  # the thread may wait for a store
 
 

@@ -28,6 +28,7 @@ from machinery_py.schedules.thread import SchedulerThread
 from machinery_py.stores.base import Session
 from machinery_py.tasks.signature import Signature
 from machinery_py.texts import get_logger
+from machinery_py.worker import signs
 from machinery_py.worker.autoscale import Autoscaler
 from machinery_py.worker.chords import settle_ready_groups
 from machinery_py.worker.execution import Execution
@@ -39,7 +40,6 @@ from machinery_py.worker.processes import ChildApp, ProcessPool
 from machinery_py.worker.receiver import Receiver
 from machinery_py.worker.reconnect import Handler, Reconnect, open_patiently
 from machinery_py.worker.settler import Settler
-from machinery_py.worker.signs import KeptSession
 from machinery_py.worker.stopping import StopRequest
 
 logger = get_logger(__name__)
@@ -325,7 +325,7 @@ class Worker:
             name=self.name,
             on_beat=self._on_beat,
         )
-        self._kept = KeptSession(app.store, session, self.queues, app.config)
+        signs.keep(app.store.broker, session.consumer, self.queues, app.config)
         self._session = session
         # Before the first claim: its failure does not change that this worker has started.
         app.events.emit(WorkerOnline(worker=self.name))
@@ -399,7 +399,7 @@ class Worker:
                 session.close()
             except MachineryError as error:
                 logger.warning("this worker could not sign off, and will be found gone: %s", error)
-            self._kept.end()
+            signs.drop(session.consumer)
             self.app.events.emit(WorkerOffline(worker=self.name, processed=self.processed))
 
     stop_async = twin(stop)
@@ -462,7 +462,7 @@ class Worker:
             self._stop_request.wait(0.02)
 
     def _on_beat(self) -> None:
-        self._kept.renew()
+        signs.give()
         if self.on_beat is not None:
             self.on_beat()
         if WorkerHeartbeat in self.app.events.wanted:

@@ -14,6 +14,8 @@ import pytest
 
 from machinery_py import Config, Server
 from machinery_py.brokers.base import WorkerInfo
+from machinery_py.config.urls import SCHEMES
+from machinery_py.stores.open import FAMILIES, Family, add_family
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.worker.keeper import Keeper, ToldProcess
 from machinery_py.worker.signs import nested
@@ -31,7 +33,7 @@ FACTS = {
 
 
 def told(**facts: object) -> str:
-    return f"keep {json.dumps(FACTS | facts)}"
+    return json.dumps([FACTS | facts])
 
 
 def due(process: ToldProcess, *steps: float) -> list[bool]:
@@ -49,7 +51,7 @@ def process() -> ToldProcess:
 def test_process_that_gives_signs_is_not_beaten_for(process: ToldProcess) -> None:
     for _ in range(20):
         assert due(process, 1.0, 1.0) == [False, False]
-        process.hear("beat")
+        process.hear(told())
 
 
 def test_silent_process_is_beaten_for_each_quarter_of_a_lease(process: ToldProcess) -> None:
@@ -57,7 +59,7 @@ def test_silent_process_is_beaten_for_each_quarter_of_a_lease(process: ToldProce
     assert due(process, 2.0, 0.25) == [False, True]
     assert process.is_kept
 
-    process.hear("beat")
+    process.hear(told())
 
     assert not process.is_kept
     assert due(process, 2.9, 0.1) == [False, True]
@@ -70,12 +72,18 @@ def test_process_that_stays_silent_loses_its_lease_in_the_end(process: ToldProce
 
 def test_session_that_was_dropped_is_not_beaten_for(process: ToldProcess) -> None:
     process.hear(told(session="t"))
-    process.hear("drop s")
 
     assert [one.name for one in process.due(5.0)] == ["t"]
 
-    process.hear("drop t")
+    process.hear("[]")
     assert due(process, 5.0, 5.0) == [False, False]
+
+
+@pytest.mark.parametrize("text", ["", "oops", "7", "[1]", '[{"session": "s"}]', "[[]]"])
+def test_line_that_is_no_sign_changes_nothing(process: ToldProcess, text: str) -> None:
+    process.hear(text)
+
+    assert due(process, 3.0) == [True]
 
 
 def test_stopped_process_is_not_beaten_for() -> None:
@@ -83,6 +91,7 @@ def test_stopped_process_is_not_beaten_for() -> None:
         try:
             kept = ToldProcess(child.pid)
             kept.hear(told())
+            assert due(kept, 3.0, 9.0) == [True, True]
             os.kill(child.pid, signal.SIGSTOP)
             wait_until(lambda: stands_still(child.pid), HANG)
 
@@ -150,6 +159,27 @@ def test_session_is_kept_while_its_store_is_away(
 
     assert only_worker(server).beat_at > beat_at
     consumer.close()
+
+
+class FailingFamily(Family):
+    def close(self) -> None:
+        raise RuntimeError("already closed")
+
+
+def test_broker_that_fails_to_close_does_not_end_the_keeper(
+    keeper: Keeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    add_family("failing", f"{__name__}:FailingFamily")
+    try:
+        keeper.hear(os.getpid(), told(config={"broker": "failing://"}))
+        keeper.check(LEASE / 3)
+        keeper.hear(os.getpid(), "[]")
+
+        keeper.check(0.0)
+    finally:
+        del FAMILIES["failing"], SCHEMES["failing"]
+
+    assert "already closed" in caplog.text
 
 
 def test_process_that_has_ended_is_forgotten(server: Server, keeper: Keeper) -> None:

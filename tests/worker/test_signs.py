@@ -13,9 +13,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from machinery_py import Config, Server
+from machinery_py.config.urls import SCHEMES
+from machinery_py.stores.memory import MemoryFamily
+from machinery_py.stores.open import FAMILIES, FamilyOptions, add_family
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.support.servers import RedisServer
 
@@ -29,6 +33,7 @@ import gc, json, logging, os, sys
 logging.basicConfig(level="WARNING", format="%(message)s")
 from machinery_py import Config, Server
 from machinery_py.worker import signs
+signs.RESTART_PAUSE = 1.0
 server = Server(config=Config(broker=sys.argv[1], lease=LEASE))
 worker = server.new_worker("w", 1)
 @server.task
@@ -203,6 +208,33 @@ def test_worker_goes_on_where_no_keeper_can_be_started(program: Program, where: 
     wait_until(lambda: "this process has no keeper" in program.errors.read_text(), HANG)
     assert program.errors.read_text().count("no keeper") == 1
     assert keepers_of(program.process.pid) == []
+
+
+class OwnFamily(MemoryFamily):
+    """A store of the user's whose consumers live by beats."""
+
+    def __init__(self, url: str, options: FamilyOptions) -> None:
+        super().__init__("memory://", options)
+        broker = self.broker()
+        broker.features = msgspec.structs.replace(broker.features, beats=True)
+
+
+def test_worker_on_a_store_of_ones_own_is_told_that_it_has_no_keeper(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    add_family("own", f"{__name__}:OwnFamily")
+    try:
+        server = Server(config=Config(broker="own://:secret@host"))
+        with contextlib.closing(server), server.new_worker("w", 1) as worker:
+            wait_until(lambda: worker.ready, HANG)
+    finally:
+        del FAMILIES["own"], SCHEMES["own"]
+
+    (line,) = [one.getMessage() for one in caplog.records if "keeper" in one.getMessage()]
+    assert "is opened by code of your own (add_family)" in line
+    assert "secret" not in line
+    assert 'pool="process"' in line
+    assert keepers_of(os.getpid()) == []
 
 
 def test_path_that_is_no_text_does_no_harm(program: Program) -> None:
