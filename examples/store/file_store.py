@@ -32,14 +32,12 @@ from machinery_py.brokers.base import (
     DeadLetter,
     Delivery,
     Disposal,
-    Entry,
     Fate,
     Message,
     QueueStats,
     WorkerInfo,
-    new_letter,
-    new_worker,
 )
+from machinery_py.brokers.entries import Entry, new_letter, new_worker
 from machinery_py.clock import SYSTEM_CLOCK, Clock
 from machinery_py.stores.open import Family, FamilyOptions
 from machinery_py.stores.transactional import OneStore

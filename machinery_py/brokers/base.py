@@ -8,9 +8,6 @@ consumer's process dies.
 from __future__ import annotations
 
 import datetime as dt
-import os
-import secrets
-import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from enum import Enum
@@ -18,6 +15,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from machinery_py.brokers.topics import Subscription
 from machinery_py.connections.durability import Concern
 from machinery_py.errors import DecodeError, MachineryError, Unsupported
 from machinery_py.tasks.signature import Signature
@@ -40,6 +38,8 @@ class BrokerFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     counts_returns: bool = True  # else the fence counts the first return alone
     tells_age: bool = True  # QueueStats.oldest_at is known
     beats: bool = False  # a consumer lives as long as it beats; another process can do so, too
+    topics: bool = False  # `broadcast` and `subscribe`
+    keeps_topics: bool = False  # a subscription can begin with what was sent before
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -151,90 +151,6 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     beat_at: dt.datetime
     holding: int = 0
     stalled: bool = False
-
-
-def new_letter(
-    message: Message,
-    died_at: dt.datetime,
-    *,
-    reason: str,
-    error: str,
-    queue: str = "",
-    uuid: str = "",
-    name: str = "",
-    strikes: int = 0,
-) -> DeadLetter:
-    """Return a dead letter with an id of its own.
-
-    Queue, UUID and name are the message's if they are empty.
-    """
-    return DeadLetter(
-        id=secrets.token_hex(16),
-        uuid=uuid or message.uuid,
-        name=name or message.name,
-        queue=queue or message.queue,
-        body=message.body,
-        reason=reason,
-        error=error,
-        strikes=strikes,
-        died_at=died_at,
-    )
-
-
-class Entry(msgspec.Struct):
-    """A message in the hands of a store, with what it counts, for stores that keep records."""
-
-    message: Message
-    sent_at: dt.datetime
-    fence: int = 0
-    strikes: int = 0
-
-    def deliver(self, receipt: Any) -> Delivery:
-        """Return the next handing-over of the message."""
-        self.fence += 1
-        return Delivery(
-            body=self.message.body,
-            queue=self.message.queue,
-            receipt=receipt,
-            fence=self.fence,
-            strikes=self.strikes,
-            parks=self.message.parks,
-            priority=self.message.priority,
-            sent_at=self.sent_at,
-        )
-
-    def put_off(self, disposal: Disposal) -> None:
-        """Let the message wait as Fate.LATER says.
-
-        Listings show it as it waits now, not as it was sent.
-        """
-        parks = self.message.parks + (disposal.reason != WAITING)
-        self.message = msgspec.structs.replace(self.message, eta=disposal.eta, parks=parks)
-
-    def letter(self, disposal: Disposal, died_at: dt.datetime) -> DeadLetter:
-        """Return the dead letter that Fate.DEAD makes of the message."""
-        return new_letter(
-            self.message,
-            died_at,
-            reason=disposal.reason,
-            error=disposal.error,
-            uuid=disposal.uuid,
-            name=disposal.name,
-            strikes=self.strikes,
-        )
-
-
-def new_worker(name: str, queues: Sequence[str], now: dt.datetime) -> WorkerInfo:
-    """Return the record of a consumer in this process, with a new session."""
-    return WorkerInfo(
-        session=secrets.token_hex(12),
-        name=name,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        queues=tuple(queues),
-        started_at=now,
-        beat_at=now,
-    )
 
 
 class QueueStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -469,6 +385,38 @@ class Broker(ABC):
             PublishRefused, Unsupported: it is not kept.
         """
         raise Unsupported(f"{type(self).__name__} keeps no dead letters of its own accord")
+
+    def broadcast(self, topic: str, records: Sequence[bytes], *, ttl: float) -> None:
+        """Send records of up to MAX_RECORD bytes to all that subscribe to the topic.
+
+        One round trip, which waits for no reader. Without a subscription nobody gets them.
+
+        Args:
+            ttl: seconds, by the store's clock, after which they are not handed out any more.
+
+        Raises:
+            PublishRefused: nobody gets them; one is too large, or the broker is away.
+            PublishUnknown: they may have been sent.
+            Unsupported: this broker has no topics.
+        """
+        del records, ttl
+        raise self._without_topics(topic)
+
+    def subscribe(self, topic: str, *, since: float = 0.0) -> Subscription:
+        """Open a subscription, which gets all records that are sent after this call.
+
+        Args:
+            since: begin with the records that are up to so many seconds old, where the store keeps
+                them (`BrokerFeatures.keeps_topics`).
+
+        Raises:
+            Unsupported: this broker has no topics.
+        """
+        del since
+        raise self._without_topics(topic)
+
+    def _without_topics(self, topic: str) -> Unsupported:
+        return Unsupported(f"{type(self).__name__} has no topics; {topic!r} cannot be used")
 
     def concerns(self) -> list[Concern]:
         """How its server could lose what it has stored; nothing if all is well."""

@@ -9,6 +9,7 @@ import datetime as dt
 import heapq
 import itertools
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -21,14 +22,13 @@ from machinery_py.brokers.base import (
     DeadLetter,
     Delivery,
     Disposal,
-    Entry,
     Fate,
     Message,
     QueueStats,
     WorkerInfo,
-    new_letter,
-    new_worker,
 )
+from machinery_py.brokers.entries import Entry, new_letter, new_worker
+from machinery_py.brokers.topics import TOPIC_AGE, TOPIC_LENGTH, Subscription, check_records
 from machinery_py.connections.memory import MemoryHub
 from machinery_py.connections.recent_tokens import RecentTokens
 
@@ -61,10 +61,37 @@ class _Hold:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _TopicRecord:
+    """A record and its time, by the monotonic clock."""
+
+    body: bytes
+    at: float
+    until: float
+
+
+class _Topic:
+    """The newest records of a topic, and its subscriptions."""
+
+    def __init__(self) -> None:
+        self.records: deque[_TopicRecord] = deque(maxlen=TOPIC_LENGTH)
+        self.subscriptions: set[MemorySubscription] = set()
+
+    def is_over(self, now: float) -> bool:
+        return not self.subscriptions and all(one.until <= now for one in self.records)
+
+
 class MemoryBroker(Broker):
     """Queues as heaps under the hub's lock."""
 
-    features = BrokerFeatures(name="memory", durable=False, shared=False, embedded=True)
+    features = BrokerFeatures(
+        name="memory",
+        durable=False,
+        shared=False,
+        embedded=True,
+        topics=True,
+        keeps_topics=True,
+    )
 
     def __init__(self, hub: MemoryHub, *, lease: float = LEASE) -> None:
         self.hub = hub
@@ -76,6 +103,7 @@ class MemoryBroker(Broker):
         self._holds: dict[str, _Hold] = {}
         self._dead: dict[str, DeadLetter] = {}
         self._paused: set[str] = set()
+        self._topics: dict[str, _Topic] = {}
 
     def put(self, messages: Sequence[Message], *, token: str) -> bool:
         with self.hub.lock:
@@ -261,8 +289,69 @@ class MemoryBroker(Broker):
         with self.hub.lock:
             return [self._dead.pop(id) for id in ids if id in self._dead]
 
+    def broadcast(self, topic: str, records: Sequence[bytes], *, ttl: float) -> None:
+        check_records(topic, records)
+        with self.hub.lock:
+            now = self.hub.clock.monotonic()
+            for name in [name for name, other in self._topics.items() if other.is_over(now)]:
+                del self._topics[name]
+            until = now + min(ttl, TOPIC_AGE)
+            new = [_TopicRecord(bytes(record), now, until) for record in records]
+            there = self._topics.setdefault(topic, _Topic())
+            there.records.extend(new)
+            for subscription in there.subscriptions:
+                subscription.add(new)
+
+    def subscribe(self, topic: str, *, since: float = 0.0) -> MemorySubscription:
+        with self.hub.lock:
+            there = self._topics.setdefault(topic, _Topic())
+            subscription = MemorySubscription(self.hub, there.subscriptions)
+            oldest = self.hub.clock.monotonic() - since
+            if since > 0:
+                subscription.add([one for one in there.records if one.at >= oldest])
+            return subscription
+
     def close(self) -> None:
         pass  # the hub belongs to whoever made it
+
+
+class MemorySubscription(Subscription):
+    """Records that were not read yet, and the event that ends the waiting."""
+
+    def __init__(self, hub: MemoryHub, subscriptions: set[MemorySubscription]) -> None:
+        self._hub = hub
+        self._subscriptions = subscriptions
+        self._records: deque[_TopicRecord] = deque()
+        self._news = threading.Event()
+        subscriptions.add(self)
+
+    def add(self, records: Sequence[_TopicRecord]) -> None:
+        """Take records in. Called with the lock held."""
+        self._records.extend(records)
+        while len(self._records) > TOPIC_LENGTH:
+            self._records.popleft()
+            self.missed += 1
+        self._news.set()
+
+    def read(self, timeout: float) -> list[bytes]:
+        self._news.wait(timeout)
+        with self._hub.lock:
+            now = self._hub.clock.monotonic()
+            found = [one.body for one in self._records if now < one.until]
+            self.missed += len(self._records) - len(found)
+            self._records.clear()
+            if self in self._subscriptions:  # else it is closed, and waits no more
+                self._news.clear()
+            return found
+
+    def wake(self) -> None:
+        self._news.set()
+
+    def close(self) -> None:
+        with self._hub.lock:
+            self._subscriptions.discard(self)
+            self._records.clear()
+        self._news.set()
 
 
 class MemoryConsumer(Consumer):

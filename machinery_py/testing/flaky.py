@@ -44,6 +44,7 @@ from machinery_py.brokers.base import (
     QueueStats,
     WorkerInfo,
 )
+from machinery_py.brokers.topics import Subscription
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable, PublishUnknown
 from machinery_py.stores.base import Firing, Mark, Session, Settlement, Store, Submission
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
@@ -238,6 +239,12 @@ class FlakyBroker(Broker):
 
     def take_dead(self, ids: Sequence[str]) -> list[DeadLetter]:
         return self.inner.take_dead(ids)
+
+    def broadcast(self, topic: str, records: Sequence[bytes], *, ttl: float) -> None:
+        self.faults.broker("broadcast", lambda: self.inner.broadcast(topic, records, ttl=ttl))
+
+    def subscribe(self, topic: str, *, since: float = 0.0) -> Subscription:
+        return self.faults.broker("subscribe", lambda: self.inner.subscribe(topic, since=since))
 
     def close(self) -> None:
         self.inner.close()

@@ -29,6 +29,7 @@ import pytest
 _SUITES = (
     "leases",
     "pausing",
+    "topics",
     "brokers",
     "groups",
     "changes",

@@ -8,7 +8,8 @@
         def crash_consumer(self, broker, consumer, clock, survivors=()) -> None:
             ...  # only if its consumers are not found dead by missed beats
 
-Tests of dying consumers are in leases.py, of paused queues and other queue orders in pausing.py.
+Tests of dying consumers are in leases.py, of paused queues and other queue orders in pausing.py, of
+topics in topics.py.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from machinery_py.testing.conformance.leases import (
     put,
 )
 from machinery_py.testing.conformance.pausing import PauseConformance
+from machinery_py.testing.conformance.topics import TopicConformance
 from machinery_py.testing.waiting import HANG, together
 
 __all__ = ["BrokerConformance", "OpenBroker"]
@@ -71,7 +73,7 @@ def only_letter(broker: Broker, clock: ManualClock, *, reason: str) -> DeadLette
     return letter
 
 
-class BrokerConformance(LeaseConformance, PauseConformance):
+class BrokerConformance(LeaseConformance, PauseConformance, TopicConformance):
     """Tests of every promise in brokers/base.py."""
 
     @pytest.mark.parametrize("body", AWKWARD.values(), ids=AWKWARD)

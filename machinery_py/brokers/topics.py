@@ -1,0 +1,66 @@
+"""Topics: records for all that listen now, such as events and orders.
+
+A topic needs no declaration. A record goes to every subscription that is open when it is sent, and
+is kept by the store, if that can, for those that ask for what was sent before. Records are lost
+rather than waited for: a topic keeps its newest TOPIC_LENGTH records, each for its `ttl`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from machinery_py.errors import PublishRefused, for_good
+from machinery_py.texts import quoted
+
+TOPIC_LENGTH = 2000  # records of one topic
+TOPIC_AGE = 3600.0  # seconds; a greater `ttl` counts as this
+MAX_RECORD = 65_536  # bytes
+
+
+class Subscription(ABC):
+    """The records of one topic, from `Broker.subscribe` on. `read` belongs to one thread.
+
+    It survives a restart of its server by itself; what was sent meanwhile may be lost.
+
+    Attributes:
+        missed: records that are known to have been dropped before they were read: the reader was
+            too slow, or they were too old.
+    """
+
+    missed: int = 0
+
+    @abstractmethod
+    def read(self, timeout: float) -> list[bytes]:
+        """Return the records since the last call, oldest first.
+
+        If there are none, waits up to `timeout` seconds for the first one, or until `wake`; may
+        return early with nothing. Records are bytes as they were sent, whoever sent them. After
+        `close`: nothing, at once.
+
+        Raises:
+            BrokerUnavailable, StoreUnusable: call again later.
+        """
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Let a waiting `read`, or else the next one, return. Any thread may call it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the subscription, and let a waiting `read` return. May be called twice."""
+
+
+def check_records(topic: str, records: Sequence[bytes]) -> None:
+    """Refuse records that are too large for a topic.
+
+    Raises:
+        PublishRefused: it is permanent.
+    """
+    size = max(map(len, records), default=0)
+    if size > MAX_RECORD:
+        raise for_good(
+            PublishRefused(
+                f"topic {quoted(topic)}: a record has {size:,} bytes (at most {MAX_RECORD:,})"
+            )
+        )
