@@ -22,7 +22,7 @@ from machinery_py.inspection import Inspector, worker_hint
 from machinery_py.locks.named import NamedLock
 from machinery_py.queues import Queues
 from machinery_py.registry.calls import needs_check
-from machinery_py.registry.options import TaskOptions, TaskSettings
+from machinery_py.registry.options import TaskOptions
 from machinery_py.registry.task import Anything, AsyncTask, PeriodicDecorator, Task, TaskDecorator
 from machinery_py.results.async_results import (
     AsyncResult,
@@ -163,11 +163,10 @@ class Server:
             TypeError, ValueError: an option is unknown, or its value makes no sense.
         """
         name = function if isinstance(function, str) else ""
-        settings = TaskSettings.of(name or "task", options)
         register = self.app.registry.register
         if callable(function):
-            return register(name, function, settings, self)
-        return lambda decorated: register(name, decorated, settings, self)
+            return register(name, function, options, self)
+        return lambda decorated: register(name, decorated, options, self)
 
     def register_task(self, name: str, function: Callable[P, R]) -> Task[P, R]:
         """Register a function that you cannot or will not decorate.
@@ -175,7 +174,7 @@ class Server:
         Raises:
             TaskAlreadyRegistered: the name belongs to another function.
         """
-        return cast("Task[P, R]", self.app.registry.register(name, function, TaskSettings(), self))
+        return cast("Task[P, R]", self.app.registry.register(name, function, {}, self))
 
     def register_tasks(self, tasks: Mapping[str, Callable[..., Any]]) -> None:
         """Register several functions under their names."""

@@ -33,7 +33,6 @@ from machinery_py import (
 from machinery_py.async_twins import twin
 from machinery_py.inspection import Inspector
 from machinery_py.locks.named import NamedLock
-from machinery_py.registry.task import Bound
 from machinery_py.schedules.api import Schedules
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.support.servers import RedisServer
@@ -41,7 +40,6 @@ from tests.support.servers import RedisServer
 CLASSES = (
     Server,
     Task,
-    Bound,
     Signature,
     Chain,
     Group,
@@ -80,7 +78,6 @@ OFFLINE: dict[type, set[str]] = {
         "worker_hint",  # for results, which ask in a thread
     },
     Task: {"options", "partial", "signature"},
-    Bound: {"partial", "signature"},
     Signature: {"catch", "of", "replace", "then", "with_args", "with_headers", "with_uuid"},
     NamedLock: {"check"},
     Worker: {

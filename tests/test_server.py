@@ -86,9 +86,9 @@ def test_a_moment_without_a_zone_is_refused_everywhere(server: Server) -> None:
     task = server.register_task("plain", lambda: None)
     naive = dt.datetime(2027, 1, 1)
 
-    with pytest.raises(ValueError, match="eta .* has no time zone"):
+    with pytest.raises(ValueError, match="plain: eta=.* a datetime with a time zone"):
         task.options(eta=naive).send()
-    with pytest.raises(ValueError, match="expires .* has no time zone"):
+    with pytest.raises(ValueError, match="plain: expires=.* a datetime with a time zone"):
         task.options(expires=naive).send()
 
 
@@ -99,6 +99,8 @@ def test_a_moment_without_a_zone_is_refused_everywhere(server: Server) -> None:
         ({"priority": 256}, "priority=256"),
         ({"time_limit": 0}, "time_limit=0"),
         ({"retries": 1.5}, "retries=1.5"),
+        ({"retries": 2**31}, "retries=2147483648"),
+        ({"unique_for": -1}, "unique_for=-1"),
         ({"retries": "3"}, "retries='3'"),
         ({"priority": None}, "priority=None"),
         ({"time_limit": "5"}, "time_limit='5'"),
@@ -117,9 +119,12 @@ def test_a_moment_without_a_zone_is_refused_everywhere(server: Server) -> None:
         ({"backoff": None}, r"odd: backoff None: unknown \(known: .*a function\)"),
         ({"backoff": dt.timedelta(seconds=1)}, "odd: backoff datetime.timedelta.*unknown"),
         ({"backoff": ["1"]}, "found '1'"),
-        ({"retry_on": "OSError"}, "odd: retry_on: found 'OSError'"),
-        ({"retry_on": (OSError("x"),)}, "retry_on: found OSError"),
-        ({"retry_on": [OSError, 5]}, "retry_on: found 5"),
+        ({"retry_on": "OSError"}, "odd: retry_on='OSError' \\(expected exception classes"),
+        (
+            {"retry_on": (OSError("x"),)},
+            r"retry_on=\(OSError\('x'\),\) \(expected exception classes",
+        ),
+        ({"retry_on": [OSError, 5]}, r"retry_on=\[<class 'OSError'>, 5\] \(expected"),
     ],
 )
 def test_invalid_settings_are_refused_where_they_are_written(

@@ -180,12 +180,12 @@ def test_expired_call_frees_its_unique_key() -> None:
 )
 def test_a_wrong_option_is_refused_where_the_task_is_made(options: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        Server("memory://").task("work", **options)
+        Server("memory://").task("work", **options)(print)
 
 
 def test_an_unknown_option_is_refused_with_the_nearest() -> None:
     with pytest.raises(TypeError, match="no option 'uniqe'.*did you mean 'unique'"):
-        Server("memory://").task("work", uniqe=True)  # type: ignore[call-overload]
+        Server("memory://").task("work", uniqe=True)(print)  # type: ignore[call-overload]
     task = Server("memory://").task(print)
     with pytest.raises(ValueError, match="on_duplicate='drop'"):
         task.options(on_duplicate="drop").send()  # type: ignore[typeddict-item]

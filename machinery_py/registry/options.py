@@ -1,79 +1,94 @@
-"""Options of tasks and of calls: which there are, and what each may be."""
+"""Options of tasks and of calls: which there are, and what each may be.
+
+An option stands in a TypedDict, with its type and its text. A task's stands in TaskSettings, too,
+with its default. Words are checked by that type, numbers by `_NUMBERS`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import functools
+import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from machinery_py.config.config import POOLS
 from machinery_py.errors import nearest
 from machinery_py.tasks.backoff import LONGEST as LONGEST_RUN
 from machinery_py.tasks.backoff import Backoff, check_backoff
 from machinery_py.tasks.signature import (
+    HEADER_DELAY,
+    HEADER_EXPIRES,
+    HEADER_EXPIRES_IN,
     HEADER_IGNORE_RESULT,
     HEADER_KILL_AFTER,
+    HEADER_ON_DUPLICATE,
     HEADER_TIME_LIMIT,
+    LONGEST,
     UNLIMITED,
 )
 
+Key = str | Callable[..., str]
+Length = float | dt.timedelta
+Errors = type[BaseException] | Sequence[type[BaseException]]
 
-class SendOptions(TypedDict, total=False):
-    """Options of one call.
+
+class CallOptions(TypedDict, total=False):
+    """Options of a task; one call of it can have others.
+
+    queue: where it goes; by default the configured queue.
+    priority: 0 to 255, the higher first.
+    retries: tries after the first (Go's RetryCount); None: until it works.
+    time_limit: seconds (or a timedelta) one run may take; None: as long as it takes.
+    kill_after: seconds (or a timedelta) after the time limit until the process of a process
+        task is killed; by default 5.
+    ignore_result: keep no results, only the state; callbacks, the next step and a chord's callback
+        get them all the same.
+    on_duplicate: "join" (the default), "reject" or "replace": what a call does whose key is held.
+    """
+
+    queue: str
+    priority: int
+    retries: int | None
+    time_limit: Length | None
+    kill_after: Length
+    ignore_result: bool
+    on_duplicate: Literal["join", "reject", "replace"]
+
+
+class SendOptions(CallOptions, total=False):
+    """Options of one call. Those of CallOptions, and:
 
     delay: seconds or a timedelta from when it is sent: in a workflow after the step before it, in a
         schedule at the tick.
     eta: an aware moment; not run before.
-    queue: name of the queue.
-    priority: 0 to 255, the higher first.
     expires: not started after that many seconds (or a timedelta) from sending, or after a moment.
-    retries: tries after the first; None: until it works.
-    time_limit, kill_after, ignore_result: as in TaskOptions.
     headers: strings that travel with the task.
     uuid: used in place of a random one.
-    unique, on_duplicate: as in TaskOptions, with a text as the key.
+    unique: as in TaskOptions, with a text as the key.
+
+    How long a result is kept is no option: each store has one rule for all (`results_expire_in`).
     """
 
-    delay: float | dt.timedelta
+    delay: Length
     eta: dt.datetime
-    queue: str
-    priority: int
-    expires: float | dt.timedelta | dt.datetime
-    retries: int | None
-    time_limit: float | None
-    kill_after: float
-    ignore_result: bool
+    expires: Length | dt.datetime
     headers: Mapping[str, str]
     uuid: str
     unique: bool | str
-    on_duplicate: OnDuplicate
 
 
-OnDuplicate = Literal["join", "reject", "replace"]
-Pool = Literal["thread", "process"]
-Key = str | Callable[..., str]
+class TaskOptions(CallOptions, total=False):
+    """Options of a task: how its calls are sent, retried and run. Those of CallOptions, and:
 
-
-class TaskOptions(TypedDict, total=False):
-    """Options of a task: how its calls are sent, retried and run.
-
-    queue: where its calls go; by default the configured queue.
-    retries: tries after the first (Go's RetryCount); None: until it works.
     backoff: "fibonacci" (Go's: 1, 2, 3, 5 s …), "exponential", exponential(…), seconds for each
         try, or a function of the try.
     retry_on: only these exceptions are retried; by default all but NoRetry and wrong arguments.
     dont_retry_on: these are not retried, whatever `retry_on` says.
-    time_limit: seconds one run may take.
     pool: "thread", or "process": in a process of its own (docs/how-to/process-pool.md); by default
         what the worker says.
-    kill_after: seconds after the time limit until the process of a process task is killed; by
-        default 5.
-    priority: 0 to 255, the higher first.
-    ignore_result: keep no results, only the state; callbacks, the next step and a chord's callback
-        get them all the same.
     ack: "late" (the default): a run that a lost worker cut off is repeated. "early": each run is
         begun at most once; cut off, it ends in FAILURE (WorkerLost).
     on_worker_lost: "retry" (the default) or "fail": a cut-off run ends in FAILURE (WorkerLost).
@@ -86,58 +101,47 @@ class TaskOptions(TypedDict, total=False):
         text, or a function of the arguments that returns it.
     unique_for: seconds (or a timedelta) from sending for which the key is held at most.
     unique_until: the key is held until the task is "finish"ed (the default) or "start"ed.
-    on_duplicate: "join" (the default), "reject" or "replace".
     exclusive: one at a time is run; another call waits ("wait") or ends at once ("skip").
     exclusive_key: the name of the lock, or a function of the arguments that returns it; by default
         calls with the same arguments share one.
-    exclusive_timeout: seconds that a call waits at most.
+    exclusive_timeout: seconds (or a timedelta) that a call waits at most.
     """
 
-    queue: str
-    retries: int | None
     backoff: Backoff
-    retry_on: type[BaseException] | Sequence[type[BaseException]] | None
-    dont_retry_on: type[BaseException] | Sequence[type[BaseException]]
-    time_limit: float | None
-    pool: Pool
-    kill_after: float
-    priority: int
-    ignore_result: bool
+    retry_on: Errors | None
+    dont_retry_on: Errors
+    pool: Literal["thread", "process"]
     ack: Literal["late", "early"]
     on_worker_lost: Literal["retry", "fail"]
     on_failure: Literal["ack", "dead_letter"]
     unique: bool | Key
-    unique_for: float | dt.timedelta
+    unique_for: Length
     unique_until: Literal["finish", "start"]
-    on_duplicate: OnDuplicate
     exclusive: Literal["wait", "skip"]
     exclusive_key: Key
-    exclusive_timeout: float
-
-
-OPTION_NAMES = frozenset(SendOptions.__annotations__)
+    exclusive_timeout: Length
 
 
 class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Checked options of a task; see TaskOptions."""
 
     queue: str = ""
+    priority: int = 0
     retries: int = 0
+    time_limit: float | None = None
+    kill_after: float | None = None
+    ignore_result: bool = False
+    on_duplicate: str = "join"
     backoff: Backoff = "fibonacci"
     retry_on: tuple[type[BaseException], ...] | None = None
     dont_retry_on: tuple[type[BaseException], ...] = ()
-    time_limit: float | None = None
     pool: str = ""
-    kill_after: float | None = None
-    priority: int = 0
-    ignore_result: bool = False
     ack: str = "late"
     on_worker_lost: str = "retry"
     on_failure: str = "ack"
     unique: bool | Key = False
     unique_for: float | None = None
     unique_until: str = "finish"
-    on_duplicate: str = "join"
     exclusive: str = ""
     exclusive_key: Key = ""
     exclusive_timeout: float | None = None
@@ -153,26 +157,54 @@ class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
             TypeError, ValueError: an option is unknown, or its value makes no sense.
         """
         given: dict[str, Any] = {**options}
-        for option in given:
-            if option not in TASK_OPTIONS:
-                raise no_option(name, option, TASK_OPTIONS)
-        for option in _WORDS.keys() & given.keys():
-            check_word(name, option, given[option])
-        if (window := given.get("unique_for")) is not None:
-            length = window if isinstance(window, dt.timedelta) else dt.timedelta(seconds=window)
-            given["unique_for"] = length.total_seconds()
-        for option in ("unique_for", "exclusive_timeout"):
-            if given.get(option) is not None and given[option] <= 0:
-                raise ValueError(
-                    f"{name}: {option}={given[option]!r} (expected seconds, more than 0)"
-                )
-        for option in ("retry_on", "dont_retry_on"):
-            classes = given.get(option)
-            if classes is not None and not isinstance(classes, tuple):
-                given[option] = tuple(classes) if isinstance(classes, list) else (classes,)
-        if "retries" in given:
-            given["retries"] = counted_retries(given["retries"])
-        return cls(**given)
+        check(name, given, TASK_OPTIONS)
+        for option, value in given.items():
+            if isinstance(value, dt.timedelta):
+                given[option] = value.total_seconds()
+            elif option in _ERRORS:
+                given[option] = value and _tuple(value)
+        given["retries"] = counted_retries(given.get("retries", 0))
+        settings = cls(**given)
+        kill_after = settings.kill_after
+        if kill_after is not None and (settings.pool == "thread" or settings.time_limit is None):
+            raise ValueError(
+                f"{name}: kill_after={kill_after!r} "
+                '(it needs a time_limit and pool="process": a thread cannot be killed)'
+            )
+        return settings
+
+
+TASK_OPTIONS = frozenset(TaskSettings.__struct_fields__)
+OPTION_NAMES = frozenset(SendOptions.__annotations__)
+
+# Headers of the options of one call. What they hold is JSON, but for words.
+_FOR_WORKER = {
+    "time_limit": HEADER_TIME_LIMIT,
+    "kill_after": HEADER_KILL_AFTER,
+    "ignore_result": HEADER_IGNORE_RESULT,
+}
+_HEADERS = {
+    **_FOR_WORKER,
+    # Lengths travel as they are: it may be sent much later, by another process.
+    "delay": HEADER_DELAY,
+    "expires": HEADER_EXPIRES_IN,
+    "on_duplicate": HEADER_ON_DUPLICATE,
+}
+
+
+def headers_of_call(options: Mapping[str, Any]) -> dict[str, str]:
+    """Return the headers of a call with these options, which were checked."""
+    headers = dict(options.get("headers", {}))
+    for option, value in options.items():
+        if option not in _HEADERS or (value is None and option not in _FOR_WORKER):
+            continue
+        if isinstance(value, dt.datetime):
+            headers[HEADER_EXPIRES] = repr(value.timestamp())
+        elif isinstance(value, (bool, str, type(None))):
+            headers[_HEADERS[option]] = value if isinstance(value, str) else json.dumps(value)
+        else:
+            headers[_HEADERS[option]] = repr(float(_seconds(value)))
+    return headers
 
 
 def settings_of_call(settings: TaskSettings, headers: Mapping[str, Any]) -> TaskSettings:
@@ -180,19 +212,14 @@ def settings_of_call(settings: TaskSettings, headers: Mapping[str, Any]) -> Task
 
     What no sender of ours has written counts as not given.
     """
-    limit, ignore = headers.get(HEADER_TIME_LIMIT), headers.get(HEADER_IGNORE_RESULT)
-    kill_after = headers.get(HEADER_KILL_AFTER)
-    if limit is None and ignore is None and kill_after is None:
-        return settings
-    changes: dict[str, Any] = {"time_limit": None} if limit == "" else {}
-    for option, text in (("time_limit", limit), ("kill_after", kill_after)):
-        with contextlib.suppress(TypeError, ValueError):
-            seconds = float(text)  # type: ignore[arg-type]  # TypeError
-            if 0 <= seconds <= LONGEST_RUN and (seconds or option == "kill_after"):
-                changes[option] = seconds
-    if ignore in ("yes", "no"):
-        changes["ignore_result"] = ignore == "yes"
-    return msgspec.structs.replace(settings, **changes)
+    changes: dict[str, Any] = {}
+    for option, header in _FOR_WORKER.items():
+        if header in headers:
+            with contextlib.suppress(TypeError, ValueError, RecursionError):
+                value = json.loads(headers[header])
+                check("", {option: value}, TASK_OPTIONS)
+                changes[option] = value
+    return msgspec.structs.replace(settings, **changes) if changes else settings
 
 
 def counted_retries(retries: int | None) -> int:
@@ -200,15 +227,76 @@ def counted_retries(retries: int | None) -> int:
     return UNLIMITED if retries is None else retries
 
 
-_WORDS = {
-    "pool": POOLS,
-    "ack": ("late", "early"),
-    "on_worker_lost": ("retry", "fail"),
-    "on_failure": ("ack", "dead_letter"),
-    "unique_until": ("finish", "start"),
-    "on_duplicate": ("join", "reject", "replace"),
-    "exclusive": ("wait", "skip"),
+_ERRORS = "retry_on", "dont_retry_on"
+_LIMIT = 1e-9, LONGEST_RUN, "seconds or a timedelta, more than 0, at most 100 years"
+_LATER = -LONGEST, LONGEST, "seconds or a timedelta, at most 317 years"
+#: Options that are numbers: the least, the most, and what is expected.
+_NUMBERS = {
+    "priority": (0, 255, "a whole number, 0 to 255, the higher first"),
+    "retries": (0, UNLIMITED, f"a whole number, 0 to {UNLIMITED}, or None"),
+    "time_limit": _LIMIT,
+    "kill_after": (0.0, LONGEST_RUN, "seconds or a timedelta, at most 100 years"),
+    "unique_for": _LIMIT,
+    "exclusive_timeout": _LIMIT,
+    "delay": _LATER,
+    "expires": _LATER,
 }
+
+
+def check(name: str, options: Mapping[str, Any], known: frozenset[str]) -> None:
+    """Refuse options that are unknown, or that no worker could make sense of.
+
+    Args:
+        name: of the task, for errors.
+
+    Raises:
+        TypeError, ValueError: one is.
+    """
+    for option, value in options.items():
+        if option not in known:
+            raise _no_option(name, option, known)
+        if option == "backoff":
+            try:
+                check_backoff(value)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        elif (value is not None or option == "priority") and (text := _misfit(option, value)):
+            raise ValueError(f"{name}: {option}={value!r} ({text})")
+
+
+def _misfit(option: str, value: Any) -> str:
+    """Return what is wrong with an option, or ""."""
+    fits, expected = True, ""
+    if isinstance(value, dt.datetime) or option == "eta":
+        fits = isinstance(value, dt.datetime) and value.tzinfo is not None
+        expected = "a datetime with a time zone, as datetime.now(timezone.utc) + …"
+    elif option in _NUMBERS:
+        least, most, expected = _NUMBERS[option]
+        kinds = (int, float, dt.timedelta) if isinstance(least, float) else int
+        fits = isinstance(value, kinds) and least <= _seconds(value) <= most
+    elif option in _ERRORS:
+        fits = all(
+            isinstance(one, type) and issubclass(one, BaseException) for one in _tuple(value)
+        )
+        expected = "exception classes, as (ConnectionError, TimeoutError)"
+    elif words := _words().get(option):
+        fits, expected = value in words, " or ".join(map(repr, words))
+    return "" if fits else f"expected {expected}"
+
+
+@functools.cache
+def _words() -> Mapping[str, tuple[str, ...]]:
+    """Return the options that are words, and which."""
+    hints = get_type_hints(TaskOptions)
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+
+
+def _seconds(length: float | dt.timedelta) -> float:
+    return length.total_seconds() if isinstance(length, dt.timedelta) else length
+
+
+def _tuple(classes: Any) -> tuple[Any, ...]:
+    return tuple(classes) if isinstance(classes, (tuple, list)) else (classes,)
 
 
 # Words of other task queues. What stands in brackets is no option here.
@@ -242,7 +330,7 @@ _TRANSLATED = {
 }
 
 
-def no_option(name: str, option: str, known: frozenset[str]) -> TypeError:
+def _no_option(name: str, option: str, known: frozenset[str]) -> TypeError:
     """The error for an option that is not there, with the one that was meant."""
     meant = _TRANSLATED.get(option, "")
     if meant.startswith("("):
@@ -258,71 +346,3 @@ def no_option(name: str, option: str, known: frozenset[str]) -> TypeError:
         else:
             hint = nearest(option, known)
     return TypeError(f"{name}: no option {option!r} (known: {', '.join(sorted(known))}{hint})")
-
-
-TASK_OPTIONS = frozenset(TaskSettings.__struct_fields__)
-
-
-def check_zone(name: str, option: str, moment: dt.datetime | None) -> None:
-    if moment is not None and moment.tzinfo is None:
-        raise ValueError(
-            f"{name}: {option} {moment!r} has no time zone (use datetime.now(timezone.utc) + …)"
-        )
-
-
-def check_word(name: str, option: str, word: object) -> None:
-    if word not in _WORDS[option]:
-        raise ValueError(
-            f"{name}: {option}={word!r} (expected {' or '.join(map(repr, _WORDS[option]))})"
-        )
-
-
-def check_numbers(
-    name: str, *, retries: int, priority: int, time_limit: float | None = None
-) -> None:
-    """Raise ValueError for a number that no worker could make sense of."""
-    if not isinstance(retries, int) or retries < 0:
-        raise ValueError(
-            f"{name}: retries={retries!r} (expected a whole number, 0 or more, or None)"
-        )
-    if not isinstance(priority, int) or not 0 <= priority <= 255:
-        raise ValueError(
-            f"{name}: priority={priority!r} (expected a whole number, 0 to 255, the higher first)"
-        )
-    if time_limit is not None and not (
-        isinstance(time_limit, (int, float)) and 0 < time_limit <= LONGEST_RUN
-    ):
-        raise ValueError(
-            f"{name}: time_limit={time_limit!r} (expected seconds, more than 0, at most 100 years)"
-        )
-
-
-def check_kill_after(name: str, kill_after: object) -> None:
-    if not (isinstance(kill_after, (int, float)) and 0 <= kill_after <= LONGEST_RUN):
-        raise ValueError(f"{name}: kill_after={kill_after!r} (expected seconds, at most 100 years)")
-
-
-def check_settings(name: str, settings: TaskSettings) -> None:
-    """Raise ValueError for a setting that would fail in the worker only."""
-    check_numbers(
-        name, retries=settings.retries, priority=settings.priority, time_limit=settings.time_limit
-    )
-    kill_after = settings.kill_after
-    if kill_after is not None:
-        check_kill_after(name, kill_after)
-        if settings.pool == "thread" or settings.time_limit is None:
-            raise ValueError(
-                f"{name}: kill_after={kill_after!r} "
-                '(it needs a time_limit and pool="process": a thread cannot be killed)'
-            )
-    try:
-        check_backoff(settings.backoff)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-    for option in ("retry_on", "dont_retry_on"):
-        for one in getattr(settings, option) or ():
-            if not (isinstance(one, type) and issubclass(one, BaseException)):
-                raise ValueError(
-                    f"{name}: {option}: found {one!r} "
-                    "(expected exception classes, as (ConnectionError, TimeoutError))"
-                )

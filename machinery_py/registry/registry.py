@@ -10,7 +10,7 @@ from typing import Any
 from machinery_py.connections.forks import ForkLock
 from machinery_py.errors import TaskAlreadyRegistered, TaskNotRegistered
 from machinery_py.registry.calls import needs_check
-from machinery_py.registry.options import TaskSettings, check_settings
+from machinery_py.registry.options import TaskOptions
 from machinery_py.registry.task import AsyncTask, Task, TaskSender
 from machinery_py.tasks.signature import Arg, Signature
 
@@ -27,7 +27,7 @@ class Registry:
         self._lock = ForkLock()
 
     def register(
-        self, name: str, function: Callable[..., Any], settings: TaskSettings, sender: TaskSender
+        self, name: str, function: Callable[..., Any], options: TaskOptions, sender: TaskSender
     ) -> Task[..., Any]:
         """Make a task of a function and add it.
 
@@ -36,6 +36,7 @@ class Registry:
 
         Raises:
             TypeError: it is no function, or has no name.
+            TypeError, ValueError, NameRefused: as Task.
             TaskAlreadyRegistered: as `add`.
         """
         if isinstance(function, Task):
@@ -47,9 +48,8 @@ class Registry:
             raise TypeError(
                 f"{function!r} has no name of its own: server.register_task(name, function)"
             )
-        check_settings(name, settings)
         kind = AsyncTask if inspect.iscoroutinefunction(function) else Task
-        task: Task[..., Any] = kind(name, function, settings, sender)
+        task: Task[..., Any] = kind(name, function, options, sender)
         self.add(task)
         return task
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import datetime as dt
+
 import pytest
 
+from machinery_py import Server
 from machinery_py.registry.options import TaskSettings, settings_of_call
 
 
@@ -11,3 +14,14 @@ from machinery_py.registry.options import TaskSettings, settings_of_call
 def test_time_limit_that_no_sender_of_ours_has_written_counts_as_not_given(text: object) -> None:
     settings = settings_of_call(TaskSettings(time_limit=5.0), {"machinery_time_limit": text})
     assert settings.time_limit == 5.0
+
+
+@pytest.mark.parametrize("limit", [30, 30.0, dt.timedelta(seconds=30)])
+def test_options_of_a_call_come_back_from_its_headers(limit: float | dt.timedelta) -> None:
+    task = Server("memory://").task(time_limit=5.0)(print)
+    own = task.options(time_limit=limit, kill_after=0).options(ignore_result=True, time_limit=limit)
+
+    settings = settings_of_call(task.settings, own.signature().headers)
+    assert (settings.time_limit, settings.kill_after, settings.ignore_result) == (30.0, 0.0, True)
+    unlimited = task.options(time_limit=None).signature().headers
+    assert settings_of_call(task.settings, unlimited).time_limit is None
