@@ -8,6 +8,8 @@ import time
 from typing import Protocol
 
 UTC = dt.timezone.utc
+# Seconds; nothing waits longer, whatever a message says. Go's clock ends in 2262.
+LONGEST = 100 * 365 * 86400.0
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=UTC)
 
 

@@ -38,10 +38,10 @@ from __future__ import annotations
 
 import datetime as dt
 import difflib
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from machinery_py.clock import LONGEST
 from machinery_py.texts import MAX_ERROR, cut
 
 E = TypeVar("E", bound="MachineryError")
@@ -284,7 +284,7 @@ class RetryTaskLater(MachineryError):
 
     Args:
         message: why; shown while the task waits.
-        delay: seconds, or a timedelta.
+        delay: seconds, or a timedelta; a negative one is none.
         limit: how often this task may be postponed in all; the next time it fails. None: no limit.
     """
 
@@ -307,14 +307,16 @@ class Retry(MachineryError):
 
     Args:
         message: why.
-        delay: seconds, or a timedelta; by default what the task's back-off says.
+        delay: seconds, or a timedelta; a negative one is none. By default what the task's back-off
+            says.
         eta: an aware moment, in place of a delay.
         queue: of all further tries.
         args, kwargs: arguments of all further tries; with one of them the other is empty.
         retries: tries after the first in all, in place of the task's own.
 
     Raises:
-        ValueError: one of these makes no sense.
+        TypeError, ValueError: one of these makes no sense. A queue that cannot be one is refused
+            when the task has ended: it fails.
     """
 
     def __init__(
@@ -330,28 +332,35 @@ class Retry(MachineryError):
     ) -> None:
         if delay is not None and eta is not None:
             raise ValueError(f"Retry: delay={delay!r} and eta={eta!r} (expected one of them)")
-        if eta is not None and eta.tzinfo is None:
+        if eta is not None and eta.utcoffset() is None:
             raise ValueError(f"Retry: eta {eta!r} has no time zone")
         self.message = message
         self.delay = None if delay is None else _seconds("delay of Retry", delay)
-        self.eta = eta
+        self.eta = None if eta is None else _in_utc("eta of Retry", eta)
         self.queue = queue
-        self.args_of_task = args
-        self.kwargs_of_task = kwargs
+        self.args_of_task = None if args is None else tuple(args)
+        self.kwargs_of_task = None if kwargs is None else dict(kwargs)
         self.retries = _number("retries of Retry", retries)
         super().__init__(message)
 
 
 def _seconds(what: str, length: float | dt.timedelta) -> float:
     seconds = length.total_seconds() if isinstance(length, dt.timedelta) else float(length)
-    if math.isnan(seconds):
-        raise ValueError(f"{what}: {length} (expected seconds or a timedelta)")
-    return seconds
+    if not seconds <= LONGEST:
+        raise ValueError(f"{what}: {length} (expected seconds or a timedelta, at most 100 years)")
+    return max(0.0, seconds)
+
+
+def _in_utc(what: str, moment: dt.datetime) -> dt.datetime:
+    try:
+        return moment.astimezone(dt.timezone.utc)
+    except OverflowError:
+        raise ValueError(f"{what}: {moment} (expected a moment before the year 10000)") from None
 
 
 def _number(what: str, count: int | None) -> int | None:
-    if count is not None and (not isinstance(count, int) or count < 0):
-        raise ValueError(f"{what}: {count!r} (expected a whole number, 0 or more)")
+    if count is not None and not (isinstance(count, int) and 0 <= count < 2**31):
+        raise ValueError(f"{what}: {count!r} (expected a whole number, 0 to 2147483647)")
     return count
 
 

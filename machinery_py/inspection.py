@@ -418,10 +418,10 @@ def _replayed(letter: DeadLetter, signature: Signature[object]) -> tuple[Signatu
 def _anew(signature: Signature[object]) -> Signature[object]:
     """Return the signature as before its first try; each counted try took one from RetryCount."""
     ours = (HEADER_RUN, HEADER_ATTEMPT, HEADER_POSTPONED, HEADER_LOST, HEADER_LOST_HOW)
-    left = signature.retry_count
+    tries = signature.retry_count + signature.attempt - 1
     return signature.replace(
         headers={key: value for key, value in signature.headers.items() if key not in ours},
-        retry_count=left if left == UNLIMITED else left + signature.attempt - 1,
+        retry_count=min(UNLIMITED, tries),  # a message may hold any number
         retry_timeout=0,
         eta=None,
     )

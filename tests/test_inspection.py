@@ -17,7 +17,7 @@ from machinery_py import (
     current_task,
 )
 from machinery_py.brokers.base import Message
-from machinery_py.tasks.signature import HEADER_LOST, HEADER_LOST_HOW, UNLIMITED
+from machinery_py.tasks.signature import HEADER_ATTEMPT, HEADER_LOST, HEADER_LOST_HOW, UNLIMITED
 from machinery_py.testing.waiting import HANG
 from machinery_py.wire.signatures import encode_signature
 from tests.support.apps import Bench, bench
@@ -205,8 +205,10 @@ def test_failed_dead_letter_is_sent_as_before_its_first_try(bench: Bench) -> Non
     assert result.get(timeout=0) == 4
 
 
-def test_replayed_task_has_no_strikes_of_its_processes(bench: Bench) -> None:
-    struck = bench.add.signature(1, 2).with_uuid().with_headers(**{HEADER_LOST: "3"})
+@pytest.mark.parametrize("tries", [0, UNLIMITED, 2**63 - 1])
+def test_replayed_task_has_no_strikes_of_its_processes(bench: Bench, tries: int) -> None:
+    headers = {HEADER_LOST: "3", HEADER_ATTEMPT: "999999999"}
+    struck = bench.add.signature(1, 2).with_uuid().replace(retry_count=tries, headers=headers)
     bench.server.send_task(struck)
     bench.drain()
     [letter] = bench.server.inspect.dead()

@@ -15,8 +15,8 @@ from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from machinery_py.clock import LONGEST as LONGEST_RUN
 from machinery_py.errors import nearest
-from machinery_py.tasks.backoff import LONGEST as LONGEST_RUN
 from machinery_py.tasks.backoff import Backoff, check_backoff
 from machinery_py.tasks.signature import (
     HEADER_DELAY,
@@ -268,7 +268,7 @@ def _misfit(option: str, value: Any) -> str:
     """Return what is wrong with an option, or ""."""
     fits, expected = True, ""
     if isinstance(value, dt.datetime) or option == "eta":
-        fits = isinstance(value, dt.datetime) and value.tzinfo is not None
+        fits = isinstance(value, dt.datetime) and value.utcoffset() is not None
         expected = "a datetime with a time zone, as datetime.now(timezone.utc) + …"
     elif option in _NUMBERS:
         least, most, expected = _NUMBERS[option]

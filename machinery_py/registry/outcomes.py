@@ -12,7 +12,8 @@ from typing import Any, assert_never
 import msgspec
 from msgspec.structs import force_setattr
 
-from machinery_py.tasks.backoff import LONGEST, MAX_DELAY, Backoff, delay_for
+from machinery_py.clock import LONGEST
+from machinery_py.tasks.backoff import MAX_DELAY, Backoff, delay_for
 from machinery_py.tasks.signature import (
     COUNTED,
     HEADER_ATTEMPT,

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from machinery_py.texts import get_logger
+
+logger = get_logger(__name__)
+
 MAX_DELAY = 86400.0  # seconds; no back-off of ours waits longer than a day
-LONGEST = (
-    100 * 365 * 86400.0
-)  # seconds; nothing waits longer, whatever a message says. Go's clock ends in 2262
 
 #: Pauses between the tries of a task: "fibonacci" (Go's), "exponential", seconds for each try, or
 #: a function, as `exponential(…)` returns.
@@ -118,31 +119,31 @@ def check_backoff(backoff: object) -> None:
         if not backoff:
             raise ValueError("backoff is empty (expected seconds for each try)")
         for seconds in backoff:
-            if not isinstance(seconds, (int, float)):
+            if not (isinstance(seconds, (int, float)) and 0 <= seconds <= MAX_DELAY):
                 raise ValueError(
-                    f"backoff {backoff!r}: found {seconds!r} (expected seconds for each try)"
+                    f"backoff {backoff!r}: found {seconds!r} "
+                    "(expected seconds for each try, 0 to 86,400: a day)"
                 )
 
 
 def delay_for(backoff: Backoff, attempt: int, previous: int) -> float:
     """Seconds to wait after the failed try number `attempt` (1 for the first).
 
-    Args:
-        previous: the signature's RetryTimeout, from which Go's Fibonacci goes on.
+    A function that fails, or gives no length, is logged, and Fibonacci's pause is taken.
 
-    Raises:
-        ValueError: the back-off is of no known form.
+    Args:
+        backoff: as `check_backoff` lets it pass.
+        previous: the signature's RetryTimeout, from which Go's Fibonacci goes on.
     """
-    match backoff:
-        case "fibonacci":
-            return float(next_fibonacci(previous))
-        case "exponential":
-            return _HALF(attempt)
-        case str():
-            check_backoff(backoff)
-            raise AssertionError(backoff)
-        case Sequence():
-            delay = float(backoff[min(attempt, len(backoff)) - 1])
-        case _:
-            delay = float(backoff(attempt))
-    return min(MAX_DELAY, max(0.0, delay))
+    if isinstance(backoff, str):
+        return _HALF(attempt) if backoff == "exponential" else float(next_fibonacci(previous))
+    if isinstance(backoff, Sequence):
+        return float(backoff[min(attempt, len(backoff)) - 1])
+    try:
+        delay = float(backoff(attempt))
+        if not delay >= 0:
+            raise ValueError(f"it gives {delay!r} (expected seconds, 0 or more)")
+    except Exception:  # user code
+        logger.exception("the back-off function failed after try %d; Fibonacci's is taken", attempt)
+        return float(next_fibonacci(previous))
+    return min(MAX_DELAY, delay)

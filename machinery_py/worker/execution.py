@@ -21,6 +21,7 @@ from machinery_py.brokers.base import Delivery, Fate
 from machinery_py.errors import (
     ArgumentError,
     MachineryError,
+    NameRefused,
     NoRetry,
     Retry,
     RetryTaskLater,
@@ -28,6 +29,7 @@ from machinery_py.errors import (
     TimeLimitExceeded,
     WorkerLost,
 )
+from machinery_py.names import check_queue
 from machinery_py.registry.options import TaskSettings, settings_of_call
 from machinery_py.registry.outcomes import (
     POSTPONED,
@@ -282,19 +284,21 @@ class Execution:
         return _failure(error, retryable=retryable)
 
     def _retried(self, wanted: Retry) -> Outcome:
-        """Return the outcome of `Retry`: of a failure, if its arguments do not fit the task."""
+        """Return the outcome of `Retry`: of a failure, if it cannot be sent like this."""
         assert self.task is not None
         cause = wanted.__cause__ or wanted
         self.error = cause if isinstance(cause, Exception) else wanted
         args = None
-        if wanted.args_of_task is not None or wanted.kwargs_of_task is not None:
-            try:
+        try:
+            if wanted.queue:
+                check_queue(wanted.queue)
+            if wanted.args_of_task is not None or wanted.kwargs_of_task is not None:
                 args = self.task.call.arguments(
                     wanted.args_of_task or (), wanted.kwargs_of_task or {}
                 )
-            except ArgumentError as error:
-                self.error = error
-                return _failure(error, "a retry with these arguments: ", retryable=False)
+        except (ArgumentError, NameRefused) as error:
+            self.error = error
+            return _failure(error, "the retry that it asked for: ", retryable=False)
         return Retried(
             failed=_failure(cause),
             delay=wanted.delay,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from typing import Any
 
@@ -14,6 +15,7 @@ from machinery_py.tasks.backoff import (
     MAX_DELAY,
     Backoff,
     Jitter,
+    check_backoff,
     delay_for,
     doubled,
     exponential,
@@ -50,10 +52,8 @@ def test_listed_delays_go_on_with_the_last(attempt: int, expected: float) -> Non
     ("backoff", "expected"),
     [
         (lambda n: n * 30.0, 90.0),
-        (lambda n: -5.0, 0.0),
         (lambda n: 1e9, MAX_DELAY),
-        ([-1], 0.0),
-        ([1e9], MAX_DELAY),
+        (lambda n: math.inf, MAX_DELAY),
         ((0.25,), 0.25),
     ],
 )
@@ -77,7 +77,25 @@ def test_an_unknown_word_is_told_with_the_known_ones() -> None:
     with pytest.raises(
         ValueError, match=r"backoff 'fibonaci': unknown \(known: 'fibonacci', 'exponential'"
     ):
-        delay_for("fibonaci", 1, 0)
+        check_backoff("fibonaci")
+
+
+@pytest.mark.parametrize("seconds", [-1, math.nan, math.inf, 86401, "5"])
+def test_list_with_what_is_no_pause_is_refused(seconds: float) -> None:
+    with pytest.raises(
+        ValueError, match=rf"found {seconds!r} \(expected seconds for each try, 0 to"
+    ):
+        check_backoff([1, seconds])
+
+
+@pytest.mark.parametrize(
+    "backoff", [lambda n: -5.0, lambda n: math.nan, lambda n: None, lambda n: 1 // 0]
+)
+def test_function_that_gives_no_pause_is_logged(
+    backoff: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert delay_for(backoff, 3, 2) == 3.0  # Fibonacci's
+    assert "the back-off function failed after try 3" in caplog.text
 
 
 def test_exponential_backoff_has_a_factor_and_a_cap() -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import datetime as dt
+import math
 import os
 import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from machinery_py import Context, RetryTaskLater, Server, TimeLimitExceeded, current_task
+from machinery_py import Context, Retry, RetryTaskLater, Server, TimeLimitExceeded, current_task
 
 server = Server("memory://")
 
@@ -54,6 +57,31 @@ def about(ctx: Context) -> list[str]:
 @server.task(pool="process")
 def fail(text: str) -> None:
     raise ValueError(text)
+
+
+FAR = dt.datetime.max.replace(tzinfo=dt.timezone(dt.timedelta(hours=-12)))
+ODD_RETRIES: dict[str, dict[str, Any]] = {
+    "surrogate": {"queue": "\ud800"},
+    "reserved": {"queue": "mpy:x"},
+    "no-text": {"queue": 5},
+    "misfit": {"args": (1, 2)},
+    "no-list": {"args": 5},
+    "retries": {"retries": 2**70},
+    "far": {"eta": FAR},
+    "naive": {"eta": FAR.replace(tzinfo=None)},
+    "nan": {"delay": math.nan},
+    "inf": {"delay": math.inf},
+    "long": {"delay": 10**12},
+    "longer": {"delay": dt.timedelta.max},
+}
+
+
+def ask_oddly(how: str) -> None:
+    raise Retry(**ODD_RETRIES[how])
+
+
+ask_in_process = server.task("ask_in_process", pool="process", backoff=[0.0])(ask_oddly)
+ask_in_thread = server.task("ask_in_thread", pool="thread", backoff=[0.0])(ask_oddly)
 
 
 @server.task(pool="process")

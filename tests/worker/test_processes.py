@@ -25,6 +25,9 @@ from tests.worker.pooled import server
 
 app = app_in_a_folder
 
+ASKED = "the retry that it asked for: "
+REFUSED_LATER = {"surrogate": ASKED, "reserved": ASKED, "misfit": ASKED}
+
 
 @pytest.fixture
 def worker() -> Iterator[Worker]:
@@ -95,6 +98,19 @@ def test_exception_is_told_with_its_type_and_traceback(worker: Worker) -> None:
 
     assert (failed.value.error, failed.value.error_type) == ("no", "ValueError")
     assert "raise ValueError(text)" in failed.value.traceback
+
+
+@pytest.mark.parametrize(
+    "task", [pooled.ask_in_thread, pooled.ask_in_process], ids=lambda t: t.name
+)
+def test_retry_that_cannot_be_made_fails_its_task(worker: Worker, task: Any) -> None:
+    sent = {how: task.options(retries=1).send(how) for how in pooled.ODD_RETRIES}
+    for how, result in sent.items():
+        with pytest.raises(TaskFailed) as failed:
+            result.get(timeout=HANG)
+        # What Retry itself refuses is an error of the task, and tried again.
+        assert (how, result.get_state().attempt) == (how, 1 if how in REFUSED_LATER else 2)
+        assert failed.value.error.startswith(REFUSED_LATER.get(how, "")), how
 
 
 def test_exit_of_the_task_fails_it_and_ends_no_process(worker: Worker) -> None:

@@ -227,17 +227,6 @@ def test_a_large_result_is_refused(bench: Bench) -> None:
         result.get(timeout=0)
 
 
-def test_a_back_off_that_fails_ends_the_task(bench: Bench) -> None:
-    def broken(attempt: int) -> float:
-        raise RuntimeError("my back-off")
-
-    failing = bench.server.task("failing", retries=3, backoff=broken)(lambda: 1 // 0)
-    result = failing.send()
-    bench.drain()
-    with pytest.raises(TaskFailed, match="what follows the task cannot be sent: my back-off"):
-        result.get(timeout=0)
-
-
 def test_failing_publish_handler_of_a_callback_fails_its_task(bench: Bench) -> None:
     @bench.server.set_pre_publish_handler
     def broken(signature: Signature[Any]) -> None:
