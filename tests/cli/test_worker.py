@@ -19,6 +19,7 @@ import pytest
 
 from machinery_py.testing.waiting import wait_until
 from tests.cli.app import HANG, TASKS, App, app_in_a_folder
+from tests.support.private import free_port
 
 app = app_in_a_folder
 
@@ -381,12 +382,6 @@ def get(port: int, path: str) -> int:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])

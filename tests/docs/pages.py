@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import Self
 
 from machinery_py.testing.waiting import wait_until
+from tests.support.private import free_port
 
 ROOT = pathlib.Path(__file__).parents[2]
 HANG = 60.0  # seconds; a guard, nothing is measured with it
@@ -142,12 +143,6 @@ def environment(folder: pathlib.Path, **more: str) -> dict[str, str]:
     }
     path = os.pathsep.join([str(pathlib.Path(sys.executable).parent), kept.get("PATH", "")])
     return {**kept, "PATH": path, "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1", **more}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass
