@@ -23,7 +23,7 @@ MAX_FUNCTION = 60  # lines, without the docstring
 
 #: Packages, and modules beside them. Each imports only from earlier rows, or earlier in its row.
 ROWS: tuple[str, ...] = (
-    "texts version errors clock names async_twins threads",
+    "texts version clock errors names async_twins threads",
     "values",
     "tasks events queues",
     "wire",
