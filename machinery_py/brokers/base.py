@@ -410,6 +410,7 @@ class Broker(ABC):
                 them (`BrokerFeatures.keeps_topics`).
 
         Raises:
+            BrokerUnavailable: there is no subscription.
             Unsupported: this broker has no topics.
         """
         del since

@@ -28,6 +28,7 @@ from machinery_py import (
     group,
 )
 from machinery_py.brokers.base import Message
+from machinery_py.testing.conformance.topics import taken
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.support.servers import RabbitMQServer, RedisCluster, RedisServer
 
@@ -103,6 +104,7 @@ class Application:
             self.bury()
             self.schedule()
             self.look()
+        self.listen()
         self.revoke()
 
     def hold(self) -> None:
@@ -145,6 +147,15 @@ class Application:
             (failed,) = inspect.tasks(state="failed")
             assert inspect.task(failed.task_uuid[:20]).state == failed
             assert inspect.retry([failed.task_uuid]) == [failed.task_uuid]
+
+    def listen(self) -> None:
+        broker = self.server.broker
+        if broker.features.topics:
+            subscription = broker.subscribe("news", since=1.0)
+            broker.broadcast("news", [b"x"], ttl=HANG)
+            assert taken(subscription, 1) == [b"x"]
+            subscription.wake()
+            subscription.close()
 
     def revoke(self) -> None:
         result = self.add.options(delay=HANG).send(1, 1)

@@ -51,6 +51,7 @@ from machinery_py.brokers.redis.messages import (
     packed_go,
     unwrapped,
 )
+from machinery_py.brokers.redis.topics import RedisSubscription, broadcast
 from machinery_py.clock import moment_of
 from machinery_py.connections.durability import Concern
 from machinery_py.connections.redis.client import RedisDriver, raw
@@ -80,7 +81,7 @@ _late = msgspec.msgpack.Decoder(list[tuple[bytes, int, bytes]]).decode
 class RedisBroker(Broker):
     """Queues on the driver's server. The driver belongs to its creator."""
 
-    features = BrokerFeatures(name="redis", beats=True)
+    features = BrokerFeatures(name="redis", beats=True, topics=True, keeps_topics=True)
 
     def __init__(self, driver: RedisDriver, *, lease: float = LEASE) -> None:
         self.driver = driver
@@ -338,6 +339,12 @@ class RedisBroker(Broker):
             for (number, queue), letter in zip(places, found, strict=True)
             if letter
         ]
+
+    def broadcast(self, topic: str, records: Sequence[bytes], *, ttl: float) -> None:
+        broadcast(self.driver, topic, records, ttl)
+
+    def subscribe(self, topic: str, *, since: float = 0.0) -> RedisSubscription:
+        return RedisSubscription(self.driver, topic, since)
 
     def concerns(self) -> list[Concern]:
         return self.driver.concerns()

@@ -38,11 +38,12 @@ from machinery_py.brokers.redis.messages import (
     packed,
     packed_go,
 )
+from machinery_py.brokers.redis.topics import RedisSubscription, broadcast
 from machinery_py.clock import moment_of
 from machinery_py.connections.durability import Concern
 from machinery_py.connections.redis.client import raw
 from machinery_py.connections.redis.cluster import RedisClusterDriver, SlotDriver
-from machinery_py.connections.redis.keys import QUEUES, queue_keys
+from machinery_py.connections.redis.keys import QUEUES, queue_keys, topic_key
 from machinery_py.connections.redis.scripts import Script, with_delayed_key
 from machinery_py.connections.redis.slots import slot_of
 from machinery_py.errors import BrokerUnavailable, NameRefused, PublishRefused, PublishUnknown
@@ -91,7 +92,7 @@ class QueueBroker(RedisBroker):
 class ClusterBroker(Broker):
     """Queues in a cluster, which belongs to its creator."""
 
-    features = BrokerFeatures(name="redis", beats=True)
+    features = BrokerFeatures(name="redis", beats=True, topics=True, keeps_topics=True)
 
     def __init__(self, cluster: RedisClusterDriver, *, lease: float = LEASE) -> None:
         self.cluster = cluster
@@ -334,6 +335,15 @@ class ClusterBroker(Broker):
             if is_usable(queue)
             for letter in self._of(queue).take_dead([id])
         ]
+
+    def broadcast(self, topic: str, records: Sequence[bytes], *, ttl: float) -> None:
+        broadcast(self._at_topic(topic), topic, records, ttl)
+
+    def subscribe(self, topic: str, *, since: float = 0.0) -> RedisSubscription:
+        return RedisSubscription(self._at_topic(topic), topic, since)
+
+    def _at_topic(self, topic: str) -> SlotDriver:
+        return self.cluster.at(topic_key(topic).encode())
 
     def concerns(self) -> list[Concern]:
         return self.cluster.concerns()

@@ -35,7 +35,6 @@ from machinery_py.texts import printable
 BLOCK = 1.0  # seconds of one sleep; shorter than half a lease
 LINK_TIMEOUT = 3.0  # seconds for the reply to a claim, beyond its sleep
 LOST_LIFE = 30.0  # seconds that a claim without a reply is asked for
-WAKE_TRIES = 20  # a wake may come before the sleep it is to end
 KIND = "redis"  # of the files that say what consumers run
 
 _claimed = msgspec.msgpack.Decoder(list[tuple[int, int, int, int, int, int, list[bytes]]]).decode
@@ -198,16 +197,9 @@ class RedisConsumer(Consumer):
         return self._driver.read_script(link, scripts.CLAIM, argument)
 
     def _open_link(self) -> RedisConnection:
-        if self._driver.servers.may_move:
-            self._driver.servers.look()
-        if self._link is not None and self._driver.is_stale(self._link):
-            self._link.close()
-            self._link = None
-        if self._link is None:
-            timeout = self._block + min(LINK_TIMEOUT, self._driver.limits.read)
-            link = self._driver.open(timeout=timeout)
-            link.number = b"%d" % link.ask(b"CLIENT", b"ID")
-            self._link = link
+        timeout = self._block + min(LINK_TIMEOUT, self._driver.limits.read)
+        link, self._link = self._link, None
+        self._link = self._driver.numbered(link, timeout=timeout)
         return self._link
 
     def _deliveries(self, session: str, queues: Sequence[str], blob: bytes) -> list[Delivery]:
@@ -291,15 +283,7 @@ class RedisConsumer(Consumer):
 
     def wake(self) -> None:
         self._woken = True
-        for _ in range(WAKE_TRIES):
-            number = self._asleep
-            if not number:
-                return
-            try:
-                if self._driver.ask(b"CLIENT", b"UNBLOCK", number, doing="waking a worker"):
-                    return
-            except MachineryError:
-                return  # then it wakes by itself
+        self._driver.unblock_while(lambda: self._asleep, doing="waking a worker")
 
     def close(self) -> None:
         if self._closed or self._pid != os.getpid():

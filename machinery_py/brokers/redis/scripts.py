@@ -6,6 +6,7 @@ Each takes one msgpack array; its file in `lua/` says what is in it (In) and wha
 
 from __future__ import annotations
 
+from machinery_py.brokers.topics import TOPIC_LENGTH
 from machinery_py.connections.redis.keys import DELAYED
 from machinery_py.connections.redis.scripts import Folder
 from machinery_py.errors import BrokerUnavailable
@@ -34,6 +35,7 @@ LOOK = _lua.script("look", "looking after queues")
 DUE = _lua.script("due", "looking for due messages")
 MOVE = _lua.script("move", "moving due messages")
 BURY_DELAYED = _lua.script("bury_delayed", "burying a delayed message")
+BROADCAST = _lua.script("broadcast", "sending to a topic", LENGTH=TOPIC_LENGTH)
 
 _inspect = Folder("brokers/redis/lua/inspect", CONSTANTS, away=BrokerUnavailable)
 

@@ -43,6 +43,7 @@ logger = get_logger(__name__)
 TIMEOUT = 5.0  # seconds for a reply, and for a connection
 OLDEST = (6, 2)  # LPOP with a count, BLMOVE, ZMSCORE
 SKEW = 5.0  # seconds between this clock and the server's that are worth a warning
+WAKE_TRIES = 20  # a wake may come before the sleep it is to end
 FRESH = 0.01  # seconds; a connection that was used since then is not looked at before its next use
 
 
@@ -406,6 +407,33 @@ class RedisDriver:
 
     def read_script(self, link: RedisConnection, script: Script, argument: bytes) -> Any:
         return read_script(link, self.adapted(script), argument, *self._guards)
+
+    def numbered(self, link: RedisConnection | None, *, timeout: float) -> RedisConnection:
+        """Return a connection that knows its number: this one, or else a new one.
+
+        A new one is opened if there is none, or if it leads to a server that is not used any more.
+        """
+        if self.servers.may_move:
+            self.servers.look()
+        if link is not None and self.is_stale(link):
+            link.close()
+            link = None
+        if link is None:
+            link = self.open(timeout=timeout)
+            link.number = b"%d" % link.ask(b"CLIENT", b"ID")
+        return link
+
+    def unblock_while(self, asleep: Callable[[], bytes], *, doing: str) -> None:
+        """Wake a connection of another thread; `asleep` returns its number while it blocks."""
+        for _ in range(WAKE_TRIES):
+            number = asleep()
+            if not number:
+                return
+            try:
+                if self.ask(b"CLIENT", b"UNBLOCK", number, doing=doing):
+                    return
+            except MachineryError:
+                return  # then it wakes by itself
 
     def unblock(self, numbers: Sequence[bytes]) -> None:
         """Wake these connections. Failing does no harm: none blocks longer than a second."""

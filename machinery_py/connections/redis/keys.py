@@ -116,6 +116,10 @@ ITEMS = (
                "backend"),
     StoredItem("mpy:revoked", "zset", "revoked tasks, scored by when that is forgotten",
                REVOKED_LIFE, "backend"),
+    StoredItem("mpy:topic:{<topic>}", "stream",
+               "the newest 2,000 records that were sent to a topic, with their running number; "
+               "about a hundred more", "until the `ttl` of its records is over, an hour at most",
+               "broker"),
     StoredItem("mpy:lock:{<name>}", "string", "token and fence of a lock that is held",
                "`ttl` of the lock", "lock"),
 )
@@ -205,6 +209,10 @@ def companion_key(uuid: str) -> bytes:
     A channel of the same name announces the end of the task.
     """
     return b"mpy:m:{%b}" % encoded(uuid)
+
+
+def topic_key(topic: str) -> str:
+    return f"mpy:topic:{{{topic}}}"
 
 
 def outbox_key(key: str) -> bytes:

@@ -94,6 +94,7 @@ class TopicConformance(BrokerCase):
 
         expected = [b"new", b"next"] if topical.features.keeps_topics else [b"next"]
         assert taken(subscription, len(expected)) == expected
+        assert subscription.missed == 0
         subscription.close()
 
     def test_record_past_its_time_is_not_handed_out(

@@ -1,0 +1,148 @@
+"""Topics in Redis: a stream for each, with `r` (the record) and `u` (the ms until which it counts).
+
+The id of an entry is `<ms>-<number>`, and the numbers of a stream have no gaps: a reader that finds
+one has missed what was trimmed. The stream expires when the last of its records is over.
+
+A subscription has a connection of its own, on which it blocks in XREAD. TIME behind it, in the same
+packet, says how old the records are.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from machinery_py.brokers.redis import scripts
+from machinery_py.brokers.topics import TOPIC_AGE, Subscription, check_records
+from machinery_py.connections.redis.client import RedisConnection, RedisDriver, command, raw
+from machinery_py.connections.redis.keys import topic_key
+from machinery_py.errors import BrokerUnavailable, MachineryError, PublishUnknown
+
+BLOCK = 1.0  # seconds of one sleep
+READ = 500  # records of one `read`
+LINK_TIMEOUT = 3.0  # seconds for a reply, beyond its sleep
+DOING = "reading a topic"
+
+
+def broadcast(driver: RedisDriver, topic: str, records: Sequence[bytes], ttl: float) -> None:
+    """Append the records to the topic's stream, which is in the slot of a cluster's driver."""
+    check_records(topic, records)
+    if records:
+        life = int(min(ttl, TOPIC_AGE) * 1000)
+        values = (driver.now(), topic_key(topic), life, list(map(raw, records)))
+        driver.run(scripts.BROADCAST, *values, again=False, lost=PublishUnknown)
+
+
+class RedisSubscription(Subscription):
+    """The id of the last entry that was read, and a connection."""
+
+    def __init__(self, driver: RedisDriver, topic: str, since: float) -> None:
+        self._driver = driver
+        self._key = topic_key(topic).encode()
+        self._block = min(BLOCK, driver.limits.block)
+        self._link: RedisConnection | None = None
+        self._asleep = b""  # the number of the connection while it blocks
+        self._reading = threading.Lock()
+        self._woken = False
+        self._closed = False
+        self._after = b"0-0"
+        self._next = 1  # number of the next entry; 0: any
+        if since > 0:
+            now = driver.now() or _micros(self._ask_once(b"TIME"))
+            self._after = b"%d-0" % max(0, int(now) // 1000 - int(since * 1000) - 1)
+            self._next = 0
+        elif last := self._ask_once(b"XREVRANGE", self._key, b"+", b"-", b"COUNT", b"1"):
+            self._after = last[0][0]
+            self._next = _number(self._after) + 1
+
+    def _ask_once(self, *parts: bytes) -> Any:
+        return self._driver.ask(*parts, doing="subscribing to a topic", away=BrokerUnavailable)
+
+    def read(self, timeout: float) -> list[bytes]:
+        deadline = time.monotonic() + timeout
+        with self._reading:
+            while not self._closed:
+                woken, left = self._woken, deadline - time.monotonic()
+                found = self._read(0.0 if woken else max(0.0, min(left, self._block)))
+                if found or woken or time.monotonic() >= deadline:
+                    if woken:
+                        self._woken = False
+                    return found
+        return []
+
+    def _read(self, sleep: float) -> list[bytes]:
+        try:
+            streams, now = self._ask(sleep)
+        except MachineryError:
+            self._drop_link()
+            raise
+        except Exception as error:  # redis-py's, sorted by `fail`
+            self._drop_link()
+            self._driver.fail(error, doing=DOING, away=BrokerUnavailable)
+        if not streams:
+            return []
+        entries = streams[0][1]
+        self._count(entries)
+        found: list[bytes] = []
+        for _, pairs in entries:
+            fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
+            if b"r" in fields and _is_over(fields.get(b"u", b""), now):
+                self.missed += 1
+            elif b"r" in fields:
+                found.append(fields[b"r"])
+        return found
+
+    def _count(self, entries: Sequence[tuple[bytes, Any]]) -> None:
+        """Note what was trimmed before it was read, and go on behind these entries."""
+        first, self._after = _number(entries[0][0]), entries[-1][0]
+        if 0 < self._next < first:  # a stream that was lost begins with 1 again
+            self.missed += first - self._next
+        self._next = _number(self._after) + 1
+
+    def _ask(self, sleep: float) -> tuple[Any, int]:
+        """Return the reply to XREAD, and the time behind it in ms."""
+        timeout = self._block + min(LINK_TIMEOUT, self._driver.limits.read)
+        link, self._link = self._link, None
+        link = self._link = self._driver.numbered(link, timeout=timeout)
+        block = (b"BLOCK", b"%d" % math.ceil(sleep * 1000)) if sleep else ()
+        read = command(b"XREAD", *block, b"COUNT", b"%d" % READ, b"STREAMS", self._key, self._after)
+        self._asleep = link.number if sleep else b""
+        try:
+            if sleep and (self._woken or self._closed):
+                return None, 0
+            link.send(read + command(b"TIME"))
+            streams = link.read()
+        finally:
+            self._asleep = b""
+        time_there = _micros(link.read())
+        return streams, int(self._driver.now() or time_there) // 1000
+
+    def wake(self) -> None:
+        self._woken = True
+        self._driver.unblock_while(lambda: self._asleep, doing="waking a reader")
+
+    def close(self) -> None:
+        self._closed = True
+        self.wake()
+        with self._reading:
+            self._drop_link()
+
+    def _drop_link(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+
+def _number(id: bytes) -> int:
+    return int(id.partition(b"-")[2])
+
+
+def _micros(reply: Any) -> int:
+    return int(reply[0]) * 1_000_000 + int(reply[1])
+
+
+def _is_over(until: bytes, now: int) -> bool:
+    return until.isdigit() and int(until) <= now
