@@ -33,6 +33,7 @@ ROWS: tuple[str, ...] = (
     "stores",
     "results",
     "registry",
+    "control",
     "app",
     "schedules unique revocation inspection",
     "worker",

@@ -1,0 +1,60 @@
+"""Lamport's logical clock: an order of events that no wall clock has to agree with.
+
+    an event here     forward()        +1
+    a send            forward()        +1, and the value travels with what is sent
+    a receive         adjust(value)    max(own, received) + 1
+
+If an event can have caused another, its clock is smaller. The converse does not hold: of two events
+that know nothing of each other, either may have the smaller clock. `Stamp` orders all of them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from machinery_py.connections.forks import ForkLock
+
+MOST = 2**53 - 1  # every reader of JSON has integers up to this; a greater clock is nobody's
+
+
+class Stamp(NamedTuple):
+    """Place of an event in the total order: by clock, and by worker where clocks are equal."""
+
+    clock: int
+    worker: str
+
+
+class LamportClock:
+    """The logical clock of one application. Any thread may use it."""
+
+    def __init__(self, value: int = 0) -> None:
+        if not 0 <= value <= MOST:
+            raise ValueError(f"LamportClock: found {value!r} (expected 0 to {MOST})")
+        self._value = value
+        self._lock = ForkLock()
+
+    @property
+    def value(self) -> int:
+        return self._value
+
+    def forward(self) -> int:
+        """Count one event, and return its clock."""
+        with self._lock:
+            self._value += 1
+            return self._value
+
+    def adjust(self, other: int) -> int:
+        """Count the receipt of something with this clock, and return the clock of the receipt.
+
+        Args:
+            other: 0 if it came without one; so counts what cannot be a clock.
+        """
+        with self._lock:
+            self._value = max(self._value, other if 0 <= other <= MOST else 0) + 1
+            return self._value
+
+    def __str__(self) -> str:
+        return str(self._value)
+
+    def __repr__(self) -> str:
+        return f"LamportClock({self._value})"
