@@ -192,6 +192,7 @@ def _description(server: Server, state: TaskState, signature: Signature[object] 
         ("ended", moment(state.finished_at, now)),
         ("due", moment(state.eta, now)),
         ("progress", _progress(state)),
+        *(("note", f"{name} = {value_text(value)}") for name, value in state.notes.items()),
         ("error", error or state.error),
     ]
     if state.started_at and state.finished_at:
@@ -211,7 +212,7 @@ def _description(server: Server, state: TaskState, signature: Signature[object] 
 
 def _state_record(state: TaskState) -> dict[str, Any]:
     """Return a task state for JSON; the first year stands for an unknown time."""
-    names = "state queue attempt worker error error_type traceback progress"
+    names = "state queue attempt worker error error_type traceback progress notes"
     times = {
         name: getattr(state, name) for name in ("created_at", "started_at", "finished_at", "eta")
     }

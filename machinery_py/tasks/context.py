@@ -9,16 +9,24 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, TypeVar
 
-from machinery_py.errors import MachineryError, TimeLimitExceeded
+import msgspec
+
+from machinery_py.errors import ArgumentError, MachineryError, TimeLimitExceeded
 from machinery_py.tasks.signature import Signature
+from machinery_py.texts import quoted
+from machinery_py.values.json_values import NeedsTags, pack, shown
 
 INTERRUPTIBLE = True  # calls user code and takes no lock, see worker/executors.py
 
 T = TypeVar("T")
 
 PROGRESS_INTERVAL = 0.1  # seconds; more frequent progress is held back, except the last
+MAX_NOTES = 4_096  # bytes of JSON, names and values
 
-Report = Callable[[float, float], None]
+#: Called with what the task has reported: its progress, or None when it has noted something.
+Report = Callable[[tuple[float, float] | None], None]
+
+_encode = msgspec.json.Encoder().encode
 
 
 class Context:
@@ -28,6 +36,7 @@ class Context:
         signature: as it came.
         queue: that it came from.
         worker: the name of the worker that runs it.
+        noted: what `note` was given: names and values, each as JSON.
     """
 
     __slots__ = (
@@ -37,6 +46,7 @@ class Context:
         "_last_report",
         "_report",
         "_time_is_up",
+        "noted",
         "queue",
         "signature",
         "worker",
@@ -61,6 +71,7 @@ class Context:
         self._cancelled = False
         self._time_is_up = False
         self._last_report = 0.0
+        self.noted: dict[str, str] = {}
 
     @property
     def uuid(self) -> str:
@@ -126,7 +137,36 @@ class Context:
         now = time.monotonic()
         if now - self._last_report >= PROGRESS_INTERVAL or done >= total:
             self._last_report = now
-            self._report(done, total)
+            self._report((done, total))
+
+    def note(self, **facts: Any) -> None:
+        """Publish facts of the task's own as `result.get_state().notes`, now and when it has ended.
+
+        A fact replaces an earlier one of its name. A retry begins without any.
+
+        Raises:
+            ArgumentError: a value is not JSON; nothing was noted.
+            ValueError: all facts together would take more than 4,096 bytes of JSON; the same.
+        """
+        new = {_as_json(name, name): _as_json(name, value) for name, value in facts.items()}
+        size = _size({**self.noted, **new})
+        if size > MAX_NOTES:
+            raise ValueError(
+                f"task {self.name} {self.uuid}: its notes would take {size:,} bytes of JSON, more "
+                f"than {MAX_NOTES:,} (note an id or a place, and keep the rest elsewhere)"
+            )
+        self.noted.update(new)  # in one step: other threads of the task may note, too
+        if new and self._report is not None:
+            self._report(None)
+
+    @property
+    def notes_json(self) -> str:
+        """What was noted, as TaskState keeps it."""
+        if not self.noted:
+            return ""
+        return (
+            "{" + ",".join([f"{name}:{value}" for name, value in self.noted.copy().items()]) + "}"
+        )
 
     def track(self, items: Iterable[T], total: float | None = None) -> Iterator[T]:
         """The items, one by one, with progress reported after each.
@@ -139,6 +179,20 @@ class Context:
         for done, item in enumerate(items, 1):
             yield item
             self.progress(done, max(done, total))
+
+
+def _as_json(name: str, value: Any) -> str:
+    try:
+        return _encode(pack(value, 1, tags=False)).decode()
+    except NeedsTags:
+        text = f"{shown(value)} is not JSON (note its text, or a number)"
+    except ArgumentError as error:
+        text = str(error).removeprefix("cannot send ")
+    raise ArgumentError(f"cannot note {quoted(name)}: {text}")
+
+
+def _size(noted: Mapping[str, str]) -> int:
+    return 1 + sum(len(f"{name}:{value},".encode()) for name, value in noted.items())
 
 
 #: The task that runs here.

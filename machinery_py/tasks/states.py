@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -87,6 +88,9 @@ _NEXT_RUN: dict[State, frozenset[State]] = {
 }
 
 
+_read_notes = msgspec.json.Decoder(dict[str, Any]).decode
+
+
 class TaskState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """State of one task and what is known of it. Go sees the first seven fields; the rest is ours.
 
@@ -104,6 +108,7 @@ class TaskState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         worker: the worker that wrote the state.
         message: of a failed task, the signature of its last try, to look at and to send again; of
             a waiting task, what its failure would take along (`outcomes.failing`).
+        notes_json: `notes` as they are kept.
     """
 
     task_uuid: str
@@ -125,10 +130,16 @@ class TaskState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     eta: dt.datetime | None = None
     worker: str = ""
     message: bytes = b""
+    notes_json: str = ""
 
     @property
     def is_finished(self) -> bool:
         return self.state is _OK or self.state is _F
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """Facts that the task noted in the run, or the delivery, that wrote this state."""
+        return _read_notes(self.notes_json) if self.notes_json else {}
 
 
 class GroupMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -145,13 +145,14 @@ class JobLoop:
     def _report(self, execution: Execution) -> None:
         """Apply an order that came before the task had its context; pass its progress on."""
         job, order, progress = self._job, self._order, execution.progress
+        noted = execution.context.noted if execution.context is not None else {}
         if job is None or execution is not self._execution:
             return  # a thread that the task has left
         if order is not None and order.number == job.number:
             self._apply(order, execution)
         self._reached = job.number
-        if progress is not None:
-            self._reply(Progress(job.number, *progress))
+        if progress is not None or noted:
+            self._reply(Progress(job.number, progress, noted))
 
     def _reply(self, record: Done | Progress) -> None:
         if descriptors.broken():

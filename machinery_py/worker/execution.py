@@ -153,6 +153,10 @@ class Execution:
         if self.context is not None:
             self.context.cancel(time_is_up=time_is_up)
 
+    @property
+    def notes_json(self) -> str:
+        return self.context.notes_json if self.context is not None else ""
+
     # Its end: the first one to settle it wins
 
     def begin(self) -> bool:
@@ -400,6 +404,7 @@ class Execution:
             started_at=self.started_at,
             finished_at=now if final else None,
             progress=self.progress,
+            notes_json=self.notes_json,
             eta=then.retry.eta if then.retry is not None else None,
             message=self._kept(then),
         )
@@ -459,6 +464,7 @@ class Execution:
                 created_at=self.app.clock.now(),
                 started_at=self.started_at,
                 progress=self.progress,
+                notes_json=self.notes_json,
             ),
         )
 

@@ -194,7 +194,7 @@ class Executors:
 
     def _report(self, execution: Execution) -> None:
         """Note that it has started, or how far it is."""
-        if execution.progress is None:
+        if execution.progress is None and not execution.notes_json:
             if execution.time_limit is not None and not execution.is_in_process(
                 self._processes.by_default
             ):

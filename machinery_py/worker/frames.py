@@ -79,9 +79,11 @@ class Broken(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Progress and notes of the job so far: see Context.progress and Context.noted."""
+
     number: int
-    done: float
-    total: float
+    progress: tuple[float, float] | None
+    noted: dict[str, str]
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -201,8 +201,8 @@ def _as_go_says(execution: Execution, error: ArgumentError) -> str:
     return str(error)
 
 
-def _progress(execution: Execution, report: Report, done: float, total: float) -> None:
-    execution.progress = (done, total)
+def _progress(execution: Execution, report: Report, progress: tuple[float, float] | None) -> None:
+    execution.progress = progress or execution.progress
     report(execution)
 
 

@@ -178,7 +178,9 @@ class TaskProcess:
                     self.memory = done.memory
                     return done
                 case Progress() as progress if progress.number == number:
-                    execution.progress = (progress.done, progress.total)
+                    execution.progress = progress.progress
+                    if execution.context is not None:
+                        execution.context.noted = progress.noted
                     report(execution)
                 case None if not is_asked:
                     is_asked = True

@@ -51,6 +51,8 @@ async def where_async() -> int:
 @server.task(pool="process")
 def about(ctx: Context) -> list[str]:
     ctx.progress(1, 2)
+    ctx.note(step="one")
+    ctx.note(rows=2)
     return [ctx.uuid, ctx.name, ctx.worker, current_task().queue, str(ctx.attempt)]
 
 

@@ -85,11 +85,12 @@ def test_tasks_say_where_they_run_or_the_worker_does() -> None:
         assert pooled.anywhere.send().get(HANG) == os.getpid()
 
 
-def test_context_and_progress_are_as_in_a_thread(worker: Worker) -> None:
+def test_context_progress_and_notes_are_as_in_a_thread(worker: Worker) -> None:
     result = pooled.about.send()
 
     assert result.get(HANG) == [result.uuid, "about", "w", "machinery_tasks", "1"]
     assert result.get_state().progress == (1, 2)
+    assert result.get_state().notes == {"step": "one", "rows": 2}
 
 
 def test_exception_is_told_with_its_type_and_traceback(worker: Worker) -> None:

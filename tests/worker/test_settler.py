@@ -267,12 +267,8 @@ def test_error_without_a_readable_text_fails_its_task(bench: Bench) -> None:
 
 
 def test_progress_is_kept_back_but_for_the_last(bench: Bench) -> None:
-    reports: list[tuple[float, float]] = []
-
-    def report(done: float, total: float) -> None:
-        reports.append((done, total))
-
-    context = Context(Signature(name="t"), queue="", delivery=1, worker="", report=report)
+    reports: list[tuple[float, float] | None] = []
+    context = Context(Signature(name="t"), queue="", delivery=1, worker="", report=reports.append)
     assert list(context.track(range(1000))) == list(range(1000))
     last, count = reports[-1], len(reports)
     assert (last, count < 100) == ((1000, 1000), True)

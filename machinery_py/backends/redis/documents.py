@@ -35,7 +35,7 @@ Row = tuple[bytes | None, bytes | None]
 _LINES = ("run", "started_at", "progress", "queue", "worker")
 _PACKED = tuple(field for field in EXTRA if field.name not in _LINES)
 _NAMES = tuple(field.name for field in _PACKED)
-_MESSAGE = _NAMES.index("message")
+_MESSAGE, _NOTES = map(_NAMES.index, ("message", "notes_json"))
 _DEFAULTS = tuple(field.default for field in _PACKED)[1:]  # of all but the attempt
 _PLAIN_DEFAULTS = _DEFAULTS[: _MESSAGE - 1]
 _MOMENTS = [place for place, name in enumerate(_NAMES, 1) if name in EXTRA_MOMENTS]  # in µs
@@ -100,7 +100,7 @@ def _kept(state: TaskState, now: dt.datetime) -> int:
 def _our_fields(state: TaskState) -> bytes:
     values = _packed_values(state)
     # Most states have but an attempt, and of the message at most the one byte of `outcomes.ALONE`.
-    if values[1:_MESSAGE] != _PLAIN_DEFAULTS or len(values[_MESSAGE]) > 1:
+    if values[1:_MESSAGE] != _PLAIN_DEFAULTS or len(values[_MESSAGE]) > 1 or values[_NOTES]:
         fields = [state.state._value_, *values]
         for place in _MOMENTS:
             if fields[place] is not None:

@@ -21,7 +21,9 @@ _BLOBS = ("results", "message")
 _FIELDS = [field for field in msgspec.structs.fields(TaskState) if field.name not in _BLOBS]
 _NAMES = tuple(field.name for field in _FIELDS)
 _MOMENTS = [place for place, name in enumerate(_NAMES) if name in EXTRA_MOMENTS]
-_TEXTS = [_NAMES.index(name) for name in ("error", "error_type", "traceback")]  # NULL if empty
+_TEXTS = [
+    _NAMES.index(name) for name in ("error", "error_type", "traceback", "notes_json")
+]  # NULL if empty
 STATE, _CREATED_AT, _PROGRESS = map(_NAMES.index, ("state", "created_at", "progress"))
 _COLUMNS = tuple(name.removeprefix("task_") for name in _NAMES)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from machinery_py.connections.stored_items import CLAIM_LIFE, REVOKED_LIFE, StoredItem
 
-VERSION = 3
+VERSION = 4
 APPLICATION_ID = 0x6D636879  # "mchy": tells our file from another program's
 
 # fmt: off
@@ -96,7 +96,8 @@ TABLES: tuple[str, ...] = (
         ttl INTEGER NOT NULL, error TEXT, error_type TEXT, traceback TEXT, progress TEXT,
         started_at INTEGER, finished_at INTEGER, eta INTEGER, worker TEXT NOT NULL,
         mark TEXT NOT NULL, epoch INTEGER NOT NULL,
-        changed_at INTEGER NOT NULL, expires_at INTEGER, results BLOB, message BLOB)
+        changed_at INTEGER NOT NULL, expires_at INTEGER, results BLOB, message BLOB,
+        notes_json TEXT)
     """,
     "CREATE INDEX tasks_changed ON tasks (changed_at, state, name, queue)",
     "CREATE INDEX tasks_expiring ON tasks (expires_at) WHERE expires_at IS NOT NULL",
@@ -137,4 +138,5 @@ TABLES: tuple[str, ...] = (
 UPGRADES: Mapping[int, tuple[str, ...]] = {
     1: (_PAUSED, _RECORDS),
     2: _CLAIMS,
+    3: ("ALTER TABLE tasks ADD COLUMN notes_json TEXT",),
 }

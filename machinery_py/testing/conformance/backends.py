@@ -171,6 +171,7 @@ class BackendConformance(ChangeConformance):
             finished_at=later,
             eta=later,
             worker="w@host",
+            notes_json='{"step":"ü\\n"}',
         )
         write(backend, state)
 

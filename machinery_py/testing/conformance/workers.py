@@ -75,6 +75,25 @@ class WorkerConformance(LossConformance):
         assert result.get(timeout=HANG) == 5
         assert result.get_state().progress == (5, 5)
 
+    def test_notes_are_readable_while_the_task_runs_and_later(self, app: App) -> None:
+        @app.server.task(retries=1, backoff=[0.0])
+        def load(ctx: Context) -> None:
+            if ctx.attempt == 1:
+                ctx.note(step="first", of="another run")
+                raise ValueError
+            ctx.note(step="begin")
+            ctx.note(step="download", url="http://ü\n", rows=[1, 2.5, None])
+            app.gate("last").wait(HANG)
+            ctx.note(step="done")
+
+        result = load.send()
+        wait_until(lambda: result.get_state().notes.get("step") == "download", what="notes")
+        facts = {"step": "download", "url": "http://ü\n", "rows": [1, 2.5, None]}
+        assert (result.get_state().state, result.get_state().notes) == (State.STARTED, facts)
+        app.gate("last").set()
+        result.get(timeout=HANG)
+        assert result.get_state().notes == {**facts, "step": "done"}
+
     def test_retry_state_is_readable_while_it_waits(self, app: App) -> None:
         patient = app.server.task("patient", retries=2, backoff=[3600.0])(app._fail)
         result = patient.send("away")
