@@ -120,7 +120,9 @@ def survivor(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("CRASH_LEDGER", str(stage.ledger))
     server = Server(Config(broker=stage.broker, result_backend=stage.backend, lease=stage.lease))
     for task in crashing.server.app.registry:
-        server.app.registry.add(Task(task.name, task.function, task.settings, server))
+        copied = Task(task.name, task.function, {}, server)
+        copied.settings = task.settings
+        server.app.registry.add(copied)
     yield server
     server.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
@@ -16,7 +17,7 @@ from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.hooks import WorkerHooks
 from machinery_py.worker.intake import accept, peek
-from machinery_py.worker.once import begin_once
+from machinery_py.worker.once import EarlyStarts, begin_once
 from machinery_py.worker.runner import run
 from tests.support.apps import Bench, bench
 
@@ -197,3 +198,74 @@ def test_early_tasks_without_a_backend_are_ended_before_their_call() -> None:
         (early.signature() | server.get_registered_task("after").signature()).send()
         wait_until(lambda: after == ["called"], HANG, what="the callback")
     assert held == [0, 0]
+
+
+class NotingSession(LateSession):
+    """A session that notes how many starts are committed at once."""
+
+    def settle(
+        self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()
+    ) -> list[Verdict]:
+        self.commits.append(len(marks))
+        self.meanwhile()
+        return self.once.session.settle(settlements, marks)
+
+    commits: list[int]
+
+
+def test_starts_that_wait_are_committed_together(once: Once) -> None:
+    again = once.task.send()
+    once.task.send()
+    for uuid in (once.result.uuid, again.uuid):  # second messages of the first two
+        once.task.options(uuid=uuid).send()
+    first, *others = [once.claim(str(number)) for number in range(5)]
+    starts, begun = EarlyStarts(), []
+    threads = [
+        threading.Thread(target=lambda one=one: begun.append((one.worker, starts.begin(one))))
+        for one in others
+    ]
+
+    def let_others_come() -> None:
+        if len(session.commits) == 1:
+            for thread in threads:
+                thread.start()
+            wait_until(lambda: len(starts._waiting) == len(others), HANG, what="the others")
+
+    session = NotingSession(once, let_others_come)
+    session.commits = []
+    for one in (first, *others):
+        one.session = session
+    assert starts.begin(first)
+    for thread in threads:
+        thread.join(HANG)
+
+    assert sorted(begun) == [("1", True), ("2", True), ("3", False), ("4", False)]
+    assert session.commits == [1, 2]
+    assert [fate(one) for one in others] == [None, None, Fate.DONE, Fate.DONE]
+
+
+def test_error_of_a_shared_start_reaches_each_of_them(once: Once) -> None:
+    once.task.send()
+    executions = [once.claim(), once.claim()]
+    starts = EarlyStarts()
+    ends: list[str] = []
+
+    def begin(execution: Execution) -> None:
+        try:
+            starts.begin(execution)
+        except ZeroDivisionError:
+            ends.append("broken")
+
+    second = threading.Thread(target=begin, args=(executions[1],))
+
+    def break_down() -> None:
+        if not second.is_alive():
+            second.start()
+            wait_until(lambda: len(starts._waiting) == 1, HANG, what="the other")
+        raise ZeroDivisionError
+
+    for one in executions:
+        one.session = LateSession(once, break_down)
+    begin(executions[0])
+    second.join(HANG)
+    assert ends == ["broken", "broken"]
