@@ -71,9 +71,9 @@ def test_nothing_in_time_is_none(pipe: Pipe) -> None:
     reader, writer = pipe
     assert reader.read(time.monotonic() + 0.01) is None
 
-    writer.write(Progress(1, 1.0, 2.0))
+    writer.write(Progress(1, (1.0, 2.0), {}))
 
-    assert reader.read(time.monotonic() + 0.01) == Progress(1, 1.0, 2.0)
+    assert reader.read(time.monotonic() + 0.01) == Progress(1, (1.0, 2.0), {})
 
 
 def test_pipe_that_nobody_reads_is_full_in_the_end(pipe: Pipe) -> None:
