@@ -29,6 +29,7 @@ class Subscription(ABC):
     """
 
     missed: int = 0
+    _next: int = 0  # running number of the next record, where the store has such; 0: any
 
     @abstractmethod
     def read(self, timeout: float) -> list[bytes]:
@@ -49,6 +50,19 @@ class Subscription(ABC):
     @abstractmethod
     def close(self) -> None:
         """End the subscription, and let a waiting `read` return. May be called twice."""
+
+    def _pass(self, numbers: Sequence[int], handed_out: int) -> None:
+        """Go on behind records with these running numbers, and count those that were missed.
+
+        Args:
+            numbers: growing by one where nothing was dropped. A topic that its store has lost
+                begins with 1 again.
+            handed_out: how many of them are no older than their `ttl`.
+        """
+        first, self._next = self._next, numbers[-1] + 1
+        if not 0 < first <= numbers[0]:
+            first = numbers[0]
+        self.missed += max(0, self._next - first - handed_out)
 
 
 def check_records(topic: str, records: Sequence[bytes]) -> None:

@@ -182,6 +182,8 @@ def test_file_of_the_first_version_is_migrated_for_pausing(tmp_path: pathlib.Pat
         connection.execute("DROP TABLE paused")
         connection.execute("DROP TABLE records")
         connection.execute("DROP TABLE claims")
+        connection.execute("DROP TABLE topics")
+        connection.execute("ALTER TABLE tasks RENAME COLUMN notes_json TO older")
         connection.execute("PRAGMA user_version = 1")
     connection.close()
 

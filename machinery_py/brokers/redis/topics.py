@@ -49,7 +49,7 @@ class RedisSubscription(Subscription):
         self._woken = False
         self._closed = False
         self._after = b"0-0"
-        self._next = 1  # number of the next entry; 0: any
+        self._next = 1
         if since > 0:
             now = driver.now() or _micros(self._ask_once(b"TIME"))
             self._after = b"%d-0" % max(0, int(now) // 1000 - int(since * 1000) - 1)
@@ -85,22 +85,14 @@ class RedisSubscription(Subscription):
         if not streams:
             return []
         entries = streams[0][1]
-        self._count(entries)
+        self._after = entries[-1][0]
         found: list[bytes] = []
         for _, pairs in entries:
             fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
-            if b"r" in fields and _is_over(fields.get(b"u", b""), now):
-                self.missed += 1
-            elif b"r" in fields:
+            if b"r" in fields and not _is_over(fields.get(b"u", b""), now):
                 found.append(fields[b"r"])
+        self._pass([_number(id) for id, _ in entries], len(found))
         return found
-
-    def _count(self, entries: Sequence[tuple[bytes, Any]]) -> None:
-        """Note what was trimmed before it was read, and go on behind these entries."""
-        first, self._after = _number(entries[0][0]), entries[-1][0]
-        if 0 < self._next < first:  # a stream that was lost begins with 1 again
-            self.missed += first - self._next
-        self._next = _number(self._after) + 1
 
     def _ask(self, sleep: float) -> tuple[Any, int]:
         """Return the reply to XREAD, and the time behind it in ms."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from machinery_py.connections.stored_items import CLAIM_LIFE, REVOKED_LIFE, StoredItem
 
-VERSION = 4
+VERSION = 5
 APPLICATION_ID = 0x6D636879  # "mchy": tells our file from another program's
 
 # fmt: off
@@ -41,6 +41,8 @@ ITEMS = (
     StoredItem("records", "table", "schedules; a new id after each change", "until removed",
                "backend"),
     StoredItem("claims", "table", "keys of unique tasks", CLAIM_LIFE, "backend"),
+    StoredItem("topics", "table", "records of topics; the newest 2,000 of each",
+               "until the `ttl` is over and more is sent", "broker"),
     StoredItem("locks", "table", "locks that are held; the id is the fence", "`ttl` of the lock",
                "lock"),
 )
@@ -56,6 +58,14 @@ _CLAIMS = (
     "CREATE TABLE claims (name TEXT PRIMARY KEY, body BLOB NOT NULL, expires_at INTEGER NOT NULL) "
     "WITHOUT ROWID",
     "CREATE INDEX claims_expiring ON claims (expires_at)",
+)
+# id: AUTOINCREMENT, so that no reader takes a new record for one that it has read.
+_TOPICS = (
+    "CREATE TABLE topics (id INTEGER PRIMARY KEY AUTOINCREMENT, topic TEXT NOT NULL, "
+    "number INTEGER NOT NULL, sent_at INTEGER NOT NULL, until INTEGER NOT NULL, "
+    "body BLOB NOT NULL)",
+    "CREATE INDEX topics_number ON topics (topic, number)",
+    "CREATE INDEX topics_expiring ON topics (until)",
 )
 
 #: Run in one transaction on an empty file.
@@ -131,6 +141,7 @@ TABLES: tuple[str, ...] = (
     "CREATE INDEX locks_expiring ON locks (expires_at)",
     _RECORDS,
     *_CLAIMS,
+    *_TOPICS,
 )
 
 #: Statements that turn the tables of a version into those of the next. A program of the version
@@ -139,4 +150,5 @@ UPGRADES: Mapping[int, tuple[str, ...]] = {
     1: (_PAUSED, _RECORDS),
     2: _CLAIMS,
     3: ("ALTER TABLE tasks ADD COLUMN notes_json TEXT",),
+    4: _TOPICS,
 }

@@ -29,7 +29,7 @@ FALLBACK = 0.05  # seconds between two looks where there are no named pipes
 RECHECK = 1.0  # seconds after which a waiting thread makes sure that its pipe still exists
 STALE = 10.0  # seconds; a pipe that nobody has open may be one that is being made
 
-Kind = Literal["q", "r"]  # waiting: consumers of queues, or waiters for results
+Kind = Literal["q", "r", "t"]  # waiting: consumers of queues, waiters for results, subscriptions
 
 _numbers = itertools.count(1)
 

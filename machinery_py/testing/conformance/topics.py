@@ -17,6 +17,8 @@ from machinery_py.testing.waiting import HANG, wait_until
 
 SHORT = 0.05  # seconds of a wait in which no record comes
 LONG = 60.0  # seconds that records are kept
+ROUNDS = 5  # records, each of which a reader waits for
+AT_ONCE = 2.0  # seconds for all of them: a reader that looked each second would need 4
 BATCH = 500  # records of one call in which a topic is filled
 FOREIGN = (b"", b"\x00", bytes(range(256)), b'{"id": ', b"\xff" * MAX_RECORD)
 
@@ -147,12 +149,25 @@ class TopicConformance(BrokerCase):
         assert refused.value.permanent
         assert subscription.read(SHORT) == []
 
-    def test_waiting_reader_gets_a_record_at_once(
+    def test_waiting_reader_gets_each_record_at_once(
         self, subscription: Subscription, elsewhere: Broker
     ) -> None:
-        read = _Reading(subscription)
-        elsewhere.broadcast("t", [b"news"], ttl=LONG)
-        assert read.result() == [b"news"]
+        found: list[bytes] = []
+
+        def read() -> None:
+            while len(found) < ROUNDS:
+                found.extend(subscription.read(HANG))
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        started = time.monotonic()
+        for number in range(ROUNDS):
+            elsewhere.broadcast("t", [b"%d" % number], ttl=LONG)
+            wait_until(lambda number=number: len(found) > number, what="the record")  # type: ignore[misc]
+        reader.join(HANG)
+
+        assert found == numbered(0, ROUNDS)
+        assert time.monotonic() - started < AT_ONCE
 
     @pytest.mark.parametrize("ended_by", ["wake", "close"])
     def test_waiting_reader_is_woken(self, subscription: Subscription, ended_by: str) -> None:

@@ -44,7 +44,7 @@ def test_a_newer_schema_is_refused(driver: SQLiteDriver, path: Path) -> None:
         connection.execute("PRAGMA user_version = 9")
     driver.close()
 
-    with pytest.raises(StoreUnusable, match=r"newer machinery_py \(schema 9, this one knows 4\)"):
+    with pytest.raises(StoreUnusable, match=r"newer machinery_py \(schema 9, this one knows 5\)"):
         queues(driver)
 
 
@@ -55,6 +55,7 @@ def test_a_file_of_the_first_version_is_brought_up_to_date(
         connection.execute("DROP TABLE records")
         connection.execute("DROP TABLE paused")
         connection.execute("DROP TABLE claims")
+        connection.execute("DROP TABLE topics")
         connection.execute("ALTER TABLE tasks RENAME COLUMN notes_json TO older")
         connection.execute("PRAGMA user_version = 1")
     driver.close()
@@ -64,6 +65,9 @@ def test_a_file_of_the_first_version_is_brought_up_to_date(
     assert SQLiteBackend(again).amend(Amendment(name="a", expected=None, body=b"1"))
     assert SQLiteBackend(again).records().bodies == {"a": b"1"}
     assert SQLiteBackend(again).get_states(["t"]) == {}
+    subscription = SQLiteBroker(again).subscribe("t")
+    SQLiteBroker(again).broadcast("t", [b"x"], ttl=9.0)
+    assert subscription.read(0.0) == [b"x"]
     again.close()
 
 
