@@ -161,7 +161,7 @@ class Context:
 
     @property
     def notes_json(self) -> str:
-        """What was noted, as TaskState keeps it."""
+        """Notes as TaskState keeps them."""
         if not self.noted:
             return ""
         return (
