@@ -13,6 +13,8 @@ from machinery_py.brokers.base import Message
 from machinery_py.clock import Clock
 from machinery_py.config.config import Config
 from machinery_py.connections.forks import ForkLock
+from machinery_py.control.lamport import LamportClock
+from machinery_py.control.publisher import EventPublisher
 from machinery_py.errors import (
     ArgumentError,
     BackendUnavailable,
@@ -70,12 +72,18 @@ class Application:
         self.clock = clock
         self.registry = Registry()
         self.events = EventBus()
+        self.lamport = LamportClock()  # one for all that this application sends and receives
+        self.publisher = EventPublisher(
+            self.events, self.lamport, now=self.now, broker=lambda: self.store.broker
+        )
         self.locks = LockKeeper(lambda: self.stores.lock, lambda: self.config.lease)
         self.pre_publish: PrePublish | None = None
         self.around: list[Around] = []
         self._stores: Stores | None = None
         self._lock = ForkLock()
         self._attached: Callable[[], object] | None = None
+        if config.events:
+            self.publisher.enable()
 
     @property
     def stores(self) -> Stores:
@@ -122,6 +130,7 @@ class Application:
 
     def close(self) -> None:
         """Give the stores back. May be called twice; the next use opens them again."""
+        self.publisher.close()
         self.locks.close()
         with self._lock:
             stores, self._stores = self._stores, None
@@ -153,8 +162,9 @@ class Application:
         sent: list[Signature[Any]] = []
         for given in signatures:
             signature = self.completed(given)
-            messages.append(self.message(signature))
             states.append(pending(signature, now))
+            signature = self.stamped(signature)
+            messages.append(self.message(signature))
             sent.append(signature)
         for later in awaited:
             queue = later.routing_key or self.config.default_queue
@@ -175,6 +185,10 @@ class Application:
         if self.pre_publish is not None:
             signature = self.pre_publish(signature) or signature
         return signature
+
+    def stamped(self, signature: Signature[Any]) -> Signature[Any]:
+        """Return it with the logical clock of its sending, if events are sent."""
+        return self.publisher.stamped(signature) if self.publisher.is_on else signature
 
     def inheriting(self, signature: Signature[Any]) -> Signature[Any]:
         """Return it with headers inherited from the task that sends it.

@@ -1,5 +1,7 @@
 """Events of this process as records, and their bus. The log is for people, events are for programs.
 
+`control/publisher.py` sends them to other processes, when that is switched on.
+
 Handlers run in the thread in which the event happens, and must be quick. An exception of a handler
 is logged, and the handler stays subscribed.
 """
@@ -32,6 +34,17 @@ class TaskSent(TaskEvent, frozen=True, kw_only=True):
     """A task was published: by a sender, or by a worker as a callback."""
 
 
+class TaskReceived(TaskEvent, frozen=True, kw_only=True):
+    """A worker has claimed a task, and is going to run it.
+
+    Attributes:
+        wait: seconds since it was sent, or since its ETA; None if the broker does not tell.
+    """
+
+    worker: str
+    wait: float | None = None
+
+
 class TaskStarted(TaskEvent, frozen=True, kw_only=True):
     """A worker is about to call the function."""
 
@@ -39,10 +52,16 @@ class TaskStarted(TaskEvent, frozen=True, kw_only=True):
 
 
 class TaskSucceeded(TaskEvent, frozen=True, kw_only=True):
-    """SUCCESS was stored. `runtime`: seconds in the function."""
+    """SUCCESS was stored.
+
+    Attributes:
+        runtime: seconds in the function.
+        result: as text, its beginning.
+    """
 
     worker: str
     runtime: float
+    result: str = ""
 
 
 class TaskRetried(TaskEvent, frozen=True, kw_only=True):
@@ -59,6 +78,28 @@ class TaskFailed(TaskEvent, frozen=True, kw_only=True):
     worker: str
     error: str
     error_type: str
+    traceback: str = ""
+
+
+class TaskRevoked(TaskEvent, frozen=True, kw_only=True):
+    """A task ended because it was revoked. TaskFailed follows.
+
+    Attributes:
+        worker: "" when it was waiting, and the process that revoked it has ended it.
+    """
+
+    worker: str
+
+
+class TaskRejected(TaskEvent, frozen=True, kw_only=True):
+    """A worker has received a task, and did not run it. TaskFailed or MessageDead may follow.
+
+    Attributes:
+        reason: "unregistered", "poison", or an error type as "Expired".
+    """
+
+    worker: str
+    reason: str
 
 
 class TaskFenced(TaskEvent, frozen=True, kw_only=True):
@@ -75,6 +116,7 @@ class MessageDead(Event, frozen=True, kw_only=True):
     queue: str
     reason: str
     error: str
+    worker: str = ""
 
 
 class WorkerEvent(Event, frozen=True, kw_only=True):
@@ -95,7 +137,21 @@ class WorkerOnline(WorkerEvent, frozen=True, kw_only=True):
 
 
 class WorkerHeartbeat(WorkerEvent, frozen=True, kw_only=True):
-    """A worker has renewed its registration in its store."""
+    """A worker has renewed its registration in its store.
+
+    Attributes:
+        interval: seconds to the next one.
+        load: load averages of the host over 1, 5 and 15 minutes, where it has them.
+        version: of this library.
+        platform: as "linux".
+        lost: events of this process that did not reach the stream.
+    """
+
+    interval: float = 0.0
+    load: tuple[float, float, float] | None = None
+    version: str = ""
+    platform: str = ""
+    lost: int = 0
 
 
 class ConnectionLost(WorkerEvent, frozen=True, kw_only=True):

@@ -23,7 +23,7 @@ from typing import Any
 from machinery_py.app import Application, broken
 from machinery_py.backends.base import REVOKED_LIFE
 from machinery_py.errors import DecodeError, MachineryError
-from machinery_py.events import TaskFailed
+from machinery_py.events import TaskFailed, TaskRevoked
 from machinery_py.registry.outcomes import REVOKED, Failed, failing_of
 from machinery_py.stores.base import Firing, in_place_of
 from machinery_py.tasks.context import on_behalf_of
@@ -87,6 +87,8 @@ def _end_waiting(app: Application, state: TaskState) -> bool:
     if not fire(app, firing):
         return False  # it has begun, or ended
     app.report_sent(sent)
+    if TaskRevoked in app.events.wanted:
+        app.events.emit(TaskRevoked(signature=signature, worker=""))
     if TaskFailed in app.events.wanted:
         app.events.emit(
             TaskFailed(

@@ -16,8 +16,8 @@ from machinery_py.backends.base import Backend, Listener
 from machinery_py.brokers.base import Broker
 from machinery_py.clock import SYSTEM_CLOCK, Clock
 from machinery_py.config.config import Config, resolve
+from machinery_py.control.stream import ServerEvents
 from machinery_py.errors import ConfigError
-from machinery_py.events import EventBus
 from machinery_py.inspection import Inspector, worker_hint
 from machinery_py.locks.named import NamedLock
 from machinery_py.queues import Queues
@@ -65,6 +65,7 @@ class Server:
     Attributes:
         inspect: queues, workers and tasks, to look at and to act on.
         schedules: schedules at run time: list, add, change, pause, remove.
+        events: events of this process, and of all processes.
 
     Raises:
         ConfigError: a setting or URL cannot be used. Nothing is connected yet.
@@ -88,6 +89,7 @@ class Server:
         )
         self.app = Application(resolved, clock)
         self.inspect = Inspector(self.app)
+        self.events = ServerEvents(self.app.events, self.app.publisher, lambda: self.broker)
         self.declared = Declared()
         self.schedules = Schedules(self.app, self.declared)
         self._waiters: AsyncWaiters | None = None
@@ -113,11 +115,6 @@ class Server:
     def clock(self) -> Clock:
         return self.app.clock
 
-    @property
-    def events(self) -> EventBus:
-        """Events of this process, for programs."""
-        return self.app.events
-
     def now(self) -> dt.datetime:
         return self.app.clock.now()
 
@@ -126,6 +123,7 @@ class Server:
         waiters, self._waiters = self._waiters, None
         if waiters is not None:
             waiters.close()
+        self.events.close()
         self.app.close()
 
     close_async = twin(close)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import threading
 from typing import Any
 
@@ -9,13 +10,17 @@ import pytest
 
 from machinery_py import NoRetry, Signature, current_task
 from machinery_py.brokers.base import Message
+from machinery_py.clock import UTC
 from machinery_py.events import (
     Event,
     EventBus,
     MessageDead,
     TaskEvent,
     TaskFailed,
+    TaskReceived,
+    TaskRejected,
     TaskRetried,
+    TaskRevoked,
     TaskSent,
     TaskStarted,
     TaskSucceeded,
@@ -209,3 +214,59 @@ def test_the_life_of_a_worker_is_told() -> None:
     assert kinds[-1] is WorkerOffline
     assert (events[-1].worker, events[-1].processed) == ("ada", 1)
     bench.server.close()
+
+
+def test_revoked_task_is_told_by_whoever_ends_it(bench: Bench) -> None:
+    events = listen(bench, TaskRevoked, TaskFailed)
+    result = bench.add.send(1, 2)
+
+    result.revoke()
+    bench.drain()
+
+    assert [(type(one), one.signature.uuid, one.worker) for one in events] == [
+        (TaskRevoked, result.uuid, ""),
+        (TaskFailed, result.uuid, ""),
+    ]
+
+
+def test_revoked_task_that_only_its_worker_can_end_is_told_by_it(bench: Bench) -> None:
+    """L31."""
+    events = listen(bench, TaskRevoked, TaskFailed, TaskRejected)
+    uuid = bench.add.send(1, 2).uuid
+    bench.server.backend.revoke([uuid])
+    bench.drain()
+
+    assert [(type(one), one.signature.uuid, one.worker) for one in events] == [
+        (TaskRevoked, uuid, "harness"),
+        (TaskFailed, uuid, "harness"),
+    ]
+
+
+def test_task_that_a_worker_does_not_run_is_told_as_rejected(bench: Bench) -> None:
+    events = listen(bench, TaskRejected, TaskFailed, MessageDead)
+    bench.server.send_task(Signature(name="unknown"))
+    bench.add.options(expires=1.0).send(1, 2)
+    bench.harness.advance(seconds=2)
+    bench.fail.send("run, and failed")
+    bench.drain()
+
+    assert [(type(one), getattr(one, "reason", one.signature.name)) for one in events] == [
+        (TaskRejected, "unregistered"),
+        (TaskRejected, "Expired"),
+        (TaskFailed, "add"),
+        (TaskFailed, "fail"),
+    ]
+    assert "ValueError: run, and failed" in events[-1].traceback
+
+
+def test_received_task_is_told_with_its_wait_before_it_starts() -> None:
+    bench = Bench()
+    events = listen(bench, TaskReceived, TaskStarted)
+    late = dt.datetime.now(UTC) + dt.timedelta(seconds=0.05)
+    with bench.server.new_worker("ada", 1):
+        bench.add.signature(1, 2).replace(eta=late).send().get(timeout=HANG)
+    bench.server.close()
+
+    assert [type(one) for one in events] == [TaskReceived, TaskStarted]
+    assert events[0].worker == "ada"
+    assert 0 <= events[0].wait < HANG

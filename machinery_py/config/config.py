@@ -134,6 +134,9 @@ class Config(Section):
         "where tasks run that do not say: `thread` or `process`",
         check=lambda word: "" if word in POOLS else f"found {word!r} (expected thread or process)",
     )
+    events: bool = option(
+        False, "send the events of this process to all that open a stream of them"
+    )
     go_program: str = option(
         "", "a Go program with the same schedules: ticks are sent under its lock only; empty = none"
     )

@@ -38,6 +38,7 @@ HEADER_LAST = "machinery_last"  # in a chain: UUID of its last step, which fails
 HEADER_SCHEDULE = "machinery_schedule"  # the name of the schedule that sent it
 HEADER_LOST = "machinery_lost"  # how many task processes were lost while they ran it
 HEADER_LOST_HOW = "machinery_lost_how"  # what became of the last of them
+HEADER_CLOCK = "machinery_clock"  # the logical clock of its sending, while events are on
 HEADER_TICK = "machinery_tick"  # the time at which that was due
 
 UNLIMITED = (

@@ -443,7 +443,7 @@ class Execution:
             if then.retry is None:
                 return out, arrivals
             # The retry has no PENDING state: RETRY stays visible until it runs (Go overwrites it).
-            retry = self.app.message(self.app.completed(then.retry))
+            retry = self.app.message(self.app.stamped(self.app.completed(then.retry)))
         return Outgoing([retry, *out.messages], out.states, out.groups, out.signatures), arrivals
 
     def mark(self) -> Mark | None:

@@ -26,7 +26,11 @@ GROUPS_EVERY = 5.0  # seconds between two searches for groups that nobody settle
 
 
 class Maintenance:
-    """Regular work of one worker, in a thread of its own."""
+    """Regular work of one worker, in a thread of its own.
+
+    Attributes:
+        beat_every: seconds.
+    """
 
     def __init__(
         self,
@@ -47,7 +51,7 @@ class Maintenance:
         self._settler = settler
         self._groups = groups
         self._on_beat = on_beat
-        self._beat_every = app.config.lease / 4
+        self.beat_every = app.config.lease / 4
         self.loop = LoopThread(f"{name}-maintenance", self._work)
         self._beat_at = 0.0
         self._tend_at = 0.0
@@ -75,7 +79,7 @@ class Maintenance:
         now = time.monotonic()
         if now < self._beat_at:
             return
-        self._beat_at = now + self._beat_every
+        self._beat_at = now + self.beat_every
         try:
             if not self._session.beat():
                 logger.warning(

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from machinery_py.app import Application
 from machinery_py.brokers.base import Delivery, Fate
 from machinery_py.errors import MachineryError
-from machinery_py.events import TaskStarted
+from machinery_py.events import TaskReceived, TaskStarted
 from machinery_py.queues import QueueOrder
 from machinery_py.revocation import revoked_among
 from machinery_py.stores.base import Session
@@ -270,8 +270,11 @@ class Receiver:
         revoked = self._revoked(executions)
         if TaskStarted in self._app.events.wanted:
             self._await_reports(executions)
+        tell_received = TaskReceived in self._app.events.wanted
         for execution in executions:
             if accept(execution, revoked):
+                if tell_received:
+                    self._tell_received(execution)
                 if execution.delivery.strikes:
                     self._suspects.append(execution)
                     continue
@@ -280,6 +283,14 @@ class Receiver:
             else:
                 self._settler.put(execution)
                 self._note_return(execution)
+
+    def _tell_received(self, execution: Execution) -> None:
+        signature, sent_at = execution.signature, execution.delivery.sent_at
+        wait = None
+        if sent_at is not None:
+            due = max(sent_at, signature.eta or sent_at)
+            wait = max(0.0, (self._app.now() - due).total_seconds())
+        self._app.events.emit(TaskReceived(signature=signature, worker=self._worker, wait=wait))
 
     def _await_reports(self, executions: Sequence[Execution]) -> None:
         """Wait for TaskRetried of earlier runs: TaskStarted of the next must not come before it."""

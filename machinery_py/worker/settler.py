@@ -12,22 +12,26 @@ from collections.abc import Callable, Iterator, Sequence
 
 from machinery_py.app import Application
 from machinery_py.backends.base import FENCED, Verdict
-from machinery_py.brokers.base import Fate, Message
+from machinery_py.brokers.base import WAITING, Fate, Message
 from machinery_py.errors import MachineryError
 from machinery_py.events import (
     Event,
     MessageDead,
     TaskFailed,
     TaskFenced,
+    TaskRejected,
     TaskRetried,
+    TaskRevoked,
     TaskSucceeded,
 )
+from machinery_py.registry.outcomes import REVOKED
 from machinery_py.revocation import let_go
 from machinery_py.stores.base import AWAY, Mark, Session, Settlement
 from machinery_py.tasks.states import State
 from machinery_py.texts import get_logger
 from machinery_py.threads import LoopThread
 from machinery_py.unique import tidy
+from machinery_py.values.json_values import shown
 from machinery_py.worker.chords import settle_ready_groups
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.go_groups import GoGroupPoller
@@ -305,6 +309,8 @@ def _events(execution: Execution, verdict: Verdict) -> Iterator[Event]:
     if verdict is FENCED:
         yield TaskFenced(signature=signature, worker=worker)
         return
+    if reason := _rejection(execution, settlement):
+        yield TaskRejected(signature=signature, worker=worker, reason=reason)
     if settlement.fate is Fate.DEAD:
         yield MessageDead(
             uuid=settlement.uuid,
@@ -312,16 +318,38 @@ def _events(execution: Execution, verdict: Verdict) -> Iterator[Event]:
             queue=settlement.delivery.queue,
             reason=settlement.reason,
             error=settlement.error,
+            worker=worker,
         )
     for state in settlement.states[:1]:
         if state.state is State.SUCCESS:
-            yield TaskSucceeded(signature=signature, worker=worker, runtime=execution.runtime)
+            yield TaskSucceeded(
+                signature=signature,
+                worker=worker,
+                runtime=execution.runtime,
+                result=", ".join([shown(one.value) for one in state.results]),
+            )
         elif state.state is State.FAILURE:
+            if state.error_type == REVOKED.error_type:
+                yield TaskRevoked(signature=signature, worker=worker)
             yield TaskFailed(
-                signature=signature, worker=worker, error=state.error, error_type=state.error_type
+                signature=signature,
+                worker=worker,
+                error=state.error,
+                error_type=state.error_type,
+                traceback=state.traceback,
             )
         elif state.state is State.RETRY:
             delay = (state.eta - state.created_at).total_seconds() if state.eta else 0.0
             yield TaskRetried(
                 signature=signature, worker=worker, error=state.error, delay=max(0.0, delay)
             )
+
+
+def _rejection(execution: Execution, settlement: Settlement) -> str:
+    """Return why the worker did not run a task; "" if it did, or gives it back."""
+    signature = execution.signature
+    is_taken = execution.phase is not None or not signature.name or execution.revoked
+    if is_taken or settlement.fate is Fate.BACK or settlement.reason == WAITING:
+        return ""
+    reason = settlement.states[0].error_type if settlement.states else "unregistered"
+    return settlement.reason or reason

@@ -328,6 +328,7 @@ class Worker:
         signs.keep(app.store.broker, session.consumer, self.queues, app.config)
         self._session = session
         # Before the first claim: its failure does not change that this worker has started.
+        app.publisher.catch_up()
         app.events.emit(WorkerOnline(worker=self.name))
         self._settler.start(self._receiver.settled, self._receiver.reported)
         self._maintenance.loop.start()
@@ -401,6 +402,7 @@ class Worker:
                 logger.warning("this worker could not sign off, and will be found gone: %s", error)
             signs.drop(session.consumer)
             self.app.events.emit(WorkerOffline(worker=self.name, processed=self.processed))
+            self.app.publisher.close()
 
     stop_async = twin(stop)
 
@@ -467,7 +469,12 @@ class Worker:
             self.on_beat()
         if WorkerHeartbeat in self.app.events.wanted:
             self.app.events.emit(
-                WorkerHeartbeat(worker=self.name, active=self.active, processed=self.processed)
+                self.app.publisher.heartbeat(
+                    worker=self.name,
+                    active=self.active,
+                    processed=self.processed,
+                    interval=self._maintenance.beat_every,
+                )
             )
 
 

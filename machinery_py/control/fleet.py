@@ -1,0 +1,214 @@
+"""State of a fleet as its events tell it: workers, running tasks, counts and rates.
+
+Everything is bounded, whatever the events say: a stranger may send some. Ages are those of the
+arrival here, because the clocks of hosts differ.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from machinery_py.control.records import FleetEvent
+from machinery_py.events import (
+    TaskEvent,
+    TaskFailed,
+    TaskFenced,
+    TaskReceived,
+    TaskRejected,
+    TaskRetried,
+    TaskRevoked,
+    TaskSent,
+    TaskStarted,
+    TaskSucceeded,
+    WorkerEvent,
+    WorkerHeartbeat,
+    WorkerOffline,
+    WorkerOnline,
+)
+
+WINDOW = 60  # seconds that rates are counted over
+MISSED_BEATS = 3  # intervals without a heartbeat until a worker counts as lost
+INTERVAL = 5.0  # seconds; of a worker whose heartbeat is not there yet
+FORGOTTEN = 600.0  # seconds of silence until a worker is not listed any more
+MAX_NAMES = 1_000  # tasks and queues, each; more are counted together
+MAX_WORKERS = 10_000
+MAX_RUNNING = 10_000
+SHOWN = 10  # of the slowest runs and the newest failures
+OTHERS = "…"
+
+_COUNTED: dict[type[Any], str] = {
+    TaskSent: "sent",
+    TaskReceived: "received",
+    TaskSucceeded: "succeeded",
+    TaskFailed: "failed",
+    TaskRetried: "retried",
+    TaskRevoked: "revoked",
+    TaskRejected: "rejected",
+}
+_ENDS = (TaskSucceeded, TaskFailed, TaskRetried, TaskFenced)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of the events of one task or queue.
+
+    Attributes:
+        runtime: seconds of all runs that succeeded.
+        longest: seconds of the longest of them.
+    """
+
+    sent: int = 0
+    received: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    retried: int = 0
+    revoked: int = 0
+    rejected: int = 0
+    runtime: float = 0.0
+    longest: float = 0.0
+    _ends: deque[list[int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    @property
+    def mean(self) -> float:
+        """Mean runtime in seconds."""
+        return self.runtime / self.succeeded if self.succeeded else 0.0
+
+    def rate(self, now: float, since: float) -> float:
+        """Return the runs that ended in a second, over the last WINDOW seconds or since then."""
+        ended = sum(count for second, count in self._ends if second > now - WINDOW)
+        return ended / max(1.0, min(float(WINDOW), now - since))
+
+    def add(self, event: TaskEvent, now: float) -> None:
+        """Count an event."""
+        name = _COUNTED.get(type(event))
+        if name is not None:
+            setattr(self, name, getattr(self, name) + 1)
+        if isinstance(event, TaskSucceeded):
+            self.runtime += event.runtime
+            self.longest = max(self.longest, event.runtime)
+        if isinstance(event, _ENDS):
+            if not self._ends or self._ends[-1][0] != int(now):
+                self._ends.append([int(now), 0])
+            self._ends[-1][1] += 1
+
+
+@dataclass(slots=True)
+class WorkerSeen:
+    """A worker as its last event shows it.
+
+    Attributes:
+        seen_at: when that came, by the monotonic clock of this process.
+        interval: seconds between its heartbeats.
+        is_online: it has not told that it ended.
+    """
+
+    name: str
+    host: str
+    pid: int
+    seen_at: float
+    interval: float = INTERVAL
+    is_online: bool = True
+    active: int = 0
+    processed: int = 0
+    load: tuple[float, float, float] | None = None
+    version: str = ""
+    lost: int = 0
+
+    def is_alive(self, now: float) -> bool:
+        """Return whether it runs, as far as its heartbeats tell."""
+        return self.is_online and now - self.seen_at <= MISSED_BEATS * self.interval
+
+
+class FleetState:
+    """Sum of the events so far. Belongs to one thread.
+
+    Args:
+        monotonic: the time, for tests.
+
+    Attributes:
+        workers: by name; those that ended or fell silent for FORGOTTEN seconds are removed.
+        tasks, queues: a Tally for each name.
+        running: UUID → the TaskStarted of each run that has not ended.
+        failures: the newest final failures.
+    """
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self.since = monotonic()
+        self.workers: dict[str, WorkerSeen] = {}
+        self.tasks: dict[str, Tally] = {}
+        self.queues: dict[str, Tally] = {}
+        self.running: dict[str, FleetEvent[TaskStarted]] = {}
+        self.failures: deque[FleetEvent[TaskFailed]] = deque(maxlen=SHOWN)
+        self._slowest: list[tuple[float, int, FleetEvent[TaskSucceeded]]] = []
+
+    def apply(self, events: Iterable[FleetEvent[Any]]) -> None:
+        """Take events in, in the order of the stream."""
+        now = self._monotonic()
+        for one in events:
+            if isinstance(one.event, TaskEvent):
+                self._apply_task(one, one.event, now)
+            elif isinstance(one.event, WorkerEvent):
+                self._apply_worker(one, one.event, now)
+
+    def alive(self) -> list[WorkerSeen]:
+        """Return the workers that run now, by name."""
+        now = self._monotonic()
+        return [one for _, one in sorted(self.workers.items()) if one.is_alive(now)]
+
+    def rate(self, tally: Tally) -> float:
+        """Return the runs that end in a second now."""
+        return tally.rate(self._monotonic(), self.since)
+
+    @property
+    def slowest(self) -> list[FleetEvent[TaskSucceeded]]:
+        """The longest runs that succeeded, the longest first."""
+        return [one for _, _, one in sorted(self._slowest, reverse=True)]
+
+    def _apply_task(self, one: FleetEvent[Any], event: TaskEvent, now: float) -> None:
+        signature = event.signature
+        for tallies, name in (self.tasks, signature.name), (self.queues, signature.routing_key):
+            known = name if name in tallies or len(tallies) < MAX_NAMES else OTHERS
+            tallies.setdefault(known, Tally()).add(event, now)
+        if isinstance(event, TaskStarted):
+            if len(self.running) < MAX_RUNNING:
+                self.running[signature.uuid] = one
+        elif isinstance(event, _ENDS):
+            begun = self.running.get(signature.uuid)
+            if begun is not None and begun.worker == one.worker:
+                del self.running[signature.uuid]
+        if isinstance(event, TaskFailed):
+            self.failures.append(one)
+        elif isinstance(event, TaskSucceeded):
+            heapq.heappush(self._slowest, (event.runtime, id(one), one))
+            if len(self._slowest) > SHOWN:
+                heapq.heappop(self._slowest)
+
+    def _apply_worker(self, one: FleetEvent[Any], event: WorkerEvent, now: float) -> None:
+        known = self.workers.get(one.worker)
+        if known is None:
+            self._forget(now)
+            if len(self.workers) >= MAX_WORKERS:
+                return
+            known = WorkerSeen(one.worker, one.host, one.pid, now)
+            self.workers[one.worker] = known
+        known.host, known.pid, known.seen_at = one.host, one.pid, now
+        known.is_online = not isinstance(event, WorkerOffline)
+        if isinstance(event, (WorkerHeartbeat, WorkerOffline)):
+            known.active, known.processed = event.active, event.processed
+        if isinstance(event, WorkerHeartbeat):
+            known.interval = event.interval or INTERVAL
+            known.load, known.version, known.lost = event.load, event.version, event.lost
+        if isinstance(event, (WorkerOnline, WorkerOffline)) or known.active == 0:
+            # Runs whose end was lost on its way.
+            for uuid in [key for key, run in self.running.items() if run.worker == one.worker]:
+                del self.running[uuid]
+
+    def _forget(self, now: float) -> None:
+        for name in [name for name, one in self.workers.items() if now - one.seen_at > FORGOTTEN]:
+            del self.workers[name]

@@ -1,0 +1,214 @@
+"""Publisher: sends the events of this process to all that have opened a stream of them.
+
+It costs nothing while it is off: it subscribes to no event, so none is made, and no message has a
+clock. When it is on, emitters only put their event into a queue; one thread sends what gathers in
+GATHER seconds with one call.
+
+    queue full, store away    events are lost, and counted: `lost`, told with each WorkerHeartbeat
+    broker without topics     the same; one warning a minute
+    fork                      the child has a queue and a thread of its own
+    end of the process        the last GATHER seconds are lost, unless `close` is called
+
+A new process takes up the clock of the fleet where the store keeps topics (`catch_up`): its values
+are told on a topic of their own, which is small enough to be read at each start.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from machinery_py.brokers.base import Broker
+from machinery_py.brokers.topics import TOPIC_AGE
+from machinery_py.connections.forks import ForkLock
+from machinery_py.control.lamport import LamportClock
+from machinery_py.control.records import EVENTS, EVENTS_TTL, Row, clock_of, packed, row_of
+from machinery_py.errors import MachineryError
+from machinery_py.events import Event, EventBus, TaskReceived, TaskSent, WorkerHeartbeat
+from machinery_py.tasks.signature import HEADER_CLOCK, Signature
+from machinery_py.texts import get_logger
+from machinery_py.threads import LoopThread
+from machinery_py.version import __version__
+
+logger = get_logger(__name__)
+
+QUEUE = 10_000  # events
+GATHER = 0.1  # seconds
+CLOCKS = "clocks"  # the topic
+CLOCK_EVERY = 1.0  # seconds
+CATCH_UP_WAIT = 0.1  # seconds for the past of that topic
+WARN_EVERY = 60.0  # seconds
+END_TIMEOUT = 2.0  # seconds to send what is left
+
+
+class EventPublisher:
+    """Publisher of one application. Any thread may use it.
+
+    Attributes:
+        is_on: whether events of this process are sent.
+        lost: events that were to be sent and are not known to be.
+    """
+
+    def __init__(
+        self,
+        bus: EventBus,
+        lamport: LamportClock,
+        *,
+        now: Callable[[], dt.datetime],
+        broker: Callable[[], Broker],
+    ) -> None:
+        self._bus = bus
+        self._lamport = lamport
+        self._now = now
+        self._broker = broker
+        self._lock = ForkLock()
+        self._unsubscribe: Callable[[], None] | None = None
+        self._pid = 0
+        self._rows: deque[Row] = deque()
+        self._news = threading.Event()
+        self._loop: LoopThread | None = None
+        self._tell_clock_at = self._warn_at = 0.0
+        self.is_on = False
+        self.lost = 0
+
+    def enable(self) -> None:
+        """Send events from now on. Opens nothing before the first one. May be called twice."""
+        with self._lock:
+            if self._unsubscribe is None:
+                self._unsubscribe = self._bus.subscribe(Event, self._take)
+                self.is_on = True
+
+    def disable(self) -> None:
+        """Make and send no more events; what was emitted is still sent. May be called twice."""
+        with self._lock:
+            end, self._unsubscribe = self._unsubscribe, None
+            self.is_on = False
+        if end is not None:
+            end()
+        self.close()
+
+    def stamped(self, signature: Signature[Any]) -> Signature[Any]:
+        """Return it with the logical clock of its sending, which it carries to its worker."""
+        return signature.with_headers(**{HEADER_CLOCK: str(self._lamport.forward())})
+
+    def heartbeat(
+        self, *, worker: str, active: int, processed: int, interval: float
+    ) -> WorkerHeartbeat:
+        """Return a worker's heartbeat, with what is known of its process and its host."""
+        return WorkerHeartbeat(
+            worker=worker,
+            active=active,
+            processed=processed,
+            interval=interval,
+            load=os.getloadavg() if hasattr(os, "getloadavg") else None,
+            version=__version__,
+            platform=sys.platform,
+            lost=self.lost,
+        )
+
+    def catch_up(self) -> None:
+        """Set the clock later than all that was sent, as far as the store knows; if that is on."""
+        if not self.is_on:
+            return
+        try:
+            broker = self._broker()
+            if broker.features.keeps_topics:
+                subscription = broker.subscribe(CLOCKS, since=TOPIC_AGE)
+                try:
+                    found = [int(one) for one in subscription.read(CATCH_UP_WAIT) if _is_clock(one)]
+                finally:
+                    subscription.close()
+                self._lamport.adjust(max(found, default=0))
+        except MachineryError as error:
+            logger.debug("the clock of the fleet cannot be read: %s", error)
+
+    def close(self) -> None:
+        """Send what is left, for END_TIMEOUT at most. The next event starts all anew."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+        if loop is not None and self._pid == os.getpid():
+            loop.stop()
+            loop.join(END_TIMEOUT)
+
+    # In the thread of an emitter
+
+    def _take(self, event: Event) -> None:
+        if self._loop is None or self._pid != os.getpid():
+            self._begin()
+        if type(event) is TaskSent:
+            # That of its message: smaller than that of the receipt, which may come first.
+            clock = clock_of(event.signature) or self._lamport.forward()
+        elif type(event) is TaskReceived:
+            clock = self._lamport.adjust(clock_of(event.signature))
+        else:
+            clock = self._lamport.forward()
+        if len(self._rows) >= QUEUE:
+            self._lose(1, f"more than {QUEUE:,} are waiting")
+            return
+        self._rows.append(row_of(event, clock=clock, at=self._now()))
+        if not self._news.is_set():
+            self._news.set()
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._pid != os.getpid():  # what the parent had is sent by the parent
+                self._pid = os.getpid()
+                self._rows, self._news, self._loop = deque(), threading.Event(), None
+            if self._loop is None:
+                loop = LoopThread("machinery-events", lambda: self._work(loop), wake=self._news.set)
+                loop.start()
+                self._loop = loop
+
+    # In the thread of its own
+
+    def _work(self, loop: LoopThread) -> None:
+        while True:
+            self._news.wait()
+            is_last = loop.pause(GATHER)
+            self._news.clear()
+            try:
+                self._send([self._rows.popleft() for _ in range(len(self._rows))])
+                self._tell_clock(at_once=is_last)
+            except Exception:  # the loop must live on: without it no event is sent any more
+                logger.exception("events could not be sent")
+            if is_last:
+                return
+
+    def _send(self, rows: list[Row]) -> None:
+        records, refused = packed(rows, host=socket.gethostname(), pid=self._pid)
+        if refused:
+            self._lose(refused, "they cannot be written as JSON, or are too large")
+        try:
+            self._broker().broadcast(EVENTS, records, ttl=EVENTS_TTL)
+        except MachineryError as error:
+            self._lose(len(rows) - refused, str(error))
+
+    def _tell_clock(self, *, at_once: bool) -> None:
+        if not at_once and time.monotonic() < self._tell_clock_at:
+            return
+        self._tell_clock_at = time.monotonic() + CLOCK_EVERY
+        try:
+            broker = self._broker()
+            if broker.features.keeps_topics:
+                broker.broadcast(CLOCKS, [str(self._lamport).encode()], ttl=TOPIC_AGE)
+        except MachineryError as error:
+            logger.debug("the clock cannot be told: %s", error)
+
+    def _lose(self, count: int, why: str) -> None:
+        with self._lock:
+            self.lost += count
+            if time.monotonic() < self._warn_at:
+                return
+            self._warn_at = time.monotonic() + WARN_EVERY
+        logger.warning("events are lost: %s (%d of this process so far)", why, self.lost)
+
+
+def _is_clock(record: bytes) -> bool:
+    return record.isdigit() and len(record) < 17

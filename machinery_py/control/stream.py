@@ -1,0 +1,264 @@
+"""Stream: the events of all processes whose events are on, as they come; and cameras."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
+
+from machinery_py.brokers.base import Broker
+from machinery_py.brokers.topics import Subscription
+from machinery_py.control.fleet import FleetState
+from machinery_py.control.publisher import EventPublisher
+from machinery_py.control.records import EVENTS, FleetEvent, kinds_of, unpacked
+from machinery_py.errors import MachineryError
+from machinery_py.events import Event, EventBus
+from machinery_py.texts import get_logger
+from machinery_py.threads import LoopThread
+
+logger = get_logger(__name__)
+
+READ_TIMEOUT = 1.0  # seconds; bounds how late a cancelled coroutine's thread ends
+PAUSE = 1.0  # seconds until a store that is away is asked again
+WARN_EVERY = 60.0  # seconds
+
+E = TypeVar("E", bound=Event)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class EventStream(Generic[E]):
+    """The events that are sent while it is open, to iterate over: `with`, or `async with`.
+
+    Events that come together are in the order of their stamps. While the broker is away the stream
+    waits. One thread or coroutine reads it; `close` may be called from any, and ends the iteration.
+
+    Attributes:
+        missed: records, of up to 200 events, that this reader was too slow for.
+    """
+
+    def __init__(
+        self, broker: Callable[[], Broker], kinds: Iterable[type[E]], *, since: float = 0.0
+    ) -> None:
+        self._broker = broker
+        self._kinds: dict[str, type[Event]] = {
+            each.__name__: each for kind in kinds for each in kinds_of(kind)
+        }
+        self._since = since
+        self._subscription: Subscription | None = None
+        self._found: deque[FleetEvent[E]] = deque()
+        self._lock = threading.Lock()  # of the thread that reads
+        self._closed = threading.Event()
+        self._is_away = False
+        self._warn_at = 0.0
+
+    @property
+    def missed(self) -> int:
+        return self._subscription.missed if self._subscription is not None else 0
+
+    def open(self) -> None:
+        """Begin to listen; `with` and the first read do it.
+
+        Raises:
+            BrokerUnavailable: it is away.
+            Unsupported: this broker has no topics.
+        """
+        if self._subscription is None:
+            self._subscription = self._broker().subscribe(EVENTS, since=self._since)
+
+    def close(self) -> None:
+        """End the stream, and what waits for it. May be called twice."""
+        self._closed.set()
+        if self._subscription is not None:
+            self._subscription.close()
+
+    def read(self, timeout: float) -> list[FleetEvent[E]]:
+        """Return the events since the last call; waits up to `timeout` seconds for the first."""
+        deadline = time.monotonic() + timeout
+        while not self._fill(max(0.0, deadline - time.monotonic())):
+            if self._closed.is_set() or time.monotonic() >= deadline:
+                return []
+        found = list(self._found)
+        self._found.clear()
+        return found
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> FleetEvent[E]:
+        while not self._fill(READ_TIMEOUT):
+            if self._closed.is_set():
+                raise StopIteration
+        return self._found.popleft()
+
+    async def __aenter__(self) -> Self:
+        await _in_thread(self.open)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await _in_thread(self.close)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> FleetEvent[E]:
+        while not self._found and not await _in_thread(self._fill, READ_TIMEOUT):
+            if self._closed.is_set():
+                raise StopAsyncIteration
+        return self._found.popleft()
+
+    def _fill(self, timeout: float) -> bool:
+        """Wait for events that are not handed out yet; return whether there are any."""
+        with self._lock:  # a cancelled coroutine may have left a thread in here
+            if not self._found and not self._closed.is_set():
+                events = [one for record in self._records(timeout) for one in self._read(record)]
+                self._found.extend(sorted(events, key=lambda one: one.stamp))
+            return bool(self._found)
+
+    def _records(self, timeout: float) -> list[bytes]:
+        self.open()
+        assert self._subscription is not None
+        try:
+            records = self._subscription.read(timeout)
+        except MachineryError as error:
+            if not self._is_away:
+                logger.warning("events cannot be read: %s; the stream waits", error)
+            self._is_away = True
+            self._closed.wait(min(PAUSE, timeout))
+            return []
+        self._is_away = False
+        return records
+
+    def _read(self, record: bytes) -> list[FleetEvent[Any]]:
+        try:
+            return list(unpacked(record, self._kinds))
+        except ValueError as error:
+            if time.monotonic() >= self._warn_at:
+                self._warn_at = time.monotonic() + WARN_EVERY
+                logger.warning("a record on topic %r is not of events: %s", EVENTS, error)
+            return []
+
+
+async def _in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    import asyncio  # loaded by now: we are in a coroutine
+
+    return await asyncio.to_thread(function, *args, **kwargs)
+
+
+class Camera:
+    """Thread that keeps the state of the fleet and shows it to a function at fixed times."""
+
+    def __init__(
+        self, stream: EventStream[Any], seconds: float, function: Callable[[FleetState], object]
+    ) -> None:
+        self.state = FleetState()
+        self._stream = stream
+        self._seconds = seconds
+        self._function = function
+        self._loop = LoopThread("machinery-camera", self._work, wake=stream.close)
+        self._loop.start()
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """End it, after a call that goes on now. May be called twice."""
+        self._loop.stop()
+        self._loop.join(timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _work(self) -> None:
+        due = time.monotonic() + self._seconds
+        while not self._loop.is_stopping():
+            try:
+                self.state.apply(self._stream.read(min(READ_TIMEOUT, due - time.monotonic())))
+                now = time.monotonic()
+                if now >= due and not self._loop.is_stopping():
+                    # From the planned moment on, without those that were missed.
+                    due += self._seconds * (1 + (now - due) // self._seconds)
+                    self._function(self.state)
+            except Exception:  # user code, or a store: the camera goes on
+                logger.exception("camera %r failed", self._function)
+                self._loop.pause(PAUSE)
+
+
+class ServerEvents:
+    """Events of this process, and of all processes: `server.events`."""
+
+    def __init__(
+        self, bus: EventBus, publisher: EventPublisher, broker: Callable[[], Broker]
+    ) -> None:
+        self._bus = bus
+        self._publisher = publisher
+        self._broker = broker
+        self._cameras: list[Camera] = []
+
+    @property
+    def wanted(self) -> frozenset[type[Event]]:
+        """Classes of events that have a handler in this process; no others are made."""
+        return self._bus.wanted
+
+    def subscribe(self, kind: type[E], handler: Callable[[E], object]) -> Callable[[], None]:
+        """Call the handler for each event of this class that happens in this process.
+
+        It is called in the thread of the event, and must be quick. The returned function ends that.
+        """
+        return self._bus.subscribe(kind, handler)
+
+    def enable(self) -> None:
+        """Send the events of this process from now on, as the setting `events` does."""
+        self._publisher.enable()
+
+    def disable(self) -> None:
+        """End that. Waits up to 2 s until those of before are sent."""
+        self._publisher.disable()
+
+    @overload
+    def stream(self, *, since: float = 0.0) -> EventStream[Event]: ...
+    @overload
+    def stream(self, *kinds: type[E], since: float = 0.0) -> EventStream[E]: ...
+    def stream(self, *kinds: type[Any], since: float = 0.0) -> EventStream[Any]:
+        """Return a stream of the events of all processes that send theirs.
+
+        Args:
+            kinds: classes of events, or their bases; by default all.
+            since: begin with the events of so many seconds before, where the broker keeps them.
+
+        Raises:
+            TypeError: one is no class of events.
+        """
+        for kind in kinds:
+            if not (isinstance(kind, type) and issubclass(kind, Event)):
+                raise TypeError(f"stream: found {kind!r} (expected classes of machinery_py.events)")
+        return EventStream(self._broker, kinds or (Event,), since=since)
+
+    def every(self, seconds: float, camera: Callable[[FleetState], object]) -> Camera:
+        """Call `camera` every so many seconds with the state of all that the stream has told.
+
+        It is called in a thread of its own, until `stop` of what is returned, or the end of the
+        process. Its exceptions are logged.
+
+        Raises:
+            ValueError: the seconds are not positive.
+        """
+        if not seconds > 0:
+            raise ValueError(f"every: found {seconds!r} seconds (expected more than 0)")
+        started = Camera(self.stream(), seconds, camera)
+        self._cameras.append(started)
+        return started
+
+    def close(self) -> None:
+        """End the cameras. May be called twice."""
+        while self._cameras:
+            self._cameras.pop().stop()

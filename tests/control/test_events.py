@@ -1,0 +1,506 @@
+"""Events of a fleet over the memory store: publisher, stream, camera."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from machinery_py import Config, Server, Signature
+from machinery_py.brokers.memory import MemoryBroker
+from machinery_py.clock import SYSTEM_CLOCK, UTC, Clock
+from machinery_py.connections.memory import MemoryHub
+from machinery_py.control import publisher
+from machinery_py.control.fleet import FleetState
+from machinery_py.control.lamport import LamportClock
+from machinery_py.control.publisher import EventPublisher
+from machinery_py.control.records import EVENTS, FleetEvent, clock_of, packed, row_of, unpacked
+from machinery_py.control.stream import EventStream
+from machinery_py.errors import BrokerUnavailable
+from machinery_py.events import (
+    Event,
+    EventBus,
+    TaskEvent,
+    TaskFailed,
+    TaskSent,
+    TaskSucceeded,
+    WorkerEvent,
+    WorkerHeartbeat,
+    WorkerOffline,
+)
+from machinery_py.testing.waiting import HANG, together, wait_until
+from machinery_py.version import __version__
+
+
+class Fleet:
+    """Applications that share one memory store, as processes share a server."""
+
+    def __init__(self) -> None:
+        self.servers: list[Server] = []
+
+    def server(self, *, events: bool = True, clock: Clock | None = None) -> Server:
+        given = {} if clock is None else {"clock": clock}
+        server = Server(Config(broker="memory://", events=events, lease=1.0), **given)  # type: ignore[arg-type]
+        if self.servers:
+            server.app.swap(server.config, server.clock, self.servers[0].app.stores)
+        self.servers.append(server)
+        return server
+
+    def close(self) -> None:
+        for server in reversed(self.servers):
+            server.close()
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    fleet = Fleet()
+    yield fleet
+    fleet.close()
+
+
+def until(stream: EventStream[Any], last: type[Event]) -> list[FleetEvent[Any]]:
+    """Return the events up to the first one of that kind."""
+    found: list[FleetEvent[Any]] = []
+    wait_until(
+        lambda: found.extend(stream.read(1.0)) or any(type(one.event) is last for one in found)
+    )
+    return found
+
+
+def kinds(events: list[FleetEvent[Any]]) -> list[str]:
+    return [one.kind for one in events if not isinstance(one.event, WorkerHeartbeat)]
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+def test_stream_tells_what_happens_in_other_processes(fleet: Fleet) -> None:
+    """L17, L19, T39, T41, T43: who, where and when, in one order."""
+    seen, sender, runner = fleet.server(events=False), fleet.server(), fleet.server()
+    runner.register_task("add", add)
+
+    with seen.events.stream() as stream:
+        with runner.new_worker("ada", 2):
+            uuid = sender.send_task(Signature.of("add", 20, 22)).uuid
+            sender.app.publisher.close()
+            found = until(stream, TaskSucceeded)
+        found += until(stream, WorkerOffline)
+        assert stream.missed == 0
+
+    of_task = [one for one in found if isinstance(one.event, TaskEvent)]
+    assert kinds(found)[0] in ("WorkerOnline", "TaskSent")
+    assert kinds(sorted(of_task, key=lambda one: one.stamp)) == [
+        "TaskSent",
+        "TaskReceived",
+        "TaskStarted",
+        "TaskSucceeded",
+    ]
+    assert kinds(found).count("WorkerOnline") == kinds(found).count("WorkerOffline") == 1
+    assert kinds(found)[-1] == "WorkerOffline"
+    by_kind = {one.kind: one for one in found}
+    ended = by_kind["TaskSucceeded"]
+    assert (ended.uuid, ended.name, ended.attempt) == (uuid, "add", 1)
+    assert (ended.queue, ended.worker, ended.pid) == (
+        "machinery_tasks",
+        "ada",
+        os.getpid(),
+    )
+    assert ended.signature.routing_key == ended.queue
+    assert (ended.result, 0 < ended.runtime < HANG) == ("42", True)
+    assert 0 <= by_kind["TaskReceived"].wait < HANG
+    assert abs(ended.at - dt.datetime.now(UTC)) < dt.timedelta(seconds=HANG)
+    assert by_kind["WorkerOffline"].processed == 1
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = ended.nothing
+
+
+class Skewed:
+    """A machine's clock that is wrong by so many hours."""
+
+    def __init__(self, hours: float) -> None:
+        self._wrong = dt.timedelta(hours=hours)
+
+    def now(self) -> dt.datetime:
+        return SYSTEM_CLOCK.now() + self._wrong
+
+    def monotonic(self) -> float:
+        return SYSTEM_CLOCK.monotonic()
+
+
+def test_cause_comes_before_effect_whatever_the_clocks_of_hosts_say(fleet: Fleet) -> None:
+    """L01, L06, L07, L16: the task of a worker one hour ahead sends one to a worker behind."""
+    ahead, behind = fleet.server(clock=Skewed(1)), fleet.server(clock=Skewed(-1))
+    second = behind.register_task("second", add).signature(1, 2).replace(routing_key="behind")
+    first = ahead.register_task("first", lambda: None)
+
+    @ahead.around_task
+    def send_second(signature: Signature[object]) -> Iterator[None]:
+        ahead.send_task(second)
+        yield
+
+    with (
+        fleet.server(events=False).events.stream(TaskEvent) as stream,
+        ahead.new_worker("ahead", 1),
+        behind.new_worker("behind", 1, queues=["behind"]),
+    ):
+        first.send()
+        found = until(stream, TaskSucceeded)
+        while not {("first", "TaskSucceeded"), ("second", "TaskSucceeded")} <= {
+            (one.name, one.kind) for one in found
+        }:
+            found += stream.read(1.0)
+
+    ordered = [(one.name, one.kind) for one in sorted(found, key=lambda one: one.stamp)]
+    chain = [
+        ("first", "TaskSent"),
+        ("first", "TaskReceived"),
+        ("first", "TaskStarted"),
+        ("second", "TaskSent"),
+        ("second", "TaskReceived"),
+        ("second", "TaskStarted"),
+        ("second", "TaskSucceeded"),
+    ]
+    assert [one for one in ordered if one in chain] == chain
+    at = {(one.name, one.kind): one.at for one in found}
+    assert at["second", "TaskReceived"] < at["second", "TaskSent"]
+
+
+def test_message_has_the_clock_of_its_sending_while_events_are_on(fleet: Fleet) -> None:
+    """L06."""
+    server = fleet.server(events=False)
+    for turn in ("off", "on", "off"):
+        {"on": server.events.enable, "off": server.events.disable}[turn]()
+        server.send_task(Signature.of("add", 1, 2))
+    server.events.enable()
+    server.events.enable()
+    server.send_task(Signature.of("add", 1, 2))
+
+    found = [clock_of(one) for one in server.broker.get_pending_tasks()]
+    assert found == [0, 1, 0, 2]
+
+
+def test_nothing_is_made_while_events_are_off(fleet: Fleet) -> None:
+    """T42: no event, no thread, no record, no clock."""
+    server = fleet.server(events=False)
+    task = server.register_task("add", add)
+    topics = [server.broker.subscribe(name) for name in (EVENTS, publisher.CLOCKS)]
+
+    with server.new_worker("ada", 1):
+        assert server.events.wanted == frozenset()
+        assert task.send(1, 2).get(timeout=HANG) == 3
+        assert [one.name for one in threading.enumerate() if "events" in one.name] == []
+
+    assert [topic.read(0.0) for topic in topics] == [[], []]
+    assert server.app.lamport.value == 0
+
+
+def test_stream_of_some_kinds_leaves_the_others_out(fleet: Fleet) -> None:
+    """L20: by class, or by a base."""
+    server = fleet.server()
+    task = server.register_task("add", add)
+    with (
+        server.events.stream(TaskSucceeded, WorkerOffline) as exact,
+        server.events.stream(WorkerEvent) as workers,
+    ):
+        with server.new_worker("ada", 1):
+            task.send(1, 2).get(timeout=HANG)
+        assert kinds(until(exact, WorkerOffline)) == ["TaskSucceeded", "WorkerOffline"]
+        assert kinds(until(workers, WorkerOffline)) == ["WorkerOnline", "WorkerOffline"]
+    with pytest.raises(TypeError, match=r"found 'TaskSent' \(expected classes"):
+        server.events.stream("TaskSent")  # type: ignore[call-overload]
+
+
+def test_new_process_takes_up_the_clock_of_the_fleet(fleet: Fleet) -> None:
+    """L04, L16: also after all have ended."""
+    first = fleet.server()
+    task = first.register_task("add", add)
+    with first.events.stream() as stream:
+        with first.new_worker("ada", 1):
+            for number in range(20):
+                task.send(number, 1).get(timeout=HANG)
+        before = until(stream, WorkerOffline)
+        with fleet.server().new_worker("bob", 1):
+            pass
+        after = until(stream, WorkerOffline)
+
+    assert after[0].kind == "WorkerOnline"
+    assert max(one.clock for one in before) < after[0].clock
+
+
+def test_coroutine_reads_a_stream_and_may_be_cancelled(fleet: Fleet) -> None:
+    server = fleet.server()
+
+    async def read() -> list[str]:
+        found = []
+        async with server.events.stream(TaskSent) as stream:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(anext(stream), 0.05)
+            for name in ("a", "b"):
+                await server.send_task_async(Signature(name=name))
+            async for event in stream:
+                found.append(event.name)
+                if len(found) == 2:
+                    stream.close()
+        return found
+
+    assert asyncio.run(read()) == ["a", "b"]
+
+
+def test_waiting_iteration_ends_when_the_stream_is_closed(fleet: Fleet) -> None:
+    stream = fleet.server().events.stream()
+    thread = threading.Thread(target=lambda: list(stream))
+    thread.start()
+    stream.close()
+    thread.join(HANG)
+    assert not thread.is_alive()
+
+
+# Faults
+
+
+class AwayBroker(MemoryBroker):
+    """A broker whose topics are away, or hang, when the test says so."""
+
+    is_away = False
+    may_answer = threading.Event()
+
+    def broadcast(self, topic: str, records: Sequence[bytes], *, ttl: float) -> None:
+        if topic == EVENTS:
+            assert self.may_answer.wait(HANG)
+        if self.is_away:
+            raise BrokerUnavailable("away")
+        super().broadcast(topic, records, ttl=ttl)
+
+
+class Bare:
+    """A publisher on a broker of its own."""
+
+    def __init__(self) -> None:
+        self.broker = AwayBroker(MemoryHub(SYSTEM_CLOCK))
+        self.broker.may_answer = threading.Event()
+        self.broker.may_answer.set()
+        self.bus, self.clock = EventBus(), LamportClock()
+        self.publisher = EventPublisher(
+            self.bus, self.clock, now=SYSTEM_CLOCK.now, broker=lambda: self.broker
+        )
+        self.stream: EventStream[Event] = EventStream(lambda: self.broker, [Event])
+        self.stream.open()
+        self.publisher.enable()
+
+    def emit(self, *names: str) -> None:
+        for name in names:
+            self.bus.emit(TaskSent(signature=Signature(name=name, uuid=name)))
+
+    def names(self, count: int) -> list[str]:
+        found: list[str] = []
+        wait_until(
+            lambda: found.extend(one.name for one in self.stream.read(1.0)) or len(found) >= count
+        )
+        return found
+
+
+@pytest.fixture
+def bare() -> Iterator[Bare]:
+    bare = Bare()
+    yield bare
+    bare.broker.may_answer.set()
+    bare.publisher.disable()
+    bare.stream.close()
+
+
+def test_emitter_never_waits_and_what_does_not_fit_is_counted(
+    bare: Bare, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(publisher, "QUEUE", 5)
+    bare.broker.may_answer.clear()
+    bare.emit("0")
+    wait_until(lambda: not bare.publisher._rows)  # its thread hangs in the store
+
+    bare.emit(*"12345678")
+
+    assert bare.publisher.lost == 3
+    assert caplog.text.count("events are lost: more than 5 are waiting") == 1
+    bare.broker.may_answer.set()
+    assert bare.names(6) == list("012345")
+    beat = bare.publisher.heartbeat(worker="w", active=0, processed=0, interval=1.0)
+    assert beat.lost == 3
+
+
+def test_store_that_is_away_costs_events_and_nothing_else(
+    bare: Bare, caplog: pytest.LogCaptureFixture
+) -> None:
+    bare.broker.is_away = True
+    bare.emit("a", "b")
+    wait_until(lambda: bare.publisher.lost == 2)
+    assert "events are lost: away (2 of this process so far)" in caplog.text
+
+    bare.broker.is_away = False
+    bare.emit("c")
+    assert bare.names(1) == ["c"]
+
+
+def test_events_of_many_threads_keep_their_form_and_have_a_clock_each(bare: Bare) -> None:
+    """L21."""
+    together(8, lambda thread: bare.emit(*(f"{thread}-{number}" for number in range(200))))
+    bare.publisher.close()
+
+    found: list[FleetEvent[Any]] = []
+    wait_until(lambda: found.extend(bare.stream.read(1.0)) or len(found) >= 1600)
+    assert sorted(one.clock for one in found) == list(range(1, 1601))
+    by_thread: dict[str, list[int]] = {}
+    for one in found:
+        thread, _, number = one.name.partition("-")
+        by_thread.setdefault(thread, []).append(int(number))
+    assert by_thread == {str(thread): list(range(200)) for thread in range(8)}
+
+
+def test_child_of_a_fork_sends_its_own_events_alone(bare: Bare) -> None:
+    bare.broker.may_answer.clear()
+    bare.emit("parent")
+    receiver, sender = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            bare.broker.may_answer = threading.Event()
+            bare.broker.may_answer.set()
+            bare.emit("child")
+            bare.publisher.close()
+            os.write(sender, ",".join(one.name for one in bare.stream.read(1.0)).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    with open(receiver, "rb", closefd=True) as pipe:
+        os.close(sender)
+        assert pipe.read() == b"child"
+    bare.broker.may_answer.set()
+    assert bare.names(1) == ["parent"]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        b"",
+        b"\xff\x00",
+        b"[]",
+        b'{"host": 1, "pid": 1, "events": []}',
+        b'{"host": "h", "pid": 1, "events": [1]}',
+        b'{"host": "h", "pid": 1, "events": [{}, {"kind": []}, {"kind": "Event"}]}',
+        b'{"host": "h", "pid": 1, "events": [{"kind": "TaskSent", "clock": "x", "at": 1}]}',
+        b'{"host": "h", "pid": 1, "events": [{"kind": "TaskSent", "clock": 1, "at": 1e300}]}',
+        b'{"host": "h", "pid": 1, "events": [{"kind": "TaskStarted", "clock": 1, "at": 1}]}',
+        b'{"host": "h", "pid": 1, "events": [{"kind": "OfTheFuture", "clock": 1, "at": 1}]}',
+        b"[" * 60_000,
+    ],
+)
+def test_foreign_records_are_left_out(bare: Bare, record: bytes) -> None:
+    MemoryBroker.broadcast(bare.broker, EVENTS, [record, record], ttl=HANG)
+    bare.emit("a")
+    assert bare.names(1) == ["a"]
+
+
+def test_foreign_records_are_told_once_a_minute(
+    bare: Bare, caplog: pytest.LogCaptureFixture
+) -> None:
+    MemoryBroker.broadcast(bare.broker, EVENTS, [b"garbage"] * 5, ttl=HANG)
+    bare.emit("a")
+    bare.names(1)
+    assert caplog.text.count("a record on topic 'events' is not of events") == 1
+
+
+def test_records_are_filled_up_to_their_size() -> None:
+    event = TaskFailed(
+        signature=Signature(name="n" * 200, uuid="u"),
+        worker="w",
+        error="\x01" * 100_000,
+        error_type="E",
+        traceback="\x01" * 100_000 + "the last line",
+    )
+    row = row_of(event, clock=1, at=dt.datetime.now(UTC))
+    short = row_of(TaskSent(signature=Signature(name="a")), clock=1, at=dt.datetime.now(UTC))
+
+    records, refused = packed([row] * 5 + [short] * 401 + [{"kind": "\ud800"}], host="h", pid=1)
+
+    assert refused == 1
+    assert max(map(len, records)) <= 65_536
+    found = [one for record in records for one in unpacked(record, {"TaskFailed": TaskFailed})]
+    assert len(found) == 5
+    assert found[0].traceback.endswith("the last line")
+    assert found[0].error.endswith("… (100,000 characters)")
+    assert len(records) < 10
+
+
+# The life of a worker
+
+
+def test_worker_tells_its_end_once_and_beats_until_then(fleet: Fleet) -> None:
+    """T38, T40, T44, T45, T47: while all its slots are busy, and while it stops."""
+    server, go_on = fleet.server(), threading.Event()
+    task = server.register_task("wait", lambda: print(go_on.wait(HANG)))
+    beats: list[WorkerHeartbeat] = []
+    server.events.subscribe(WorkerHeartbeat, beats.append)
+
+    with server.events.stream() as stream:
+        worker = server.new_worker("ada", 1)
+        worker.start()
+        task.send()
+        found: list[FleetEvent[Any]] = []
+        wait_until(
+            lambda: (
+                found.extend(stream.read(1.0))
+                or sum(one.kind == "WorkerHeartbeat" and one.active == 1 for one in found) >= 2
+            )
+        )
+        worker.quit()
+        seen = len(beats)
+        wait_until(lambda: len(beats) >= seen + 2)
+        go_on.set()
+        worker.stop()
+        worker.stop()
+        found += until(stream, WorkerOffline)
+        assert stream.read(0.3) == []  # more than a beat
+
+    assert kinds(found).count("WorkerOffline") == 1
+    assert found[-1].kind == "WorkerOffline"
+    beat = next(one for one in found if one.kind == "WorkerHeartbeat")
+    assert (beat.interval, beat.version, beat.platform) == (0.25, __version__, sys.platform)
+    assert len(beat.load) == 3
+
+
+# Camera
+
+
+def test_camera_is_shown_the_state_of_the_fleet(fleet: Fleet) -> None:
+    server = fleet.server()
+    task = server.register_task("add", add)
+    shots: list[tuple[list[str], int, int]] = []
+    called = threading.Event()
+
+    def camera(state: FleetState) -> None:
+        tally = state.tasks.get("add")
+        shots.append(
+            ([one.name for one in state.alive()], tally.succeeded if tally else 0, len(shots))
+        )
+        called.set()
+        if len(shots) == 1:
+            raise RuntimeError("mine")
+
+    handle = server.events.every(0.05, camera)
+    assert called.wait(HANG)
+    with server.new_worker("ada", 1):
+        task.send(1, 2).get(timeout=HANG)
+        wait_until(lambda: shots[-1][:2] == (["ada"], 1))
+    wait_until(lambda: shots[-1][:2] == ([], 1))
+    handle.stop()
+    handle.stop()
+    count = len(shots)
+    server.close()
+    assert len(shots) == count
+    with pytest.raises(ValueError, match=r"found 0 seconds \(expected more than 0\)"):
+        server.events.every(0, camera)
