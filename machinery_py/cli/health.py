@@ -106,7 +106,6 @@ class Pulse:
 
     Args:
         is_ready: whether the broker answers.
-        tell: is told that at each beat.
     """
 
     def __init__(
@@ -116,13 +115,11 @@ class Pulse:
         label: str,
         worker: str,
         is_ready: Callable[[], bool],
-        tell: Callable[[bool], object],
     ) -> None:
         self._place = place
         self._path = place.path(label, os.getpid())
         self._worker = worker
         self._is_ready = is_ready
-        self._tell = tell
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="machinery-heartbeat", daemon=True)
         self._has_failed = False
@@ -145,13 +142,13 @@ class Pulse:
         # Soon after the start, so that "ready" does not lag behind by a whole beat.
         pause = BEAT / 10
         while not self._stop.wait(pause):
-            self._beat()
+            with contextlib.suppress(MemoryError):  # a task has it all, for now
+                self._beat()
             pause = min(BEAT, pause * 2)
 
     def _beat(self) -> None:
         pid = os.getpid()
         is_ready = self._is_ready()
-        self._tell(is_ready)
         beat = {"worker": self._worker, "pid": pid, "started": started_at(pid), "ready": is_ready}
         try:
             _write(self._place, self._path, beat)

@@ -215,9 +215,8 @@ WORKER: Options = (
         default="127.0.0.1",
         metavar="HOST",
     ),
-    # From the parent process to its child: see processes.py.
+    # From the supervisor to its processes: see processes.py.
     _text("--child", argparse.SUPPRESS),
-    _option("--reloaded", argparse.SUPPRESS, type=int),
 )
 CHANGE: Options = (
     _option("--spec", "when it is due: '0 6 * * MON-FRI', @daily, '@every 30s'"),

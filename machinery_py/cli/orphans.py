@@ -33,22 +33,12 @@ def end_below(spared: frozenset[int] = frozenset()) -> None:
     `spared`: the result of `below` before any task ran. A program that runs the command line in its
     own process may have children.
     """
-    if not _has_children():
-        return
     left = _signal(below(spared), signal.SIGTERM)
     deadline = time.monotonic() + GRACE
     while left and time.monotonic() < deadline:
         time.sleep(INTERVAL)
         left &= below(spared)
     _signal(below(spared), signal.SIGKILL)
-
-
-def _has_children() -> bool:
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except (ChildProcessError, AttributeError):
-        return False
-    return True
 
 
 def _signal(pids: frozenset[int], number: signal.Signals) -> frozenset[int]:

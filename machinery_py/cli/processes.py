@@ -1,27 +1,33 @@
-"""Child processes, and the pipes that tell them to stop.
+"""Worker processes, and the sockets between them and their supervisor.
 
-    parent → child    "q": end when the running tasks are done; "a": end now;
-                      end of file: the parent is gone, so "q"
-    child → parent    lines: "ready 30.0 600.0" (shutdown and stall timeout), before its first
-                      claim; "sign …", for the keeper (worker/keeper.py);
-                      "answering 1" or 0: whether its broker does; "over": it ends by itself, and
-                      the exit code is its own; "worn": the same, to be renewed. Without one of
-                      these a task has ended it
+    supervisor → process    a byte: 1, end when the running tasks are done; 2, end now;
+                            end of file: the supervisor is gone, as 1
+    process → supervisor    lines:
+        ready 30.0 600.0    shutdown and stall timeout, before its first claim
+        sign …              for the keeper (worker/keeper.py)
+        answering 1         or 0: whether its broker does
+        file PATH           with --reload: a module that it has loaded
+        over                it ends by itself, and the exit code is its own; without this line a
+                            task has ended it
+        worn                the same, to be renewed
 
-Signals count in the outermost process alone: the first is "q", the second "a". In a child any
-number of them is one "q", because Ctrl+C goes to all processes of a terminal, and service managers
-signal all of a service, beside what the parent passes on.
+Signals count in the supervisor alone: the first is 1, the second 2. In a worker process any
+number of them is one 1, because Ctrl+C goes to all processes of a terminal, and service managers
+signal all of a service, beside what the supervisor passes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
@@ -36,45 +42,37 @@ RUN, STOP, STOP_NOW = 0, 1, 2
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 STACKS = getattr(signal, "SIGUSR1", signal.SIGTERM)  # a worker writes the stacks of its threads
-_ORDERS = {STOP: b"q", STOP_NOW: b"a"}
-_LEVELS = {ord("q"): STOP, ord("a"): STOP_NOW}
 
 
 class Child:
-    """A child process of this one, and the pipes to it. Belongs to one thread."""
+    """A worker process, the socket to it, and what it has reported. Belongs to one thread.
 
-    def __init__(
-        self,
-        words: Sequence[str],
-        *,
-        label: str,
-        pass_on: Sequence[int] = (),
-        is_at_terminal: bool = False,
-    ) -> None:
+    Attributes:
+        is_ready: it claims tasks.
+        is_over: it ends by itself.
+        is_worn: it is to be renewed.
+        answered_at: of its broker; a process that is stopped says nothing.
+        kill_at: it has been given until then to end.
+    """
+
+    def __init__(self, words: Sequence[str], *, label: str, is_at_terminal: bool) -> None:
         """Start `machinery worker` with these words behind it.
 
         Args:
-            pass_on: further descriptors that it inherits.
             is_at_terminal: it has our stdin, and stays in our process group; else it leads one.
         """
-        if "--child" in words:  # this process is a child itself
-            at = words.index("--child")
-            words = [*words[:at], *words[at + 2 :]]
-        ends: list[int] = []
-        try:
-            for _ in range(2):
-                ends += os.pipe()
-        except OSError:
-            _close(ends)
-            raise
-        orders_in, self._orders, news_in, news_out = ends
-        self.news = LineReader(news_in)
-        link = f"{label}:{orders_in}:{news_out}"
-        command = [sys.executable, "-m", "machinery_py", "worker", "--child", link, *words]
+        self.started_at = time.monotonic()
+        self.is_ready = self.is_over = self.is_worn = self.is_killed = False
+        self.answered_at = -math.inf
+        self.kill_at = self.stop_now_at = math.inf
+        self.stacks_at: float | None = None  # it has been asked for its stacks
+        self.beat_at = 0.0  # of the next heartbeat that is written for it
+        self._socket, theirs = socket.socketpair()
+        link = f"{label}:{theirs.fileno()}"
         try:
             self.process = subprocess.Popen(
-                command,
-                pass_fds=(orders_in, news_out, *pass_on),
+                [sys.executable, "-m", "machinery_py", "worker", "--child", link, *words],
+                pass_fds=[theirs.fileno()],
                 stdin=None if is_at_terminal else subprocess.DEVNULL,
                 process_group=None if is_at_terminal else 0,
             )
@@ -82,7 +80,8 @@ class Child:
             self.close()
             raise
         finally:
-            _close((orders_in, news_out))
+            theirs.close()
+        self.news = LineReader(self._socket.fileno())
         self.pid = self.process.pid
         self._told = RUN
 
@@ -91,28 +90,15 @@ class Child:
         if level > self._told:
             self._told = level
             with suppress(OSError):  # it has ended
-                os.write(self._orders, _ORDERS[level])
-
-    def read_news(self) -> list[str]:
-        """Return its lines since the last call."""
-        return [line.decode("utf-8", "surrogateescape") for line in self.news.read()]
-
-    def ended(self) -> int | None:
-        """Return its exit code, negative for a signal; None while it runs."""
-        return self.process.poll()
+                self._socket.send(bytes([level]))
 
     def kill(self) -> None:
+        self.is_killed = True
         self.process.kill()
-        self.process.wait()
 
     def close(self) -> None:
-        """Give the pipes back, when it has ended."""
-        _close((self._orders, self.news.descriptor))
-
-
-def _close(descriptors: Sequence[int]) -> None:
-    for one in descriptors:
-        os.close(one)
+        """Close the socket, when it has ended."""
+        self._socket.close()
 
 
 def readable(descriptors: Sequence[int], timeout: float | None = None) -> set[int]:
@@ -132,42 +118,26 @@ def label_of(args: argparse.Namespace, number: str) -> str:
     return number if args.processes > 1 else ""
 
 
-def how_it_ended(code: int) -> str:
-    """Return `exit code 3` or `killed by SIGKILL`."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"
-
-
-class ParentPipe:
-    """The child's ends of the pipes, from its option `--child LABEL:FD:FD`; "" is no parent."""
+class ParentLink:
+    """A worker process's end of the socket, from its option `--child LABEL:FD`; "": no parent."""
 
     def __init__(self, option: str) -> None:
-        self.label, orders, news = option.split(":") if option else ("", "-1", "-1")
-        self.orders, self._news = int(orders), int(news)
-        for descriptor in (self.orders, self._news):
-            if descriptor >= 0:
-                os.set_inheritable(descriptor, False)
-                descriptors.keep(descriptor)
-        if self._news >= 0:
-            os.set_blocking(self._news, False)
-        self._writer = LineWriter(lambda data: os.write(self._news, data))
+        self.label, _, number = option.partition(":")
+        self.descriptor = int(number or -1)
+        if self.is_child:
+            os.set_inheritable(self.descriptor, False)
+            os.set_blocking(self.descriptor, False)
+            descriptors.keep(self.descriptor)
+        self._writer = LineWriter(lambda data: os.write(self.descriptor, data))
 
     @property
     def is_child(self) -> bool:
-        return self.orders >= 0
-
-    @property
-    def is_numbered(self) -> bool:
-        """Whether it is a worker process, below a supervisor."""
-        return self.label.isdigit()
+        """Whether this is a worker process, below a supervisor."""
+        return self.descriptor >= 0
 
     def tell(self, line: str, *, can_be_dropped: bool = False) -> bool:
         """Send the parent a line. False: it is gone, and the order to stop comes."""
-        return self._news >= 0 and self._writer.write(line, can_be_dropped=can_be_dropped)
+        return self.is_child and self._writer.write(line, can_be_dropped=can_be_dropped)
 
 
 class StopAsked(KeyboardInterrupt):
@@ -179,17 +149,17 @@ class StopAsked(KeyboardInterrupt):
 
 
 class Orders:
-    """The order to stop, by signals and the parent's pipe, as a level that only rises.
+    """The order to stop, by signals and from the parent, as a level that only rises.
 
     A signal handler only writes a byte; a thread does the rest, since a handler must take no lock
     that its thread may hold. Made in the main thread. Until `follow`, the order to stop is a
     KeyboardInterrupt in the main thread.
     """
 
-    def __init__(self, pipe: ParentPipe) -> None:
+    def __init__(self, link: ParentLink) -> None:
         self.level = RUN
-        self._pipe = pipe
-        self._grace = ""
+        self.grace = ""  # how long tasks may run on, for the log
+        self._link = link
         self._changed: Callable[[int], object] | None = None
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
@@ -198,17 +168,13 @@ class Orders:
         self._lock = threading.Lock()
         for number in SIGNALS:
             forks.handle(number, self._on_signal)
-        if pipe.is_child:
+        if link.is_child:
             die_with_parent(os.getppid(), signal.SIGTERM)
         threading.Thread(target=self._listen, name="machinery-orders", daemon=True).start()
 
-    def follow(self, changed: Callable[[int], object], *, grace: str = "") -> None:
-        """Call this with each new level from now on, in another thread.
-
-        `grace`: how long tasks may run on, for the log.
-        """
+    def follow(self, changed: Callable[[int], object]) -> None:
+        """Call this with each new level from now on, in another thread."""
         with self._lock:
-            self._grace = grace
             self._changed = changed
             level = self.level
         if level:
@@ -222,14 +188,17 @@ class Orders:
             os.write(self._write, bytes([number]))
 
     def _listen(self) -> None:
-        sources = [self._read] + ([self._pipe.orders] if self._pipe.is_child else [])
+        sources = [self._read, self._link.descriptor] if self._link.is_child else [self._read]
         while True:
             for source in readable(sources):
-                found = os.read(source, 1 if source == self._read else 64)
                 if source == self._read:
-                    self._on_number(found[0])
-                elif found:
-                    self._rise(max(_LEVELS.get(byte, RUN) for byte in found))
+                    self._on_number(os.read(source, 1)[0])
+                    continue
+                found = b""
+                with suppress(ConnectionResetError):  # it died with lines of ours unread
+                    found = os.read(source, 64)
+                if found:
+                    self._rise(max(found))
                 else:
                     sources.remove(source)
                     logger.warning("the parent process is gone: stopping")
@@ -237,10 +206,10 @@ class Orders:
 
     def _on_number(self, number: int) -> None:
         name = signal.Signals(number).name
-        if self._pipe.is_child:
+        if self._link.is_child:
             self._rise(STOP)
         elif self.level < STOP:
-            logger.info("%s: stopping when the running tasks are done%s", name, self._grace)
+            logger.info("%s: stopping when the running tasks are done%s", name, self.grace)
             self._rise(STOP)
         elif self.level < STOP_NOW:
             logger.warning("second %s: stopping now", name)
@@ -262,7 +231,7 @@ class Orders:
 def die_with_parent(parent: int, number: int) -> None:
     """Get this signal when the parent's thread that has started us ends (Linux).
 
-    A pipe does not tell that for sure: another process may hold the parent's end.
+    A socket does not tell that for sure: another process may hold the parent's end.
     """
     if sys.platform != "linux":
         return

@@ -1,143 +1,73 @@
-"""`--reload`: start the worker again when a .py file changes. For development.
+"""`--reload`: start the worker processes again when a .py file changes. For development.
 
-The parent watches all .py files below the app's folder, and those that the worker has loaded from
-elsewhere and reported. A module that cannot be imported ends the worker, which shows why; the
-parent waits for the next change then.
+The supervisor watches all .py files below the app's folder, and those that its processes have
+loaded from elsewhere and reported.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import site
 import sys
 import sysconfig
-import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from machinery_py.cli.output import at_home
-from machinery_py.cli.processes import (
-    RUN,
-    STOP,
-    STOP_NOW,
-    Child,
-    Orders,
-    ParentPipe,
-    how_it_ended,
-)
-from machinery_py.connections import descriptors
-from machinery_py.connections.lines import LineReader
 from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
 
 INTERVAL = 0.5  # seconds between two scans of the files
 SETTLE = 0.1  # seconds without a further change before the restart: editors write in steps
-GRACE = 5.0  # seconds that running tasks get after a change; they run again in the new worker
-PATIENCE = 10.0  # seconds until a worker that does not end is killed; its supervisor kills first
-REPORT = 1.0  # seconds between two reports of modules that were loaded later
+GRACE = 5.0  # seconds that running tasks get after a change; they run again in the new process
 
 _SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages"})
 
 Snapshot = dict[str, tuple[int, int]]
 
 
-def run(args: argparse.Namespace, pipe: ParentPipe) -> int:
-    """Run `machinery worker --reload`."""
-    reloader = Reloader(args)
-    Orders(pipe).follow(reloader.on_order)
-    return reloader.run()
+class Files:
+    """The files that are watched. Belongs to one thread.
 
+    Attributes:
+        scan_at: the moment of the next scan.
+    """
 
-class Reloader:
-    """The parent; it runs in the main thread and imports none of the user's code."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
-        self._folder = os.path.abspath(args.app_dir or ".")
-        reports, self._reports_in = os.pipe()
-        self._reports = LineReader(reports)
+    def __init__(self, folder: str) -> None:
+        self._folder = os.path.abspath(folder)
         self._others: set[str] = set()
-        self._level = RUN
-        self._ordered = threading.Event()
+        self._before = self._latest = self._scan()
+        self.scan_at = 0.0
 
-    def on_order(self, level: int) -> None:
-        """Take an order to stop; called in another thread."""
-        self._level = max(self._level, level)
-        self._ordered.set()
+    def add(self, path: str) -> None:
+        """Watch this file, too."""
+        self._others.add(path)
+        for found, now in _stat([path]).items():
+            self._before.setdefault(found, now)
 
-    def run(self) -> int:
-        """Run until an order to stop or a worker's end in good order; return its exit code."""
-        before = self._scan()
-        child: Child | None = self._start()
-        while True:
-            self._ordered.wait(INTERVAL if child is None or child.ended() is None else 0)
-            if self._level:
-                return 0 if child is None else self._stop(child, self._args.shutdown_timeout)
-            if child is not None and (code := child.ended()) is not None:
-                child.close()
-                child = None
-                if code == 0:
-                    return 0
-                logger.error(
-                    "the worker has ended: %s; waiting until a file changes", how_it_ended(code)
-                )
-            for path, now in _stat(self._reported()).items():
-                before.setdefault(path, now)
-            after = self._scan()
-            if after != before:
-                before = self._settled(before, after)
-                if child is not None:
-                    self._stop(child, GRACE)
-                child = None if self._level else self._start()
-
-    def _start(self) -> Child:
-        words = ["--reloaded", str(self._reports_in), *self._args.argv]
-        return Child(words, label="reload", pass_on=[self._reports_in], is_at_terminal=True)
-
-    def _stop(self, child: Child, grace: float | None) -> int:
-        """Let the child end, then kill it; return its exit code."""
-        grace = 30.0 if grace is None else grace
-        deadline = time.monotonic() + grace
-        child.order(max(STOP, self._level))
-        while (code := child.ended()) is None:
-            self._ordered.clear()
-            if self._level == STOP_NOW or time.monotonic() >= deadline:
-                child.order(STOP_NOW)
-            if time.monotonic() >= deadline + PATIENCE:
-                child.kill()
-            self._ordered.wait(0.05)
-        child.close()
-        return code if code >= 0 else 1
-
-    # Files
+    def have_changed(self) -> bool:
+        """Scan if it is time to; return whether files have changed, and no more do."""
+        now = time.monotonic()
+        if now < self.scan_at:
+            return False
+        found = self._scan()
+        is_settled, self._latest = found == self._latest, found
+        if found == self._before or not is_settled:
+            self.scan_at = now + (INTERVAL if found == self._before else SETTLE)
+            return False
+        self.scan_at = now + INTERVAL
+        before, self._before = self._before, found
+        changed = sorted(
+            path for path in before.keys() | found.keys() if before.get(path) != found.get(path)
+        )
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        logger.info("%s changed%s: starting again", at_home(changed[0]), more)
+        return True
 
     def _scan(self) -> Snapshot:
         return _stat((*python_files(self._folder), *self._others))
-
-    def _settled(self, before: Snapshot, after: Snapshot) -> Snapshot:
-        """Wait until nothing changes any more, and log what did."""
-        while True:
-            changed = sorted(
-                path for path in before.keys() | after.keys() if before.get(path) != after.get(path)
-            )
-            if self._ordered.wait(SETTLE):
-                return after
-            latest = self._scan()
-            if latest == after:
-                first = at_home(changed[0]) if changed else "a file"
-                more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-                logger.info("%s changed%s: starting again", first, more)
-                return after
-            after = latest
-
-    def _reported(self) -> set[str]:
-        """Return the files that the worker has reported since the last time."""
-        new = set(map(os.fsdecode, self._reports.read())) - self._others
-        self._others |= new
-        return new
 
 
 def _stat(paths: Iterable[str]) -> Snapshot:
@@ -182,34 +112,15 @@ def loaded_files() -> set[str]:
     }
 
 
-@contextlib.contextmanager
-def telling_files(descriptor: int | None) -> Iterator[None]:
-    """Report the files that this block loads to the reloading parent, then those loaded later.
+class FileReport:
+    """Tells the supervisor which files this process has loaded since the last time."""
 
-    Also if the block raises: its files may be the reason.
-    """
-    if descriptor is None:
-        yield
-        return
-    os.set_inheritable(descriptor, False)
-    descriptors.keep(descriptor)
-    told: set[str] = set()
+    def __init__(self, tell: Callable[[str], bool]) -> None:
+        self._tell = tell
+        self._told: set[str] = set()
 
-    def report() -> None:
-        new = loaded_files() - told
-        told.update(new)
+    def send(self) -> None:
+        new = loaded_files() - self._told
+        self._told |= new
         for path in sorted(new):
-            os.write(descriptor, os.fsencode(path) + b"\n")
-
-    def go_on() -> None:
-        with contextlib.suppress(OSError):  # the parent is gone
-            while True:
-                time.sleep(REPORT)
-                report()
-
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            report()
-    threading.Thread(target=go_on, name="machinery-reload", daemon=True).start()
+            self._tell(f"file {path}")

@@ -5,12 +5,16 @@ it dies in between, a task has ended it, and the exit code is the task's: it is 
 that poison costs the good tasks no pause. A process that does not become ready, or ends by itself,
 is replaced after pauses that double up to LONGEST_PAUSE. The others take over what a dead process
 ran: their maintenance finds dead workers. A process that cannot start at all, or says itself that
-it cannot go on (exit code 2 or 3), ends everything.
+it cannot go on (exit code 2 or 3), ends everything; with `--reload` its place is empty until a file
+changes.
 
 A ready process gives signs of life. While a task holds its interpreter there are none: the process
 is *stalled*, and lives. Its keeper (worker/keeper.py), a thread here, beats for its sessions, and
 its heartbeat file says so. After `stall_timeout` it writes the stacks of its threads (SIGUSR1),
 and STACKS_TIME later it is killed and replaced.
+
+A process that was told to end, or that ends by itself and hangs in an exit handler, is killed
+PATIENCE after the shutdown timeout.
 """
 
 from __future__ import annotations
@@ -22,9 +26,8 @@ import os
 import signal
 import time
 from contextlib import ExitStack, suppress
-from types import FrameType
 
-from machinery_py.cli import health, orphans
+from machinery_py.cli import health, orphans, reload
 from machinery_py.cli.output import READY, say
 from machinery_py.cli.processes import (
     RUN,
@@ -33,11 +36,10 @@ from machinery_py.cli.processes import (
     STOP_NOW,
     Child,
     Orders,
-    ParentPipe,
-    how_it_ended,
     label_of,
     readable,
 )
+from machinery_py.connections import proc
 from machinery_py.texts import get_logger
 from machinery_py.worker.keeper import DOUBTFUL, Keeper
 
@@ -50,6 +52,7 @@ HEALTHY = 60.0  # seconds of life after which a failure is the first one again
 PATIENCE = 5.0  # seconds beyond the shutdown timeout until a process that does not end is killed
 STACKS_TIME = 1.0  # seconds that a silent process has to write its stacks
 DEFAULT_GRACE = 30.0  # seconds; until a process has reported its shutdown timeout
+LONGEST_WAIT = 1.0  # seconds between two checks
 CANNOT_START = (2, 3)
 
 
@@ -59,48 +62,35 @@ class _Slot:
     def __init__(self, number: int) -> None:
         self.number = number
         self.child: Child | None = None
-        self.started_at = 0.0
-        self.start_at: float | None = (
-            0.0  # of the next process; None: there is one, or no more to do
-        )
+        self.start_at = 0.0  # of the next process; infinite: there is one, or no more to do
         self.failures = 0  # in a row, none of them caused by a task
         self.has_been_ready = False  # one of its processes
-        self.is_ready = False
-        self.is_over = False  # it has reported that it ends by itself
-        self.is_worn = False  # it has reported that it is to be renewed
-        self.is_killed = False
-        self.answered_at = -math.inf  # its broker; a process that is stopped says nothing
-        self.beat_at = 0.0  # of the next heartbeat that is written for it
-        self.kill_at: float | None = None  # it has been asked for its stacks
+        self.wants_banner = number == 1
 
-    def start(self, words: list[str], pass_on: list[int], *, is_at_terminal: bool) -> None:
-        self.child = Child(
-            words, label=str(self.number), pass_on=pass_on, is_at_terminal=is_at_terminal
-        )
-        self.started_at = time.monotonic()
-        self.start_at = None
-        self.is_ready = self.is_over = self.is_worn = False
-        self.is_killed = False
-        self.answered_at = -math.inf
-        self.kill_at = None
+    def pause(self, failures: int, *, shortest: float = 0.0) -> str:
+        """Plan the next start, and return how soon that is, for the log."""
+        self.failures = failures
+        pause = pause_after(failures)
+        self.start_at = time.monotonic() + max(pause, shortest)
+        return f" in {pause:g} s" if pause else ""
 
-    def cannot_start(self) -> float:
-        """Plan another try when the system gives no process; return the seconds until then."""
-        self.failures = max(2, self.failures + 1)
-        pause = pause_after(self.failures)
-        self.start_at = time.monotonic() + pause
-        return pause
+    def start_again(self, child: Child) -> str:
+        """Plan the next start after the end of this process; return how soon that is."""
+        life = time.monotonic() - child.started_at
+        failures = 1 if life >= HEALTHY else self.failures + 1
+        if child.is_ready and (child.is_worn or not child.is_over):
+            failures = 0
+        return self.pause(failures, shortest=SHORTEST_LIFE - life)
 
-    def start_again(self) -> float:
-        """Plan the next start, and return the seconds until then."""
-        now = time.monotonic()
-        if self.is_ready and (self.is_worn or not self.is_over):
-            self.failures = 0
-        else:
-            self.failures = 1 if now - self.started_at >= HEALTHY else self.failures + 1
-        pause = pause_after(self.failures)
-        self.start_at = max(now + pause, self.started_at + SHORTEST_LIFE)
-        return pause
+    def renew(self) -> None:
+        """Start it as for the first time, when the process that there may be has ended."""
+        self.has_been_ready = False
+        self.wants_banner = self.number == 1
+        if self.child is None:
+            self.pause(0)
+        elif self.child.stop_now_at == math.inf:
+            self.child.stop_now_at = time.monotonic() + reload.GRACE
+            self.child.kill_at = self.child.stop_now_at + PATIENCE
 
 
 def pause_after(failures: int) -> float:
@@ -111,21 +101,20 @@ def pause_after(failures: int) -> float:
 class Supervisor:
     """The parent of the processes; runs in the main thread."""
 
-    def __init__(self, args: argparse.Namespace, pipe: ParentPipe) -> None:
+    def __init__(self, args: argparse.Namespace, orders: Orders) -> None:
         self._args = args
-        self._pipe = pipe
         self._place = health.place_of(args)
         self._slots = [_Slot(number) for number in range(1, args.processes + 1)]
-        timeout: float | None = args.shutdown_timeout
-        self._grace = DEFAULT_GRACE if timeout is None else timeout
-        self._stall_timeout: float = args.stall_timeout or math.inf  # until one has reported it
+        self._files = reload.Files(args.app_dir or ".") if args.reload else None
+        self._awaits_change = False
+        self._grace = DEFAULT_GRACE if args.shutdown_timeout is None else args.shutdown_timeout
+        self._stall_timeout = math.inf  # until a process has reported it
         self._keeper = Keeper(patience=math.inf)  # a process that is silent for too long is killed
         self._groups: list[orphans.ProcessGroup] = []  # of those that have ended
         self._level = RUN
-        self._kill_at: float | None = None
         self._code = 0
         self._is_ready = False
-        self._orders = Orders(pipe)
+        self._orders = orders
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -133,7 +122,7 @@ class Supervisor:
     def run(self) -> int:
         """Run until all have ended: 0 in good order, 1 cut short, 2 or 3 if they cannot start."""
         previous = signal.getsignal(signal.SIGCHLD)
-        signal.signal(signal.SIGCHLD, self._on_child)
+        signal.signal(signal.SIGCHLD, lambda *_: self._wake())
         try:
             self._orders.follow(self._on_order)
             health.clear(self._place)
@@ -142,7 +131,8 @@ class Supervisor:
             with ExitStack() as stack:
                 if port is not None:
                     stack.enter_context(health.serve(host, port, self._is_live, self._is_answering))
-                while self._start_due() or self._running() or self._groups:
+                while self._has_work():
+                    self._start_due()
                     self._wait()
                     self._check()
             return self._code
@@ -150,12 +140,14 @@ class Supervisor:
             self._keeper.loop.stop()
             for _, child in self._running():
                 child.kill()
+                child.process.wait()
             signal.signal(signal.SIGCHLD, previous)
 
-    # Woken by a child's end, a child's line, an order, or the time
+    def _has_work(self) -> bool:
+        is_due = any(slot.start_at < math.inf for slot in self._slots)
+        return is_due or bool(self._running() or self._groups) or self._awaits_change
 
-    def _on_child(self, _: int, __: FrameType | None) -> None:
-        self._wake()
+    # Woken by a child's end, a child's line, an order, or the time
 
     def _on_order(self, level: int) -> None:
         self._level = max(self._level, level)
@@ -166,16 +158,13 @@ class Supervisor:
             os.write(self._wake_write, b"!")
 
     def _wait(self) -> None:
-        moments = [slot.start_at for slot in self._slots if slot.start_at is not None]
-        moments += [
-            slot.kill_at for slot, _ in self._running() if slot.kill_at and not slot.is_killed
-        ]
-        if self._kill_at is not None and not all(slot.is_killed for slot, _ in self._running()):
-            moments.append(self._kill_at)
         now = time.monotonic()
-        longest = orphans.INTERVAL if self._groups else 1.0
-        timeout = min([longest, *(max(0.0, moment - now) for moment in moments)])
-        # A pipe at its end, as after a task has closed it, would be readable for ever.
+        longest = orphans.INTERVAL if self._groups else LONGEST_WAIT
+        moments = [slot.start_at for slot in self._slots]
+        if self._files is not None and not self._level:
+            moments.append(self._files.scan_at)
+        timeout = max(0.0, min(longest, *(moment - now for moment in moments)))
+        # One at its end, as after a task has closed it, would be readable for ever.
         news = [child.news.descriptor for _, child in self._running() if not child.news.is_at_end]
         with suppress(OSError):
             if self._wake_read in readable([self._wake_read, *news], timeout):
@@ -186,139 +175,141 @@ class Supervisor:
     def _running(self) -> list[tuple[_Slot, Child]]:
         return [(slot, slot.child) for slot in self._slots if slot.child is not None]
 
-    def _start_due(self) -> bool:
-        """Start what is due; return whether anything is still to be started."""
-        if self._level:
-            return False
+    def _start_due(self) -> None:
         now = time.monotonic()
-        args = self._args
         for slot in self._slots:
-            if slot.start_at is not None and slot.start_at <= now:
-                is_first = slot.number == 1 and not slot.started_at
-                words = args.argv if is_first else ["--no-banner", *args.argv]
-                try:
-                    slot.start(
-                        words,
-                        [] if args.reloaded is None else [args.reloaded],
-                        is_at_terminal=args.processes == 1 and os.isatty(0),
-                    )
-                except OSError as error:
-                    if not self._is_ready:
-                        raise
-                    # The others are well: they must not end with this one.
-                    pause = slot.cannot_start()
-                    logger.error(
-                        "worker process %d cannot be started: %s; trying again in %g s",
-                        slot.number,
-                        error,
-                        pause,
-                    )
-        return any(slot.start_at is not None for slot in self._slots)
+            if slot.start_at <= now and not self._level:
+                self._start(slot)
+
+    def _start(self, slot: _Slot) -> None:
+        words = self._args.argv if slot.wants_banner else ["--no-banner", *self._args.argv]
+        is_at_terminal = self._args.processes == 1 and os.isatty(0)
+        try:
+            slot.child = Child(words, label=str(slot.number), is_at_terminal=is_at_terminal)
+        except OSError as error:
+            if not self._is_ready and self._files is None:
+                raise
+            # The others are well: they must not end with this one.
+            later = slot.pause(max(2, slot.failures + 1))
+            logger.error(
+                "worker process %d cannot be started: %s; trying again%s",
+                slot.number,
+                error,
+                later,
+            )
+            return
+        slot.start_at, slot.wants_banner = math.inf, False
 
     # Checking
 
     def _check(self) -> None:
-        self._obey()
+        if self._level:
+            self._obey()
+        elif self._files is not None and self._files.have_changed():
+            self._awaits_change = self._is_ready = False
+            for slot in self._slots:
+                slot.renew()
         for group in self._groups:
             group.check()
         for slot, child in self._running():
-            code = child.ended()  # before its lines, which are complete then
+            code = child.process.poll()  # before its lines, which are complete then
             self._read_news(slot, child)
-            if code is not None:
-                child.close()
-                slot.child = None
-                self._keeper.forget(child.pid)
-                self._groups.append(orphans.ProcessGroup(child.pid))
-                health.forget(self._place, label=self._label(slot), pid=child.pid)
-                self._has_ended(slot, child.pid, code)
-            elif slot.is_ready and not slot.is_over and not self._level:
-                self._check_silence(slot, child)
-            else:
-                slot.kill_at = None  # its moment would be waited for no more
+            if code is None:
+                self._check_time(slot, child)
+                continue
+            child.close()
+            slot.child = None
+            self._keeper.forget(child.pid)
+            self._groups.append(orphans.ProcessGroup(child.pid))
+            health.forget(self._place, label=self._label(slot), pid=child.pid)
+            self._has_ended(slot, child, code)
         self._groups = [group for group in self._groups if not group.is_over]
         if not self._is_ready and all(slot.has_been_ready for slot in self._slots):
             self._is_ready = True
-            self._pipe.tell(f"ready {self._grace}")
             if not self._args.no_banner:
                 say(self._args, READY)
 
     def _label(self, slot: _Slot) -> str:
         return label_of(self._args, str(slot.number))
 
-    def _check_silence(self, slot: _Slot, child: Child) -> None:
-        silence, now = self._keeper.silence(child.pid), time.monotonic()
-        if silence >= DOUBTFUL and now >= slot.beat_at:
-            slot.beat_at = now + health.BEAT
-            slot.answered_at = -math.inf
+    def _check_time(self, slot: _Slot, child: Child) -> None:
+        """Ask a process to end, write its heartbeat, or kill it, when it is time to."""
+        now, silence = time.monotonic(), self._keeper.silence(child.pid)
+        if child.stop_now_at < math.inf:
+            child.order(STOP if now < child.stop_now_at else STOP_NOW)
+        if now >= child.kill_at:
+            _kill(slot, child, "does not end")
+        if not child.is_ready:
+            return
+        if silence >= DOUBTFUL and now >= child.beat_at:
+            child.beat_at = now + health.BEAT
+            child.answered_at = -math.inf
             health.beat_for(self._place, label=self._label(slot), pid=child.pid)
         why = f"has given no sign of life for {self._stall_timeout:g} s"
         if silence < self._stall_timeout:
-            slot.kill_at = None
-        elif slot.kill_at is None:
-            logger.error("%s %s; its threads:", _which(slot, child.pid), why)
+            child.stacks_at = None
+        elif child.stacks_at is None:
+            logger.error("%s %s; its threads:", _which(slot, child), why)
             child.process.send_signal(STACKS)
-            slot.kill_at = now + STACKS_TIME
-        elif now >= slot.kill_at:
+            child.stacks_at = now
+        elif now >= child.stacks_at + STACKS_TIME:
             _kill(slot, child, why)
 
     def _read_news(self, slot: _Slot, child: Child) -> None:
-        for line in child.read_news():
+        for line in child.news.read():
             word, _, value = line.partition(" ")
             if word == "sign":
                 self._keeper.hear(child.pid, value)
             elif word == "ready":
-                slot.is_ready = slot.has_been_ready = True
-                grace, stall_timeout = map(float, value.split())
-                if self._args.shutdown_timeout is None:
-                    self._grace = grace
-                self._stall_timeout = self._args.stall_timeout or stall_timeout
-                at_most = f" (at most {self._grace:g} s; once more to stop now)"
-                self._orders.follow(self._on_order, grace=at_most)
+                child.is_ready = slot.has_been_ready = True
+                with suppress(ValueError):  # user code has written into the socket
+                    self._grace, self._stall_timeout = map(float, value.split())
+                self._orders.grace = f" (at most {self._grace:g} s; once more to stop now)"
             elif word == "answering":
-                slot.answered_at = time.monotonic() if value == "1" else -math.inf
+                child.answered_at = time.monotonic() if value == "1" else -math.inf
+            elif word == "file" and self._files is not None:
+                self._files.add(value)
             elif word in ("over", "worn"):
-                slot.is_over = True
-                slot.is_worn = word == "worn"
+                child.is_over, child.is_worn = True, word == "worn"
+                child.kill_at = min(child.kill_at, time.monotonic() + self._grace + PATIENCE)
 
-    def _has_ended(self, slot: _Slot, pid: int, code: int) -> None:
-        which, how = _which(slot, pid), how_it_ended(code)
-        is_burst_over = self._args.burst and slot.is_over and not slot.is_worn
-        if self._level or (is_burst_over and code == 0):
-            logger.debug("%s has ended: %s", which, how)
-            return
-        if code in CANNOT_START and (slot.is_over or not slot.has_been_ready):
+    def _has_ended(self, slot: _Slot, child: Child, code: int) -> None:
+        which, how = _which(slot, child), proc.how_it_ended(code)
+        is_burst_over = self._args.burst and child.is_over and not child.is_worn
+        if self._level or (is_burst_over and (code == 0 or child.is_killed)):
+            logger.debug("%s %s", which, how)
+            self._code = self._code or int(child.is_killed)
+        elif child.stop_now_at < math.inf:
+            slot.pause(0)
+        elif code in CANNOT_START and (child.is_over or not slot.has_been_ready):
             what = "cannot go on" if slot.has_been_ready else "cannot start"
+            if self._files is not None:
+                self._awaits_change = True
+                logger.error("%s %s (it %s); waiting until a file changes", which, what, how)
+                return
             level = logging.DEBUG if self._args.processes == 1 else logging.ERROR  # it has said why
-            logger.log(level, "%s %s: %s; ending", which, what, how)
+            logger.log(level, "%s %s (it %s); ending", which, what, how)
             self._code = self._code or code
             self._on_order(STOP)
-            return
-        if code >= 0 and slot.is_ready and not slot.is_over:
-            how += " (a task ended it)"
-        pause = slot.start_again()
-        level = logging.INFO if code == 0 and slot.is_over else logging.ERROR
-        later = f" in {pause:g} s" if pause else ""
-        logger.log(level, "%s has ended: %s; starting another one%s", which, how, later)
+        else:
+            if code >= 0 and child.is_ready and not child.is_over:
+                how += " (a task ended it)"
+            later = slot.start_again(child)
+            level = logging.INFO if code == 0 and child.is_over else logging.ERROR
+            logger.log(level, "%s %s; starting another one%s", which, how, later)
 
     # Stopping
 
     def _obey(self) -> None:
-        if not self._level:
-            return
-        now = time.monotonic()
-        grace = self._grace
-        if self._level == STOP_NOW:
-            self._code = self._code or 1
-            grace = 0.0
-        # The earlier one: a second signal shortens the time that the first has given.
-        self._kill_at = min(self._kill_at or math.inf, now + grace + PATIENCE)
+        now, is_now = time.monotonic(), self._level == STOP_NOW
+        self._code = self._code or int(is_now)
+        self._awaits_change = False
         for slot in self._slots:
-            slot.start_at = None
-        for slot, child in self._running():
+            slot.start_at = math.inf
+        for _, child in self._running():
             child.order(self._level)
-            if now >= self._kill_at:
-                _kill(slot, child, "does not end")
-                self._code = self._code or 1
+            # The earlier one: a second signal shortens the time that the first has given.
+            child.kill_at = min(child.kill_at, now + (0 if is_now else self._grace) + PATIENCE)
 
     # Health
 
@@ -327,20 +318,17 @@ class Supervisor:
 
     def _is_answering(self) -> bool:
         since = time.monotonic() - health.MAX_AGE
-        return all(slot.child is not None and slot.answered_at >= since for slot in self._slots)
+        return all(
+            slot.child is not None and slot.child.answered_at >= since for slot in self._slots
+        )
 
 
-def _which(slot: _Slot, pid: int) -> str:
-    return f"worker process {slot.number} (pid {pid})"
+def _which(slot: _Slot, child: Child) -> str:
+    return f"worker process {slot.number} (pid {child.pid})"
 
 
 def _kill(slot: _Slot, child: Child, why: str) -> None:
-    if not slot.is_killed:
-        slot.is_killed = True
-        logger.error("%s %s: killing it; its tasks will run again", _which(slot, child.pid), why)
-        child.process.kill()
-
-
-def run(args: argparse.Namespace, pipe: ParentPipe) -> int:
-    """Run `machinery worker`."""
-    return Supervisor(args, pipe).run()
+    if not child.is_killed:
+        again = "" if child.is_over else "; its tasks will run again"
+        logger.error("%s %s: killing it%s", _which(slot, child), why, again)
+        child.kill()

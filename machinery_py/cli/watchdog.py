@@ -18,7 +18,6 @@ from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
 
-INTERVAL = 0.5  # seconds between two checks
 PATIENCE = 1.0  # seconds; a store may have to be asked that has lost some of its connections
 BROKEN = 1  # exit code of a worker that could not go on
 STDERR = 2
@@ -26,34 +25,22 @@ HIGH = 100  # the least number of the copy of stderr; whoever closes the low one
 
 
 class Watchdog:
-    """A thread that checks. Before the end it calls `blame`, for at most PATIENCE."""
+    """Checks the descriptors, with each sign of life.
+
+    Args:
+        stderr: what `copy_of_stderr` has returned.
+        blame: called before the end, for at most PATIENCE.
+    """
 
     def __init__(self, stderr: int, blame: Callable[[], object]) -> None:
-        """`stderr`: what `copy_of_stderr` has returned."""
-        self._blame = blame
-        self._stop = threading.Event()
-        self._ending = threading.Lock()  # never given back
-        self._thread = threading.Thread(target=self._work, name="machinery-watchdog", daemon=True)
         self._stderr = stderr
-
-    def __enter__(self) -> Watchdog:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(timeout=INTERVAL)
-
-    def _work(self) -> None:
-        while not self._stop.wait(INTERVAL):
-            self.check()
+        self._blame = blame
+        self._ending = threading.Lock()  # never given back
 
     def check(self) -> None:
         """End the process if descriptors are broken. May be called from any thread."""
-        if descriptors.broken():
-            self._end()
-
-    def _end(self) -> None:
+        if not descriptors.broken():
+            return
         self._ending.acquire()
         with suppress(OSError):
             os.dup2(self._stderr, STDERR)  # whatever has that number now is used no more

@@ -8,20 +8,19 @@ import os
 import socket
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from machinery_py.cli import health, logs, orphans, reload
 from machinery_py.cli.output import READY, clean, many, say, shown_url
-from machinery_py.cli.processes import STACKS, STOP_NOW, Orders, ParentPipe, label_of
+from machinery_py.cli.processes import STACKS, STOP_NOW, Orders, ParentLink, label_of
 from machinery_py.cli.watchdog import BROKEN, Watchdog, copy_of_stderr
-from machinery_py.errors import BackendUnavailable, BrokerUnavailable, MachineryError
+from machinery_py.errors import BackendUnavailable, BrokerUnavailable, ConfigError, MachineryError
 from machinery_py.texts import get_logger
 from machinery_py.version import __version__
 
 if TYPE_CHECKING:
-    from machinery_py.events import WorkerOnline
     from machinery_py.server import Server
     from machinery_py.worker.worker import Worker
 
@@ -35,72 +34,76 @@ INDENT = 11  # columns in front of its values
 def worker(args: argparse.Namespace) -> int:
     """Run `machinery worker`."""
     logs.configure(args.log_level, args.log_format)
-    pipe = ParentPipe(args.child)
+    link = ParentLink(args.child)
     try:
-        if args.reload and args.reloaded is None:
-            return reload.run(args, pipe)
-        if not pipe.is_numbered and (args.processes > 1 or os.name == "posix"):
-            from machinery_py.cli import supervisor
+        if not link.is_child and os.name == "posix":
+            from machinery_py.cli.supervisor import Supervisor
 
-            return supervisor.run(args, pipe)
-        return _work(args, pipe)
+            return Supervisor(args, Orders(link)).run()
+        if not link.is_child and (args.processes > 1 or args.reload):
+            raise ConfigError("--processes and --reload are not possible on Windows")
+        return _work(args, link)
     except KeyboardInterrupt:  # asked to stop before there was anything to stop
         return 0
 
 
-def _work(args: argparse.Namespace, pipe: ParentPipe) -> int:
-    orders = Orders(pipe)
+def _work(args: argparse.Namespace, link: ParentLink) -> int:
+    orders = Orders(link)
     orphans.hold_lifeline()
     stderr = copy_of_stderr()
     if stderr >= 0:
         faulthandler.register(STACKS, stderr)
-    with reload.telling_files(args.reloaded):
+    report = reload.FileReport(link.tell).send if args.reload else lambda: None
+    try:
         # Loads the library; a signal may interrupt that from here on.
         from machinery_py.cli import apps
         from machinery_py.worker import signs
 
         server = apps.load(args.app, args.app_dir)
-    if pipe.is_numbered:
-        signs.use(lambda line: pipe.tell(line, can_be_dropped=True))
-    one = _new_worker(server, args, pipe)
+    finally:
+        report()  # also the files of an app that is broken
+    one = _new_worker(server, args, link)
     if not args.no_banner:
         say(args, banner(server, one, args.processes))
-    readiness = Readiness(one, lambda: _on_ready(args, pipe, one))
     place = health.place_of(args)
-    if not pipe.is_numbered:
+    if not link.is_child:
         health.clear(place)
-    is_ready = readiness.is_ready
+    watchdog = Watchdog(stderr, one.blame)
+    one.on_failure = watchdog.check
+
+    def is_ready() -> bool:
+        # Where a store hangs, beats stay away without an error; they come each quarter of a lease.
+        return one.ready and time.monotonic() - one.beat_at <= one.app.config.lease
+
+    def give_sign(line: str) -> bool:
+        watchdog.check()
+        link.tell(f"answering {is_ready():d}", can_be_dropped=True)
+        report()
+        return not link.is_child or link.tell(line, can_be_dropped=True)
+
+    signs.use(give_sign)
     with ExitStack() as stack:
         stack.callback(orphans.end_below, orphans.below())
-        pulse = health.Pulse(
-            place,
-            label=label_of(args, pipe.label),
-            worker=one.name,
-            is_ready=is_ready,
-            tell=lambda answers: pipe.tell(f"answering {answers:d}", can_be_dropped=True),
-        )
-        stack.enter_context(pulse)
-        if args.health_port is not None and not pipe.is_numbered:
+        label = label_of(args, link.label)
+        stack.enter_context(health.Pulse(place, label=label, worker=one.name, is_ready=is_ready))
+        if args.health_port is not None and not link.is_child:
             stack.enter_context(
                 health.serve(args.health_host, args.health_port, lambda: True, is_ready)
             )
-        orders.follow(
-            lambda level: one.abort() if level == STOP_NOW else one.quit(),
-            grace=f" (at most {one.shutdown_timeout:g} s; once more to stop now)",
-        )
-        one.on_failure = stack.enter_context(Watchdog(stderr, one.blame)).check
+        orders.grace = f" (at most {one.shutdown_timeout:g} s; once more to stop now)"
+        orders.follow(lambda level: one.abort() if level == STOP_NOW else one.quit())
         try:
-            code = _launch(one, readiness)
+            code = _launch(args, link, one)
         finally:
-            pipe.tell("worn" if one.is_worn else "over")
+            link.tell("worn" if one.is_worn else "over")
     server.close()
     return code
 
 
-def _new_worker(server: Server, args: argparse.Namespace, pipe: ParentPipe) -> Worker:
+def _new_worker(server: Server, args: argparse.Namespace, link: ParentLink) -> Worker:
     from machinery_py.worker.processes import ChildApp  # loads the library, as `_work` does
 
-    label = label_of(args, pipe.label)
+    label = label_of(args, link.label)
     name = args.name and (f"{args.name}-{label}" if label else args.name)
     one = server.new_worker(
         name or f"{socket.gethostname()}-{os.getpid()}",
@@ -121,57 +124,28 @@ def _new_worker(server: Server, args: argparse.Namespace, pipe: ParentPipe) -> W
     return one
 
 
-def _launch(one: Worker, readiness: Readiness) -> int:
+def _launch(args: argparse.Namespace, link: ParentLink, one: Worker) -> int:
+    from machinery_py.events import WorkerOnline  # not for the supervisor, which is to be small
+
+    has_started = False
+
+    def on_online(_: WorkerOnline) -> None:
+        # Before its first claim: what it claims may end the process.
+        nonlocal has_started
+        has_started = True
+        stall_timeout = args.stall_timeout or one.app.config.stall_timeout
+        link.tell(f"ready {one.shutdown_timeout} {stall_timeout}")
+        if not args.no_banner and not link.is_child:
+            say(args, READY)
+
+    one.app.events.subscribe(WorkerOnline, on_online)
     try:
         return one.launch(signals=False)
     except MachineryError as error:
-        if not readiness.was_ready or isinstance(error, (BrokerUnavailable, BackendUnavailable)):
+        if not has_started or isinstance(error, (BrokerUnavailable, BackendUnavailable)):
             raise  # it could not even start, or gave up waiting for its store: 2 or 3, see main
         logger.error("%s", error)
         return BROKEN
-
-
-def _on_ready(args: argparse.Namespace, pipe: ParentPipe, one: Worker) -> None:
-    pipe.tell(f"ready {one.shutdown_timeout} {one.app.config.stall_timeout}")
-    if not args.no_banner and not pipe.is_numbered:
-        say(args, READY)
-
-
-class Readiness:
-    """Knows whether a worker has started and whether its broker answers.
-
-    Calls `on_start` once, when the worker has its session and before its first claim: what it
-    claims may end the process.
-    """
-
-    def __init__(self, one: Worker, on_start: Callable[[], object]) -> None:
-        self.was_ready = False
-        self._worker = one
-        self._on_start = on_start
-        self._answered_at: float | None = None  # of the broker, at the last beat
-        from machinery_py.events import WorkerOnline  # not for the supervisor, which is to be small
-
-        one.app.events.subscribe(WorkerOnline, self._on_online)
-        one.on_beat = self._on_beat
-
-    def _on_online(self, _: WorkerOnline) -> None:
-        if not self.was_ready:
-            self.was_ready = True
-            self._on_start()
-
-    def _on_beat(self) -> None:
-        self._answered_at = time.monotonic()
-
-    def is_ready(self) -> bool:
-        """Whether the broker answered within the last lease.
-
-        Beats come each quarter of a lease; where a store hangs they stay away without an error.
-        """
-        return (
-            self._answered_at is not None
-            and time.monotonic() - self._answered_at <= self._worker.app.config.lease
-            and self._worker.ready
-        )
 
 
 # The banner

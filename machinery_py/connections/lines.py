@@ -17,7 +17,7 @@ class LineReader:
         self._unread = b""
         os.set_blocking(descriptor, False)
 
-    def read(self) -> list[bytes]:
+    def read(self) -> list[str]:
         """Return the lines since the last call."""
         try:
             while chunk := os.read(self.descriptor, 65536):
@@ -26,7 +26,7 @@ class LineReader:
         except OSError:
             pass  # nothing more for now
         *lines, self._unread = self._unread.split(b"\n")
-        return lines
+        return [line.decode("utf-8", "surrogateescape") for line in lines]
 
 
 class LineWriter:

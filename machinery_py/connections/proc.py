@@ -1,8 +1,9 @@
-"""Facts about processes from /proc (Linux)."""
+"""Facts about processes, most of them from /proc (Linux)."""
 
 from __future__ import annotations
 
 import os
+import signal
 
 #: Fields of `stat`. Times are in ticks, the start since the boot.
 STATE, PARENT, USER_TIME, SYSTEM_TIME, STARTED = 0, 1, 11, 12, 19
@@ -26,3 +27,13 @@ def memory() -> int:
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS
+
+
+def how_it_ended(code: int) -> str:
+    """Return the rest of a sentence, as `ended with exit code 3`."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by signal {-code} ({signal.Signals(-code).name})"
+    except ValueError:
+        return f"was killed by signal {-code}"

@@ -95,11 +95,8 @@ class ToldProcess:
         """Return the sessions to beat for, when so many seconds have passed without a sign."""
         self.silence += passed
         is_doubtful = self.is_kept or self.silence >= DOUBTFUL
-        state = proc.stat(self.pid)[:1] if is_doubtful else []
-        if state in (["T"], ["t"]):
+        if is_doubtful and proc.stat(self.pid)[:1] in (["T"], ["t"]):
             self.silence = 0.0
-        elif state in (["Z"], ["X"]):
-            return []
         return [one for one in self.sessions if one.is_due(self.silence)]
 
     @property
@@ -208,7 +205,7 @@ def main(arguments: Iterable[str]) -> None:
     while not reader.is_at_end and os.getppid() == pid:
         select.select([reader.descriptor], [], [], PARENT_CHECK)
         for line in reader.read():
-            keeper.hear(pid, line.partition(b" ")[2].decode("utf-8", "surrogateescape"))
+            keeper.hear(pid, line.partition(" ")[2])
     os._exit(0)  # the thread may wait for a store
 
 

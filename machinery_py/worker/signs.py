@@ -30,7 +30,7 @@ from typing import Any
 from machinery_py.brokers.base import Broker, Consumer
 from machinery_py.config.config import OPTIONS, Config
 from machinery_py.config.urls import redact
-from machinery_py.connections import descriptors
+from machinery_py.connections import descriptors, proc
 from machinery_py.connections.forks import ForkLock
 from machinery_py.connections.lines import LineWriter
 from machinery_py.stores.open import is_built_in
@@ -82,7 +82,12 @@ class Signs:
         self.give()
 
     def give(self) -> bool:
-        """Give a sign now, with the names that the sessions have now. False: nobody wants any."""
+        """Give a sign now, with the names that the sessions have now. False: nobody wants any.
+
+        Called after each beat, too, which may have given a session another name.
+        """
+        if self.pid != os.getpid():
+            return False  # a forked child has the worker of its parent
         with self._lock:
             sessions = [facts | {"session": one.session} for one, facts in self._kept.items()]
             return self._tell(f"{SIGN} {json.dumps(sessions)}")
@@ -159,13 +164,13 @@ class KeeperProcess:
 
     def _buried(self) -> str:
         """Reap the one that has ended, and say how."""
-        how, pid, self._pid, self._writer = "", self._pid, 0, None
+        how, pid, self._pid, self._writer = "has ended", self._pid, 0, None
         if self._socket is not None:
             with suppress(OSError):  # user code has closed it
                 self._socket.close()
         with suppress(ChildProcessError):  # user code has reaped it
-            how = f": exit code {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}"
-        return f"the keeper of this process has ended{how}"
+            how = proc.how_it_ended(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        return f"the keeper of this process {how}"
 
 
 def _start(stdin: socket.socket) -> int:
@@ -194,7 +199,7 @@ def _start(stdin: socket.socket) -> int:
 
 
 class _Own:
-    """The signs of this process."""
+    """The signs of this process; a forked child has none of its own."""
 
     signs: Signs | None = None
     lock = ForkLock()
@@ -206,18 +211,10 @@ def use(tell: Callable[[str], bool]) -> None:
         _Own.signs = Signs(tell)
 
 
-def _own(*, is_needed: bool = False) -> Signs | None:
-    """Return the signs of this process, if there are any; a forked child has none of its own."""
-    with _Own.lock:
-        if _Own.signs is None or _Own.signs.pid != os.getpid():
-            _Own.signs = Signs(KeeperProcess().tell) if is_needed else None
-        return _Own.signs
-
-
-def keep(broker: Broker, consumer: Consumer, queues: Sequence[str], config: Config) -> None:
-    """Have the keeper of this process beat for a consumer, if those of its broker live by beats."""
+def signs_for(broker: Broker, config: Config) -> Signs | None:
+    """Return the signs of this process, if the consumers of the broker live by beats; else None."""
     if not broker.features.beats or os.name != "posix":
-        return
+        return None
     if not is_built_in(config.broker):
         logger.warning(
             "broker %r is opened by code of your own (add_family), which the keeper does not "
@@ -226,17 +223,8 @@ def keep(broker: Broker, consumer: Consumer, queues: Sequence[str], config: Conf
             redact(config.broker),
             config.lease,
         )
-    elif signs := _own(is_needed=True):
-        signs.keep(consumer, queues, config)
-
-
-def give() -> None:
-    """Give a sign now; called after each beat, which may have given a session another name."""
-    if signs := _own():
-        signs.give()
-
-
-def drop(consumer: Consumer) -> None:
-    """End what `keep` began: the consumer is closed."""
-    if signs := _own():
-        signs.drop(consumer)
+        return None
+    with _Own.lock:
+        if _Own.signs is None or _Own.signs.pid != os.getpid():
+            _Own.signs = Signs(KeeperProcess().tell)
+        return _Own.signs

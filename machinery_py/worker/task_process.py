@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from machinery_py.connections import proc
 from machinery_py.errors import MachineryError
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.frames import (
@@ -250,7 +251,7 @@ class TaskProcess:
                 pipe.close()
         if not has_ended and not was_killed:
             return "closed its pipes, and was killed"
-        return how_it_ended(code)
+        return proc.how_it_ended(code)
 
     def _has_ended_by(self, deadline: float) -> bool:
         """Wait for its end without reaping it. False: it did not end."""
@@ -267,13 +268,3 @@ class TaskProcess:
         if hasattr(os, "waitid"):
             return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
         return self._process.poll() is not None  # macOS before Python 3.13; it is reaped here
-
-
-def how_it_ended(code: int) -> str:
-    """Return the rest of a sentence, as `ended with exit code 3`."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"was killed by signal {-code} ({signal.Signals(-code).name})"
-    except ValueError:
-        return f"was killed by signal {-code}"

@@ -8,6 +8,7 @@ over has been committed; the session is closed last.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -28,7 +29,6 @@ from machinery_py.schedules.thread import SchedulerThread
 from machinery_py.stores.base import Session
 from machinery_py.tasks.signature import Signature
 from machinery_py.texts import get_logger
-from machinery_py.worker import signs
 from machinery_py.worker.autoscale import Autoscaler
 from machinery_py.worker.chords import settle_ready_groups
 from machinery_py.worker.execution import Execution
@@ -40,6 +40,7 @@ from machinery_py.worker.processes import ChildApp, ProcessPool
 from machinery_py.worker.receiver import Receiver
 from machinery_py.worker.reconnect import Handler, Reconnect, open_patiently
 from machinery_py.worker.settler import Settler
+from machinery_py.worker.signs import Signs, signs_for
 from machinery_py.worker.stopping import StopRequest
 
 logger = get_logger(__name__)
@@ -113,7 +114,7 @@ class Worker:
         self.shutdown_timeout = (
             app.config.shutdown_timeout if shutdown_timeout is None else shutdown_timeout
         )
-        self.on_beat: Callable[[], object] | None = None
+        self.beat_at = -math.inf  # monotonic seconds; the last beat that the broker answered
         self.on_failure: Callable[[], object] | None = None  # before it stops by a failure
         self.is_worn = False  # it has ended to be renewed
         self._hooks = WorkerHooks()
@@ -122,6 +123,7 @@ class Worker:
         self._attendant: threading.Thread | None = None  # ends what `start` began
         self._has_ended = False
         self._session: Session | None = None
+        self._signs: Signs | None = None
         self._processes = ProcessPool(self.name)
         self._processes.close()
         self._processed_before = 0
@@ -325,7 +327,9 @@ class Worker:
             name=self.name,
             on_beat=self._on_beat,
         )
-        signs.keep(app.store.broker, session.consumer, self.queues, app.config)
+        self._signs = signs_for(app.store.broker, app.config)
+        if self._signs is not None:
+            self._signs.keep(session.consumer, self.queues, app.config)
         self._session = session
         # Before the first claim: its failure does not change that this worker has started.
         app.publisher.catch_up()
@@ -400,7 +404,8 @@ class Worker:
                 session.close()
             except MachineryError as error:
                 logger.warning("this worker could not sign off, and will be found gone: %s", error)
-            signs.drop(session.consumer)
+            if self._signs is not None:
+                self._signs.drop(session.consumer)
             self.app.events.emit(WorkerOffline(worker=self.name, processed=self.processed))
             self.app.publisher.close()
 
@@ -464,9 +469,9 @@ class Worker:
             self._stop_request.wait(0.02)
 
     def _on_beat(self) -> None:
-        signs.give()
-        if self.on_beat is not None:
-            self.on_beat()
+        if self._signs is not None:
+            self._signs.give()
+        self.beat_at = time.monotonic()
         if WorkerHeartbeat in self.app.events.wanted:
             self.app.events.emit(
                 self.app.publisher.heartbeat(

@@ -205,7 +205,7 @@ def test_a_worker_whose_descriptors_a_task_has_closed_is_replaced(
     app.send("close")
 
     worker.wait_for("a task has closed descriptors of this worker: ending at once")
-    worker.wait_for("has ended: exit code 1 (a task ended it); starting another one\n")
+    worker.wait_for("ended with exit code 1 (a task ended it); starting another one\n")
     assert worker.stop() == 0
 
 

@@ -10,7 +10,8 @@ import time
 import pytest
 
 from machinery_py.testing.waiting import wait_until
-from tests.cli.app import HANG, TASKS, App, app_in_a_folder
+from tests.cli.app import HANG, TASKS, App, app_in_a_folder, is_alive
+from tests.support.servers import RedisServer
 
 app = app_in_a_folder
 
@@ -86,6 +87,9 @@ def test_worker_whose_supervisor_is_killed_ends_in_order(app: App) -> None:
     uuid = app.send("hold", "slow")
     wait_until(lambda: app.notes, HANG)
 
+    os.kill(worker.pid, signal.SIGSTOP)  # so that it dies with signs unread
+    begun = time.monotonic()
+    wait_until(lambda: time.monotonic() - begun > 1.5, HANG)
     os.kill(worker.pid, signal.SIGKILL)
     worker.wait()
     app.go("slow")
@@ -93,3 +97,33 @@ def test_worker_whose_supervisor_is_killed_ends_in_order(app: App) -> None:
     wait_until(lambda: app.state(uuid) == "SUCCESS", HANG)
     wait_until(lambda: not pathlib.Path(f"/proc/{child}/exe").exists(), HANG)
     assert app.notes == [("slow", child)]
+
+
+def test_task_that_outlives_supervisor_and_lease_completes_once(
+    app: App, empty_redis: RedisServer
+) -> None:
+    app.env |= {"MACHINERY_URL": empty_redis.url, "MACHINERY_LEASE": "1"}
+    app.write(
+        "tasks.py",
+        TASKS
+        + """
+@server.task
+def hold_once() -> None:
+    import ctypes
+    note("run")
+    if (HERE / "notes.txt").read_text().count("run") == 1:
+        ctypes.PyDLL(None).sleep(4)
+""",
+    )
+    first = app.worker("-c", "1")
+    worker = first.worker
+    uuid = app.send("hold_once")
+    wait_until(lambda: app.notes, HANG)
+
+    os.kill(first.pid, signal.SIGKILL)
+    second = app.worker("-c", "1")
+
+    wait_until(lambda: app.state(uuid) == "SUCCESS", HANG)
+    wait_until(lambda: not is_alive(worker), HANG)
+    assert app.notes == [("run", worker), ("run", second.worker)]
+    assert second.stop() == 0

@@ -164,7 +164,9 @@ def test_killed_keeper_is_replaced_and_knows_the_sessions(
     second = program.keeper()
     wait_until(lambda: len(os.listdir(f"/proc/{second}/task")) == 2, HANG, "its thread")
 
-    assert "has ended: exit code -9" in program.errors.read_text()
+    assert (
+        "the keeper of this process was killed by signal 9 (SIGKILL)" in program.errors.read_text()
+    )
     with contextlib.closing(Server(config=Config(broker=empty_redis.url, lease=LEASE))) as server:
         (before,) = server.broker.workers()
         begun = time.monotonic()
