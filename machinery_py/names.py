@@ -27,7 +27,7 @@ is_made = re.compile(r"(?:task|group|chord)_[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a
 _KEYS = r"delayed_tasks\Z|TriggerChordMutex\Z|machinery_lock_|mpy:"
 _QUEUES = (
     r"amq\.|machinery\.(?:control|dead|delay|finished|held|lock|paused|queues|results|revocations"
-    r"|sha256|workers)(?:\.|\Z)"
+    r"|sha256|topics|workers)(?:\.|\Z)"
 )
 #: Beginnings that no name of a queue, or no UUID of a task or group, may have.
 RESERVED = {

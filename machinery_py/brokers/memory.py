@@ -28,7 +28,7 @@ from machinery_py.brokers.base import (
     WorkerInfo,
 )
 from machinery_py.brokers.entries import Entry, new_letter, new_worker
-from machinery_py.brokers.topics import TOPIC_AGE, TOPIC_LENGTH, Subscription, check_records
+from machinery_py.brokers.topics import TOPIC_AGE, TOPIC_LENGTH, BufferedSubscription, check_records
 from machinery_py.connections.memory import MemoryHub
 from machinery_py.connections.recent_tokens import RecentTokens
 
@@ -61,24 +61,16 @@ class _Hold:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _TopicRecord:
-    """A record and its time, by the monotonic clock."""
-
-    body: bytes
-    at: float
-    until: float
-
-
 class _Topic:
     """The newest records of a topic, and its subscriptions."""
 
     def __init__(self) -> None:
-        self.records: deque[_TopicRecord] = deque(maxlen=TOPIC_LENGTH)
+        #: Each with when it came and until when it counts, by the monotonic clock.
+        self.records: deque[tuple[bytes, float, float]] = deque(maxlen=TOPIC_LENGTH)
         self.subscriptions: set[MemorySubscription] = set()
 
     def is_over(self, now: float) -> bool:
-        return not self.subscriptions and all(one.until <= now for one in self.records)
+        return not self.subscriptions and all(until <= now for _, _, until in self.records)
 
 
 class MemoryBroker(Broker):
@@ -296,11 +288,10 @@ class MemoryBroker(Broker):
             for name in [name for name, other in self._topics.items() if other.is_over(now)]:
                 del self._topics[name]
             until = now + min(ttl, TOPIC_AGE)
-            new = [_TopicRecord(bytes(record), now, until) for record in records]
             there = self._topics.setdefault(topic, _Topic())
-            there.records.extend(new)
+            there.records.extend((bytes(record), now, until) for record in records)
             for subscription in there.subscriptions:
-                subscription.add(new)
+                subscription.add((bytes(record), until) for record in records)
 
     def subscribe(self, topic: str, *, since: float = 0.0) -> MemorySubscription:
         with self.hub.lock:
@@ -308,50 +299,26 @@ class MemoryBroker(Broker):
             subscription = MemorySubscription(self.hub, there.subscriptions)
             oldest = self.hub.clock.monotonic() - since
             if since > 0:
-                subscription.add([one for one in there.records if one.at >= oldest])
+                subscription.add((body, until) for body, at, until in there.records if at >= oldest)
             return subscription
 
     def close(self) -> None:
         pass  # the hub belongs to whoever made it
 
 
-class MemorySubscription(Subscription):
-    """Records that were not read yet, and the event that ends the waiting."""
+class MemorySubscription(BufferedSubscription):
+    """An entry among the subscriptions of its topic."""
 
     def __init__(self, hub: MemoryHub, subscriptions: set[MemorySubscription]) -> None:
+        super().__init__(hub.clock)
         self._hub = hub
         self._subscriptions = subscriptions
-        self._records: deque[_TopicRecord] = deque()
-        self._news = threading.Event()
         subscriptions.add(self)
-
-    def add(self, records: Sequence[_TopicRecord]) -> None:
-        """Take records in. Called with the lock held."""
-        self._records.extend(records)
-        while len(self._records) > TOPIC_LENGTH:
-            self._records.popleft()
-            self.missed += 1
-        self._news.set()
-
-    def read(self, timeout: float) -> list[bytes]:
-        self._news.wait(timeout)
-        with self._hub.lock:
-            now = self._hub.clock.monotonic()
-            found = [one.body for one in self._records if now < one.until]
-            self.missed += len(self._records) - len(found)
-            self._records.clear()
-            if self in self._subscriptions:  # else it is closed, and waits no more
-                self._news.clear()
-            return found
-
-    def wake(self) -> None:
-        self._news.set()
 
     def close(self) -> None:
         with self._hub.lock:
             self._subscriptions.discard(self)
-            self._records.clear()
-        self._news.set()
+        super().close()
 
 
 class MemoryConsumer(Consumer):

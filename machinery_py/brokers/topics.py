@@ -7,9 +7,12 @@ rather than waited for: a topic keeps its newest TOPIC_LENGTH records, each for 
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 
+from machinery_py.clock import Clock
 from machinery_py.errors import PublishRefused, for_good
 from machinery_py.texts import quoted
 
@@ -63,6 +66,46 @@ class Subscription(ABC):
         if not 0 < first <= numbers[0]:
             first = numbers[0]
         self.missed += max(0, self._next - first - handed_out)
+
+
+class BufferedSubscription(Subscription):
+    """Records that have come to this process and were not read yet, the newest TOPIC_LENGTH."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._records: deque[tuple[bytes, float]] = deque()
+        self._changing = threading.Lock()
+        self._news = threading.Event()
+        self._closed = False
+
+    def add(self, records: Iterable[tuple[bytes, float]], *, missed: int = 0) -> None:
+        """Take records in, each with the moment of the monotonic clock at which it is over."""
+        with self._changing:
+            self._records.extend(records)
+            self.missed += missed
+            while len(self._records) > TOPIC_LENGTH:
+                self._records.popleft()
+                self.missed += 1
+            self._news.set()
+
+    def read(self, timeout: float) -> list[bytes]:
+        self._news.wait(timeout)
+        with self._changing:
+            now = self._clock.monotonic()
+            found = [body for body, until in self._records if now < until]
+            self.missed += len(self._records) - len(found)
+            self._records.clear()
+            if self._closed:
+                return []
+            self._news.clear()
+            return found
+
+    def wake(self) -> None:
+        self._news.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._news.set()
 
 
 def check_records(topic: str, records: Sequence[bytes]) -> None:

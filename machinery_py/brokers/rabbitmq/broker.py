@@ -38,6 +38,7 @@ from machinery_py.brokers.rabbitmq.messages import (
     message_of,
 )
 from machinery_py.brokers.rabbitmq.publisher import MessagePublisher, PublishAttempts
+from machinery_py.brokers.rabbitmq.topics import AMQPSubscription, TopicSender
 from machinery_py.brokers.rabbitmq.topology import Topology, digest
 from machinery_py.connections.durability import Concern
 from machinery_py.connections.rabbitmq.client import NOT_FOUND, AmqpDriver
@@ -57,6 +58,7 @@ class AMQPBroker(Broker):
         whole_batches=False,
         counts_returns=False,
         tells_age=False,
+        topics=True,
     )
 
     def __init__(
@@ -68,6 +70,7 @@ class AMQPBroker(Broker):
         self._consumer_timeout = consumer_timeout
         self._publisher = MessagePublisher(driver, topology)
         self._attempts = PublishAttempts()
+        self._topics = TopicSender(driver)
         self._split = DelayedSplit()
         self._consumers: weakref.WeakSet[AMQPConsumer] = weakref.WeakSet()
 
@@ -214,6 +217,13 @@ class AMQPBroker(Broker):
             letter=f"{message.uuid}:{digest(message.body.hex())}",  # a repeat is one letter
         )
         self._publisher.send([letter])
+
+    def broadcast(self, topic: str, records: Sequence[bytes], *, ttl: float) -> None:
+        self._topics.send(topic, records, ttl)
+
+    def subscribe(self, topic: str, *, since: float = 0.0) -> AMQPSubscription:
+        del since  # BrokerFeatures.keeps_topics
+        return AMQPSubscription(self.driver, topic)
 
     def concerns(self) -> list[Concern]:
         if not self.topology.limits_length or (self.topology.is_quorum and self.topology.rejects):

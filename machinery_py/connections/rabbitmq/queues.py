@@ -11,6 +11,7 @@ CONTROL = "machinery.control"
 DUE = "machinery.delay.due"
 PAUSED = "machinery.paused"
 PAUSED_SINK = "machinery.paused.sink"
+TOPICS = "machinery.topics"
 LOOKING = "machinery.lock.looking"
 RESULTS = "machinery.results."
 FINISHED = "machinery.finished"
@@ -57,7 +58,10 @@ BROKER = (
     StoredItem("machinery.lock.looking", "queue",
                "nothing: its exclusive owner takes messages to look at them",
                "until its connection ends", "broker"),
-    StoredItem("amq.gen-<name>", "queue", "questions and news for one process; exclusive",
+    StoredItem("machinery.topics", "exchange", "records of topics, by the name of the topic",
+               "for ever", "broker"),
+    StoredItem("amq.gen-<name>", "queue",
+               "questions and news for one process, or records for one subscription; exclusive",
                "until its connection ends", "consumer, backend"),
 )
 

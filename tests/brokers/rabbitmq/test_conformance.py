@@ -10,6 +10,8 @@ import pytest
 from machinery_py.brokers.base import Broker, Consumer, Delivery
 from machinery_py.brokers.rabbitmq.broker import AMQPBroker
 from machinery_py.brokers.rabbitmq.consumer import AMQPConsumer
+from machinery_py.brokers.rabbitmq.topics import AMQPSubscription
+from machinery_py.brokers.topics import Subscription
 from machinery_py.config.config import AMQPConfig
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker, seconds
@@ -58,6 +60,10 @@ class TestAMQPBroker(BrokerConformance):
 
         assert bodies(came) == [b"late"]
         assert time.monotonic() - began >= 8.0 / PACE - 0.1
+
+    def await_records(self, subscription: Subscription, count: int) -> None:
+        assert isinstance(subscription, AMQPSubscription)
+        wait_until(lambda: len(subscription._records) >= count, what="the records")
 
     def crash_consumer(
         self,

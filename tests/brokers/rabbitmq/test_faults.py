@@ -77,6 +77,8 @@ def test_f60_publish_is_refused_in_time_while_memory_is_short(
         started = time.monotonic()
         with pytest.raises(BrokerUnavailable, match="takes no messages at present: low on memory"):
             put(broker, b"second")
+        with pytest.raises(BrokerUnavailable, match="it takes no messages: low on memory"):
+            broker.broadcast("t", [b"x"], ttl=1.0)
         assert time.monotonic() - started < HANG
 
         one, two = consumer.receive(2, 5.0)
