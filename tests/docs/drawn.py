@@ -120,6 +120,7 @@ DRAWN: Mapping[str, Callable[[], str]] = {
     "states.LEGAL": lambda: transitions(LEGAL),
     "states next run": lambda: transitions(_NEXT_RUN),
     "endings": endings.table,
+    "endings otherwise": endings.otherwise,
     "imports": lambda: f"```text\n{import_rows()}\n```",
     "message add": lambda: _json(encode_signature(ADD)),
     "message second try": lambda: _json(encode_signature(SECOND_TRY)),

@@ -25,3 +25,8 @@ def test_options_of_a_call_come_back_from_its_headers(limit: float | dt.timedelt
     assert (settings.time_limit, settings.kill_after, settings.ignore_result) == (30.0, 0.0, True)
     unlimited = task.options(time_limit=None).signature().headers
     assert settings_of_call(task.settings, unlimited).time_limit is None
+
+
+def test_ack_is_late_by_default() -> None:
+    settings = Server("memory://").task(print).settings
+    assert (settings.ack, settings.on_worker_lost, settings.on_failure) == ("late", "retry", "ack")

@@ -235,17 +235,65 @@ ENDINGS = (
 )
 
 
+#: Tests that hold the other rows of the checklist.
+TESTS = {
+    "F36": "test_retry_may_change_queue_arguments_and_moment",
+    "F40": "test_a_retry_that_is_refused_is_a_failure",
+    "F41": "test_eager_runs_inside_send",
+    "F45": "test_a_module_that_is_loaded_twice_registers_its_tasks_twice",
+    "F49": "test_exponential_backoff_has_a_factor_and_a_cap",
+    "F50": "test_exponential_backoff_has_a_factor_and_a_cap",
+    "F51": "test_jitter_scatters_evenly",
+    "F52": "test_retry_counts_as_a_try_and_may_set_the_number",
+    "F53": "test_a_task_can_still_be_called",
+    "F54": "test_tasks_behind_a_blocked_one_are_run_by_another_worker",
+    "F56": "test_tasks_behind_a_blocked_one_are_run_by_another_worker",
+    "F57": "test_closing_returns_deliveries_at_once_without_a_strike",
+    "F59": "test_long_messages_are_claimed_a_few_megabytes_at_a_time",
+    "F60": "test_tasks_behind_a_blocked_one_are_run_by_another_worker",
+    "F62": "test_the_tasks_of_a_killed_worker_run_again_at_once",
+    "F63": "test_task_that_holds_the_interpreter_runs_once",
+    "F71": "test_closing_returns_deliveries_at_once_without_a_strike",
+    "F72": "test_how_tasks_end_is_told",
+    "F86": "test_one_of_many_threads_settles",
+    "F88": "test_ack_is_late_by_default",
+}
+#: Rows that are answered otherwise, and how.
+OTHERWISE = {
+    "F34": "A retry inside a task is raised (`Retry`), so no line behind it runs. A task that "
+    "is to go on sends a call of its own.",
+    "F46": "A task is a function, or an object that can be called, under a name (`register_task`); "
+    "there are no task classes.",
+    "F48": "`retries` and `backoff` are options of the task, for errors and for `Retry` alike.",
+    "F55": "`prefetch=0` claims for free slots alone. No claim is without a limit.",
+    "F58": "That a prefetch pays is measured (`python -m benchmarks`), and not tested.",
+    "F85": "A running task is STARTED, with its worker and the moment, whether `ack` is early or "
+    "late. The process of a task is not shown.",
+    "F89": "A function is registered with several servers by `register_task`. Options cannot be "
+    "declared without a server.",
+}
+#: All of them: "F32" to "F72", "F85" to "F89", and two more.
+CHECKLIST = {f"F{n}" for n in (*range(32, 73), *range(85, 90))} | {"X04", "M68"}
+
+
 def differing() -> list[tuple[Ending, str]]:
     """Return the rows, each by default and with the settings that change what follows."""
     return [
         (one, setting)
         for one in ENDINGS
         for setting in SETTINGS
+        # Where the first loss is the end, "die" is as "die once".
+        if (one.play, setting) not in (("die", "early"), ("die", "fail"))
         if setting == "late"
         or one.play == "return"
         or one.state_with(setting) != one.state_with("late")
         or one.letter_with(setting) != one.letter_with("late")
     ]
+
+
+def otherwise() -> str:
+    """Return the list of the page."""
+    return "\n".join(f"- {text}" for text in OTHERWISE.values())
 
 
 def table() -> str:

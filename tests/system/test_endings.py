@@ -1,7 +1,8 @@
 """Each ending of a task under each setting, on worker processes over each kind of store.
 
-`make chaos` (MACHINERY_TEST_FULL=1) plays all of them; otherwise the settings that change nothing
-are left out.
+The rows of a place that can share a worker are played together, by the first test that needs one.
+`make chaos` (MACHINERY_TEST_FULL=1) plays all settings; otherwise those that change nothing are
+left out.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +21,16 @@ import pytest
 from machinery_py import AsyncResult, Server, Signature
 from machinery_py.testing.waiting import wait_until
 from tests.system import ending_app
-from tests.system.endings import ENDINGS, SETTINGS, STRIKES, Ending, differing
+from tests.system.endings import (
+    CHECKLIST,
+    ENDINGS,
+    OTHERWISE,
+    SETTINGS,
+    STRIKES,
+    TESTS,
+    Ending,
+    differing,
+)
 
 ROOT = pathlib.Path(__file__).parents[2]
 APP = "tests.system.ending_app"
@@ -27,11 +38,15 @@ POOLS = ["thread", "process"]
 STORES = ["sqlite", "redis", "cluster", "mongodb", "amqp and redis"]
 NUMBERS = {"letter": "F68-M68 letter", "early": "F64 early", "late": "F65 late"}
 FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
+ROWS = list(itertools.product(ENDINGS, SETTINGS)) if FULL else differing()
+TOGETHER = ["-c", str(len(SETTINGS) if FULL else 3)]  # all "stop" at a time
+ALONE = ["-c", "1", "-p", "2"]  # for threads whose tasks kill their worker
+KINDS = ("stop", "die")  # rows that are played by themselves
 HANG = 60.0  # seconds; a guard, nothing is measured with it
 
 
 class Place:
-    """A store, a worker process over it, and a Server that sends."""
+    """A store, worker processes over it, and a Server that sends; `played` holds what it sent."""
 
     def __init__(self, folder: pathlib.Path, url: str, backend: str, pool: str) -> None:
         self.pool = pool
@@ -50,28 +65,48 @@ class Place:
             "MACHINERY_MAX_STRIKES": str(STRIKES),
             "PYTHONPATH": str(ROOT),
         }
-        self.options = ["-c", "2", "--shutdown-timeout", "0"]
-        if pool != "thread":
-            self.options += ["--pool", pool]
-        self.worker = self.start()
+        self.played: dict[str, dict[tuple[str, str], AsyncResult[object]]] = {}
+        self.options: list[str] = []
+        self.worker: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "machinery_py", "worker", APP, *self.options],
-            env=self.environment,
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-
-    def keep(self) -> None:
-        """Start another worker if it has ended."""
-        if self.worker.poll() is not None:
-            self.worker = self.start()
+    def run(self, options: list[str]) -> None:
+        """Let a worker with these options run; the one before it is stopped."""
+        if options != self.options or self.worker is None:
+            self.stop()
+            command = [sys.executable, "-m", "machinery_py", "worker", APP, "--pool", self.pool]
+            self.worker, self.options = (
+                subprocess.Popen(
+                    [*command, "--shutdown-timeout", "0", *options],
+                    env=self.environment,
+                    cwd=ROOT,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                ),
+                options,
+            )
 
     def stop(self) -> None:
-        self.worker.send_signal(signal.SIGTERM)
-        self.worker.wait(HANG)
+        if self.worker is not None:
+            self.worker.send_signal(signal.SIGTERM)
+            self.worker.wait(HANG)
+            self.worker = None
+
+    def result_of(self, ending: Ending, setting: str) -> AsyncResult[object]:
+        """Return the result of this row; all rows that are played with it have been sent."""
+        kind = kind_of(ending)
+        if kind not in self.played:
+            self.run(ALONE if kind == "die" and self.pool == "thread" else TOGETHER)
+            self.played[kind] = {
+                (one.play, with_setting): sent(self, one, with_setting)
+                for one, with_setting in ROWS
+                if kind_of(one) == kind and (one.play != "ignore" or self.pool == "process")
+            }
+            if kind == "stop":
+                results = self.played[kind].values()
+                wait_until(lambda: all(self.calls(one.uuid) for one in results), HANG, what="runs")
+                self.stop()
+                self.run(ALONE if self.pool == "thread" else TOGETHER)
+        return self.played[kind][ending.play, setting]
 
     def calls(self, uuid: str) -> int:
         return self.ledger.read_text().split().count(uuid)
@@ -80,8 +115,9 @@ class Place:
         return [one.reason for one in self.server.inspect.dead() if one.uuid == uuid]
 
     def close(self) -> None:
-        self.worker.kill()
-        self.worker.wait()
+        if self.worker is not None:
+            self.worker.kill()
+            self.worker.wait()
         self.server.close()
         self.foreign.close()
 
@@ -117,8 +153,14 @@ def _emptied(request: pytest.FixtureRequest) -> str:
     return str(server.url)
 
 
-def played(place: Place, ending: Ending, setting: str) -> AsyncResult[object]:
-    """Send the task, and do what the test has to do."""
+def kind_of(ending: Ending) -> str:
+    """Return the rows that this one is played with."""
+    word = ending.play.split()[0]
+    return word if word in KINDS else ""
+
+
+def sent(place: Place, ending: Ending, setting: str) -> AsyncResult[object]:
+    """Send the task of this row."""
     task = place.server.get_registered_task(f"act_{setting}")
     match ending.play:
         case "unknown":
@@ -130,16 +172,12 @@ def played(place: Place, ending: Ending, setting: str) -> AsyncResult[object]:
             waits = task.options(delay=3600.0).send(ending.play)
             waits.revoke()
             return waits
-    result = task.options(**ending.options).send(ending.play)
-    if ending.play == "stop":
-        wait_until(lambda: place.calls(result.uuid) == 1, HANG, what="a run")
-        place.stop()
-    return result
+    return task.options(**ending.options).send(ending.play)
 
 
 @pytest.mark.parametrize(
     ("ending", "setting"),
-    list(itertools.product(ENDINGS, SETTINGS)) if FULL else differing(),
+    ROWS,
     ids=lambda one: (
         NUMBERS.get(one, one) if isinstance(one, str) else f"{one.numbers} {one.play}".strip()
     ),
@@ -147,13 +185,9 @@ def played(place: Place, ending: Ending, setting: str) -> AsyncResult[object]:
 def test_each_ending_under_each_setting(place: Place, ending: Ending, setting: str) -> None:
     if ending.play == "ignore" and place.pool == "thread":
         pytest.skip("a thread cannot be killed")
-    result = played(place, ending, setting)
+    result = place.result_of(ending, setting)
 
-    def has_ended() -> bool:
-        place.keep()
-        return result.get_state().is_finished
-
-    wait_until(has_ended, HANG, what="its end")
+    wait_until(lambda: result.get_state().is_finished, HANG, what="its end")
     letter = ending.letter_with(setting)
     if letter:  # with two stores it comes after the state
         wait_until(lambda: place.letters(result.uuid), HANG, what="its dead letter")
@@ -162,3 +196,16 @@ def test_each_ending_under_each_setting(place: Place, ending: Ending, setting: s
     found = (state.state, state.error_type, place.calls(result.uuid))
     assert found == ending.state_with(setting)
     assert place.letters(result.uuid) == ([letter] if letter else [])
+
+
+def test_every_row_of_the_checklist_has_a_test_or_an_answer() -> None:
+    code = "".join(
+        path.read_text(encoding="utf-8")
+        for folder in ("tests", "machinery_py/testing")
+        for path in (ROOT / folder).rglob("*.py")
+    )
+    played = {number for one in ENDINGS for number in one.numbers.split("-")}
+    played |= {number for text in NUMBERS.values() for number in re.findall(r"[FMX]\d\d", text)}
+
+    assert played - {""} | set(TESTS) | set(OTHERWISE) == CHECKLIST
+    assert [name for name in TESTS.values() if f"def {name}(" not in code] == []

@@ -349,6 +349,25 @@ def test_process_that_died_while_idle_costs_no_task_anything(
     assert retried == []
 
 
+def test_outcome_counts_though_its_process_ended_behind_it(
+    worker: Worker, retried: list[TaskRetried], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = TaskProcess._wait
+
+    def ends_behind_its_reply(self: TaskProcess, *call: Any) -> Any:
+        wait_until(self._replies.has_some, HANG, what="the reply")
+        os.kill(self.pid, signal.SIGKILL)
+        wait_until(lambda: not is_alive(self.pid), HANG, what="its end")
+        return waits(self, *call)
+
+    monkeypatch.setattr(TaskProcess, "_wait", ends_behind_its_reply)
+    first = pooled.where.send().get(HANG)
+
+    assert not is_alive(first)
+    assert pooled.where.send().get(HANG) != first
+    assert retried == []
+
+
 def test_task_that_its_process_never_read_gets_no_strike(
     worker: Worker, retried: list[TaskRetried]
 ) -> None:

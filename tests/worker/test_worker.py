@@ -160,3 +160,29 @@ def test_a_number_that_runs_nothing_is_refused(
         bench.server.new_worker(**{name: value})
 
     assert str(caught.value) == expected
+
+
+def test_tasks_behind_a_blocked_one_are_run_by_another_worker() -> None:
+    """F54, F56, F60: what a worker has claimed in advance goes back when it has to wait."""
+    server = Server("memory://behind")
+    blocked, released = threading.Event(), threading.Event()
+
+    @server.task
+    def block() -> None:
+        blocked.set()
+        released.wait(HANG)
+
+    @server.task
+    def pass_on() -> None: ...
+
+    with server.new_worker("one", 1):
+        for result in [pass_on.send() for _ in range(50)]:
+            result.get(timeout=HANG)  # so that it claims in advance
+        block.send()
+        behind = [pass_on.send() for _ in range(20)]
+        assert blocked.wait(HANG)
+        with server.new_worker("two", 1):
+            for result in behind:
+                result.get(timeout=HANG)
+            assert {result.get_state().worker for result in behind} == {"two"}
+            released.set()
