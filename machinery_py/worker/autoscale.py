@@ -1,11 +1,14 @@
 """How many tasks a worker runs at a time, between a least and a most number.
 
-It grows when for GROW_AFTER all slots were busy and more tasks waited: here, or as far as the last
-claim tells, which got as many as it asked for. So it costs no round trip. It shrinks to the most
-that ran at a time within SHRINK_AFTER.
+It grows when all slots are busy and the oldest waiting task has waited for GROW_AFTER, as far as
+the worker sees without a round trip: since it was claimed, or since a claim last got less than it
+asked for, as the queue was empty then. It is doubled until that is no longer so. It shrinks to the
+most that were held at a time within SHRINK_AFTER.
 """
 
 from __future__ import annotations
+
+from collections import deque
 
 GROW_AFTER = 0.5  # seconds
 SHRINK_AFTER = 30.0  # seconds
@@ -16,37 +19,40 @@ class Autoscaler:
 
     Attributes:
         least, most: tasks at a time.
-        last_claim_was_full: set by its owner, with each claim.
     """
 
     def __init__(self, least: int, most: int) -> None:
         self.least = least
         self.most = most
-        self.last_claim_was_full = False
-        self._short_since: float | None = None
-        self._peak = 0  # most that ran at a time since `_peak_since`
-        self._peak_since: float | None = None
+        self._more_since: float | None = None  # the queue has more than was claimed
+        # Number that was held and when, of those that nothing as large has followed.
+        self._peaks: deque[tuple[float, int]] = deque()
 
-    def wanted(self, now: float, *, current: int, running: int, waiting: int) -> int:
+    def claimed(self, now: float, *, is_full: bool) -> None:
+        """Note a claim; `is_full`: it got as many as it asked for."""
+        if not is_full:
+            self._more_since = None
+        elif self._more_since is None:
+            self._more_since = now
+
+    def wanted(self, now: float, *, current: int, held: int, oldest: float | None) -> int:
         """Return how many tasks are to run at a time from now on.
 
         Args:
             current: how many may now.
-            running: how many do; never more than what is returned.
-            waiting: how many are held and wait for a slot.
+            held: how many are claimed and have not ended.
+            oldest: when the oldest that waits for a slot was claimed; None: none waits.
         """
-        if running < current or not (waiting or self.last_claim_was_full):
-            self._short_since = None
-        elif self._short_since is None:
-            self._short_since = now
-        elif now - self._short_since >= GROW_AFTER and current < self.most:
-            self._short_since = self._peak_since = None
-            return min(self.most, 2 * current)
-        if self._peak_since is None:
-            self._peak, self._peak_since = running, now
-        self._peak = max(self._peak, running)
-        if now - self._peak_since < SHRINK_AFTER:
-            return current
-        fewer = max(self.least, self._peak)
-        self._peak_since = None
-        return min(current, fewer)
+        since = [one for one in (oldest, self._more_since) if one is not None]
+        if held >= current and since and now - min(since) >= GROW_AFTER:
+            current = max(current, min(self.most, 2 * current))
+            self._peaks.clear()
+        if not self._peaks:
+            self._peaks.append((now, current))
+        held = min(held, current)
+        while self._peaks and self._peaks[-1][1] <= held:
+            self._peaks.pop()
+        self._peaks.append((now, held))
+        while self._peaks[0][0] <= now - SHRINK_AFTER:
+            self._peaks.popleft()
+        return max(self.least, min(current, self._peaks[0][1]))

@@ -89,6 +89,7 @@ class Execution:
     acked: bool = False  # its message is gone before its end
     revoked: bool = False  # as far as is known here
     error: Exception | None = None
+    received_at: float = 0.0  # monotonic second; set for the autoscaler
     started_at: dt.datetime | None = None
     call_started: float = 0.0  # performance counter; 0: not begun
     runtime: float = 0.0  # seconds

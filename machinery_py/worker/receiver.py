@@ -208,7 +208,7 @@ class Receiver:
                 order = self._order.draw(self._random) if self._order.weights else ()
                 deliveries = self._session.receive(free, timeout, order)
                 if self._autoscaler is not None:
-                    self._autoscaler.last_claim_was_full = len(deliveries) >= free
+                    self._autoscaler.claimed(time.monotonic(), is_full=len(deliveries) >= free)
                 self._accept_all(deliveries)
                 if not self._reconnect.is_there:
                     self._reconnect.succeeded()
@@ -218,9 +218,13 @@ class Receiver:
                 self.loop.pause(self._reconnect.failed(error))
 
     def _scale(self, autoscaler: Autoscaler) -> None:
-        current, running = self._executors.concurrency, len(self._executors.running())
+        current, held = self._executors.concurrency, self.held()
+        waiting = [one.received_at for one in held if not one.call_started]
         wanted = autoscaler.wanted(
-            time.monotonic(), current=current, running=running, waiting=len(self._held) - running
+            time.monotonic(),
+            current=current,
+            held=sum(not one.is_over for one in held),
+            oldest=min(waiting, default=None),
         )
         if wanted != current:
             logger.info("from %d to %d tasks at a time", current, wanted)
@@ -267,6 +271,10 @@ class Receiver:
         ]
         for execution in executions:
             self._held[id(execution)] = execution
+        if self._autoscaler is not None:
+            now = time.monotonic()
+            for execution in executions:
+                execution.received_at = now
         revoked = self._revoked(executions)
         if TaskStarted in self._app.events.wanted:
             self._await_reports(executions)

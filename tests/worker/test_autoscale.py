@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -13,45 +14,56 @@ from tests.worker.test_executors import Pool
 
 
 @pytest.mark.parametrize(
-    ("running", "waiting", "was_full", "wanted"),
+    ("held", "oldest", "is_full", "wanted"),
     [
-        (2, 1, False, 4),  # more are held than run
-        (2, 0, True, 4),  # the queue has more, as far as is known
-        (2, 0, False, 2),
-        (1, 1, True, 2),  # a slot is free
+        (3, 0.0, False, 4),  # one waits here
+        (3, 0.1, False, 2),  # not for long
+        (2, None, True, 4),  # the queue has more, as far as is known
+        (2, None, False, 2),
+        (1, None, True, 2),  # a slot is free
     ],
 )
-def test_it_grows_when_all_slots_are_busy_and_tasks_wait(
-    running: int, waiting: int, was_full: bool, wanted: int
+def test_it_grows_when_all_slots_are_busy_and_a_task_has_waited(
+    held: int, oldest: float | None, is_full: bool, wanted: int
 ) -> None:
     rule = Autoscaler(2, 5)
-    rule.last_claim_was_full = was_full
+    rule.claimed(0.0, is_full=is_full)
+    rule.claimed(GROW_AFTER, is_full=is_full)
 
     for now in (0.0, GROW_AFTER / 2):
-        assert rule.wanted(now, current=2, running=running, waiting=waiting) == 2
-    assert rule.wanted(GROW_AFTER, current=2, running=running, waiting=waiting) == wanted
+        assert rule.wanted(now, current=2, held=held, oldest=oldest) == 2
+    assert rule.wanted(GROW_AFTER, current=2, held=held, oldest=oldest) == wanted
 
 
-def test_it_grows_to_the_most_within_a_second_or_two() -> None:
-    rule, current, now = Autoscaler(2, 5), 2, 0.0
+def test_a_claim_that_got_less_than_it_asked_for_begins_the_wait_anew() -> None:
+    rule = Autoscaler(2, 5)
+    for now, is_full in ((0.0, True), (0.4, False), (0.45, True)):
+        rule.claimed(now, is_full=is_full)
 
-    while current < 5:
-        current = rule.wanted(now, current=current, running=current, waiting=1)
-        now += 0.25
-
-    assert now <= 2.0
-    assert rule.wanted(now + 1.0, current=5, running=5, waiting=1) == 5
+    assert rule.wanted(0.6, current=2, held=2, oldest=None) == 2
+    assert rule.wanted(1.0, current=2, held=2, oldest=None) == 4
 
 
-def test_it_shrinks_to_what_ran_when_it_was_idle_for_long() -> None:
+def test_it_grows_to_the_need_in_one_go() -> None:
+    rule, current = Autoscaler(2, 50), 2
+    rule.claimed(0.0, is_full=True)
+
+    for need in (4, 8, 16, 32):  # each claim gets what it asks for
+        current = rule.wanted(GROW_AFTER, current=current, held=current, oldest=None)
+        assert current == need
+    rule.claimed(GROW_AFTER, is_full=False)  # the last gets less
+
+    assert rule.wanted(GROW_AFTER, current=32, held=20, oldest=None) == 32
+
+
+def test_it_shrinks_to_the_most_that_was_held_within_thirty_seconds() -> None:
     rule = Autoscaler(2, 10)
-    rule.wanted(0.0, current=8, running=1, waiting=0)
-    rule.wanted(1.0, current=8, running=3, waiting=0)
+    held_at = {0.0: 8, 10.0: 3, 10.5: 5, 11.0: 0, 40.0: 4}
+    for now, held in held_at.items():
+        assert rule.wanted(now, current=8, held=held, oldest=None) == (8 if now < 40 else 5)
 
-    assert rule.wanted(SHRINK_AFTER - 0.1, current=8, running=0, waiting=0) == 8
-    assert rule.wanted(SHRINK_AFTER, current=8, running=0, waiting=0) == 3
-    rule.wanted(SHRINK_AFTER + 1.0, current=3, running=0, waiting=0)
-    assert rule.wanted(2 * SHRINK_AFTER + 1.0, current=3, running=0, waiting=0) == 2
+    assert rule.wanted(40.5, current=5, held=0, oldest=None) == 4
+    assert rule.wanted(40.0 + SHRINK_AFTER, current=4, held=0, oldest=None) == 2
 
 
 @pytest.mark.parametrize("span", [(0, 3), (3, 2)])
@@ -60,21 +72,25 @@ def test_a_span_that_makes_no_sense_is_refused(span: tuple[int, int]) -> None:
         Server("memory://").new_worker(autoscale=span)
 
 
-def test_worker_grows_while_tasks_wait() -> None:
+def test_worker_grows_to_the_need_at_once_when_tasks_wait() -> None:
     server = Server("memory://")
-    together, may_end = threading.Barrier(4), threading.Event()
+    together, may_end = threading.Barrier(9), threading.Event()
+    begun: list[float] = []
 
     def meet() -> None:
-        together.wait(HANG)  # only with four at a time
+        begun.append(time.monotonic())
+        together.wait(HANG)  # only with nine at a time
         may_end.wait(HANG)
 
     task = server.register_task("meet", meet)
-    results = [task.send() for _ in range(4)]
-    with server.new_worker("w", autoscale=(1, 4)) as worker:
-        wait_until(lambda: worker.active == 4, HANG, "four at a time")
+    results = [task.send() for _ in range(9)]
+    with server.new_worker("w", autoscale=(2, 10)) as worker:
+        wait_until(lambda: worker.active == 9, HANG, "nine at a time")
         may_end.set()
         for result in results:
             result.get(HANG)
+
+    assert begun[8] - begun[2] < GROW_AFTER  # the steps after the first come without a pause
 
 
 def test_slots_that_are_too_many_vanish_when_their_tasks_end() -> None:
