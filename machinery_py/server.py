@@ -41,8 +41,8 @@ from machinery_py.tasks.workflow import Group, chain, chord, group, link
 from machinery_py.texts import get_logger
 from machinery_py.unique import send_unique
 from machinery_py.worker.chords import settle_ready_groups
+from machinery_py.worker.frames import Setup
 from machinery_py.worker.inline import Inline
-from machinery_py.worker.processes import ChildApp
 from machinery_py.worker.worker import Worker
 
 logger = get_logger(__name__)
@@ -476,12 +476,12 @@ class Server:
         """Return a worker on one other queue; Go's name."""
         return self.new_worker(name, concurrency, queues=(queue,))
 
-    def _child_app(self) -> ChildApp:
+    def _child_app(self) -> Setup:
         """Return where task processes import this Server from: the module that has it."""
         for name, module in list(sys.modules.items()):
             for key, value in list(getattr(module, "__dict__", {}).items()):
                 if value is self and name != "__main__":
-                    return ChildApp(app=f"{name}:{key}", folder=sys.path[0])
+                    return Setup(app=f"{name}:{key}", folder=sys.path[0])
         raise ConfigError(
             "task processes cannot import this Server: no module has it as a global "
             "(make it in a module of its own, and import that where the worker is started)"

@@ -18,7 +18,6 @@ from machinery_py.connections import forks
 from machinery_py.errors import MachineryError
 from machinery_py.worker.child import JobLoop
 from machinery_py.worker.frames import (
-    Broken,
     FrameReader,
     FrameWriter,
     Job,
@@ -44,7 +43,7 @@ def main(option: str) -> int:
     replies = FrameWriter(pipes[2])
     setup = tasks.read()
     assert isinstance(setup, Setup)
-    sys.path[:] = setup.path
+    sys.path[:] = list(setup.path)
     if setup.log_level:
         logs.configure(setup.log_level, setup.log_format)
     try:
@@ -52,7 +51,7 @@ def main(option: str) -> int:
     except MachineryError as error:
         if isinstance(error, AppBroken):
             print(error.trace, end="", file=sys.stderr)
-        replies.write(Broken(str(error)))
+        replies.write(Ready(str(error)))
         return 1
     loop = JobLoop(server.app, tasks, control, replies, tells_memory=setup.tells_memory)
     replies.write(Ready())

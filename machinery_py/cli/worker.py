@@ -101,7 +101,7 @@ def _work(args: argparse.Namespace, link: ParentLink) -> int:
 
 
 def _new_worker(server: Server, args: argparse.Namespace, link: ParentLink) -> Worker:
-    from machinery_py.worker.processes import ChildApp  # loads the library, as `_work` does
+    from machinery_py.worker.frames import Setup  # loads the library, as `_work` does
 
     label = label_of(args, link.label)
     name = args.name and (f"{args.name}-{label}" if label else args.name)
@@ -118,7 +118,7 @@ def _new_worker(server: Server, args: argparse.Namespace, link: ParentLink) -> W
         max_memory_per_child=args.max_memory_per_child or 0,
     )
     folder = os.path.abspath(args.app_dir or ".")
-    one.child_app = lambda: ChildApp(
+    one.child_app = lambda: Setup(
         app=args.app, folder=folder, log_level=args.log_level, log_format=args.log_format
     )
     return one

@@ -15,6 +15,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ from machinery_py.worker.frames import (
     PipeEnd,
     Progress,
 )
-from machinery_py.worker.hooks import WorkerHooks
+from machinery_py.worker.hooks import WorkerHooks, text_of, type_name_of
 from machinery_py.worker.interrupts import is_boundary, may_interrupt
 from machinery_py.worker.runner import outcome_of, outcome_of_async
 
@@ -49,6 +50,30 @@ logger = get_logger(__name__)
 SIGNAL = signal.SIGURG if hasattr(signal, "SIGURG") else signal.SIGTERM
 RETRY = 0.02  # seconds until the signal is sent again
 BROKEN = 1  # exit code of a process whose pipes were closed
+
+
+@dataclass(slots=True, eq=False)
+class _JobRun:
+    """Job, and what an order for it needs. One record, so that no order meets another job's task.
+
+    Attributes:
+        is_open: orders can be applied, as the task has its context.
+        order: the last that was applied.
+        is_late: the main thread is still to be told that the time is up.
+    """
+
+    job: Job
+    execution: Execution
+    coroutine: asyncio.Task[Any] | None = None
+    is_open: bool = False
+    order: Order | None = None
+    is_late: bool = False
+
+    def is_up(self) -> bool:
+        return self.order is not None and self.order.what == TIME_IS_UP
+
+    def exceeded(self) -> TimeLimitExceeded:
+        return TimeLimitExceeded(f"ran longer than its time limit of {self.job.time_limit:g} s")
 
 
 class JobLoop:
@@ -70,13 +95,9 @@ class JobLoop:
         self._tells_memory = tells_memory
         self._hooks = WorkerHooks()
         self._lock = threading.Lock()
-        self._job: Job | None = None  # that runs
-        self._execution: Execution | None = None
-        self._order: Order | None = None  # the last
-        self._reached = 0  # number of the last job that orders reach, or that is over
-        self._late = 0  # number of the job that is still to be told that its time is up
+        self._run: _JobRun | None = None
+        self._order: Order | None = None  # the last that came, perhaps before its job was read
         self._runner: asyncio.Runner | None = None
-        self._coroutine: asyncio.Task[Any] | None = None
         self._main = threading.get_ident()
 
     def run(self) -> None:
@@ -90,8 +111,11 @@ class JobLoop:
                 break
             if job is not None:
                 outcome = self._outcome(job)
-                self._reached = job.number
-                self._reply(Done(job.number, outcome, proc.memory() if self._tells_memory else 0))
+                memory = proc.memory() if self._tells_memory else 0
+                try:
+                    self._reply(Done(job.number, outcome, memory))
+                except Exception as error:  # of the encoder, for what user code has made
+                    self._reply(Done(job.number, _unsendable(error), memory))
         if self._runner is not None:
             self._runner.close()
 
@@ -114,13 +138,11 @@ class JobLoop:
                 error_type="TaskNotRegistered",
                 retryable=False,
             )
-        self._job, self._execution = job, execution
+        self._run = run = _JobRun(job, execution)
         outcome = self._call(execution)
-        self._job = self._execution = self._coroutine = None
+        self._run = None
         is_cancelled = isinstance(outcome, Failed) and outcome.error_type.endswith("CancelledError")
-        if is_cancelled and execution.is_async and self._is_up(job):
-            return execution.failed(_time_is_up(job))
-        return outcome
+        return execution.failed(run.exceeded()) if is_cancelled and run.is_up() else outcome
 
     @is_boundary
     def _call(self, execution: Execution) -> Outcome:
@@ -128,14 +150,15 @@ class JobLoop:
             if execution.is_async:
                 return self._await(execution)
             return contextvars.copy_context().run(outcome_of, execution, self._report)
-        except BaseException as error:  # the time was up after the call, or outside of it
+        except BaseException as error:  # the time was up before the call, after it, or outside
             return execution.failed(error)
 
     def _await(self, execution: Execution) -> Outcome:
         import asyncio  # only processes with coroutine tasks pay
 
         async def work() -> Outcome:
-            self._coroutine = asyncio.current_task()
+            assert self._run is not None
+            self._run.coroutine = asyncio.current_task()
             return await outcome_of_async(execution, self._report)
 
         if self._runner is None:
@@ -143,16 +166,19 @@ class JobLoop:
         return self._runner.run(work(), context=contextvars.copy_context())
 
     def _report(self, execution: Execution) -> None:
-        """Apply an order that came before the task had its context; pass its progress on."""
-        job, order, progress = self._job, self._order, execution.progress
-        noted = execution.context.noted if execution.context is not None else {}
-        if job is None or execution is not self._execution:
+        """Let orders reach the task, which has begun; pass its progress on."""
+        run = self._run
+        if run is None or execution is not run.execution:
             return  # a thread that the task has left
-        if order is not None and order.number == job.number:
-            self._apply(order, execution)
-        self._reached = job.number
-        if progress is not None or noted:
-            self._reply(Progress(job.number, progress, noted))
+        if not run.is_open:
+            run.is_open = True
+            self._apply(self._order, run)
+            if run.is_late:  # no signal, nor the call
+                raise run.exceeded()
+        else:
+            assert execution.context is not None
+            noted = execution.context.noted
+            self._reply(Progress(run.job.number, execution.progress, noted))
 
     def _reply(self, record: Done | Progress) -> None:
         if descriptors.broken():
@@ -165,16 +191,16 @@ class JobLoop:
             os._exit(BROKEN)
 
     def _on_signal(self, _: int, frame: FrameType | None) -> None:
-        job = self._job
+        run = self._run
         if (
-            job is not None
-            and self._late == job.number
+            run is not None
+            and run.is_late
             and frame is not None
             and frame.f_code is not JobLoop._call.__code__
             and may_interrupt(frame)
         ):
-            self._late = 0
-            raise _time_is_up(job)
+            run.is_late = False
+            raise run.exceeded()
 
     # The control thread
 
@@ -185,31 +211,31 @@ class JobLoop:
                 order = self._control.read(deadline)
             except PipeEnd:
                 os._exit(BROKEN)
-            job, execution = self._job, self._execution
             if order is not None:
                 self._order = order
-                if job is not None and execution is not None and job.number == order.number:
-                    self._apply(order, execution)
-            if job is not None and self._late == job.number:
-                signal.pthread_kill(self._main, SIGNAL)
-                deadline = time.monotonic() + RETRY
-            elif self._order is not None and self._order.number > self._reached:
-                deadline = time.monotonic() + RETRY  # `_report` will apply it, and set `_late`
-            else:
-                deadline = None
+            deadline, run = None, self._run
+            if run is not None and run.is_open:  # else `_report` applies it
+                self._apply(self._order, run)
+                if run.is_late:
+                    signal.pthread_kill(self._main, SIGNAL)
+                    deadline = time.monotonic() + RETRY
 
-    def _apply(self, order: Order, execution: Execution) -> None:
-        execution.cancel(time_is_up=order.what == TIME_IS_UP)
-        coroutine = self._coroutine
-        if coroutine is not None:
-            coroutine.get_loop().call_soon_threadsafe(coroutine.cancel)
-        elif order.what == TIME_IS_UP and not execution.is_async:
-            self._late = order.number
-
-    def _is_up(self, job: Job) -> bool:
-        order = self._order
-        return order is not None and order.number == job.number and order.what == TIME_IS_UP
+    def _apply(self, order: Order | None, run: _JobRun) -> None:
+        """Apply the order, unless it is for another job, or was applied."""
+        with self._lock:
+            if order is None or order.number != run.job.number or order is run.order:
+                return
+            run.order = order
+        run.execution.cancel(time_is_up=run.is_up())
+        if run.coroutine is not None:
+            run.coroutine.get_loop().call_soon_threadsafe(run.coroutine.cancel)
+        else:
+            run.is_late = run.is_up()
 
 
-def _time_is_up(job: Job) -> TimeLimitExceeded:
-    return TimeLimitExceeded(f"ran longer than its time limit of {job.time_limit:g} s")
+def _unsendable(error: Exception) -> Failed:
+    return Failed(
+        error=f"what follows the task cannot be sent: {text_of(error)}",
+        error_type=type_name_of(error),
+        retryable=False,
+    )

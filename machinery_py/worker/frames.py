@@ -2,7 +2,7 @@
 
     tasks      worker → process   Setup once, then one Job after the other
     control    worker → process   Order, at any time; end of file: the worker is gone
-    replies    process → worker   Ready or Broken once; for a job Progress, any number, then Done
+    replies    process → worker   Ready once; for a job Progress, any number, then Done
 
 A frame is four bytes of length and one record in MessagePack. A partial frame is an end of file.
 """
@@ -13,6 +13,7 @@ import array
 import os
 import select
 import time
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -24,6 +25,7 @@ M = TypeVar("M")
 
 LENGTH = 4  # bytes
 CHUNK = 65_536  # bytes of one read; a pipe holds as many
+CHECK = 1.0  # seconds between two checks whether the process of a silent pipe has ended
 LONGEST_WAIT = 86_400.0  # seconds of one call of poll(), which takes at most 24 days
 
 CANCEL, TIME_IS_UP = 1, 2  # orders
@@ -35,16 +37,16 @@ class Setup(msgspec.Struct, frozen=True, array_like=True, tag=True):
     Attributes:
         app: `module` or `module:object`, as on the command line.
         folder: to import it from.
-        path: sys.path of the worker.
         log_level, log_format: as on the command line; empty: logging is left to the app.
+        path: sys.path of the worker.
         tells_memory: whether Done says how much memory the process has.
     """
 
     app: str
     folder: str
-    path: list[str]
     log_level: str = ""
     log_format: str = ""
+    path: Sequence[str] = ()
     tells_memory: bool = False
 
 
@@ -69,13 +71,9 @@ class Order(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The app is imported."""
+    """The app is imported, or cannot be, which `error` says."""
 
-
-class Broken(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The app cannot be imported."""
-
-    error: str
+    error: str = ""
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -94,7 +92,7 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
     memory: int = 0
 
 
-Reply = Ready | Broken | Progress | Done
+Reply = Ready | Progress | Done
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -103,39 +101,77 @@ class PipeEnd(Exception):
     """The other side has closed the pipe, or is gone."""
 
 
-class FrameWriter:
-    """The writing end of a pipe. Belongs to one thread at a time."""
+class _FramePipe:
+    """One end of a pipe. Belongs to one thread at a time.
 
-    def __init__(self, number: int) -> None:
+    Args:
+        is_over: whether the process at the other end has ended. What it has started may still hold
+            its end open, and keep the end of file away.
+    """
+
+    def __init__(self, number: int, event: int, is_over: Callable[[], bool] | None) -> None:
         self.number = number
-        os.set_blocking(number, False)
+        self._is_over = is_over
         descriptors.keep(number)
         self._poll = select.poll()
-        self._poll.register(number, select.POLLOUT)
-        self._is_broken = False
+        self._poll.register(number, event)
+
+    def _wait(self, deadline: float | None) -> bool:
+        """Wait until it is ready. False: the monotonic `deadline` has come.
+
+        Raises:
+            PipeEnd: the process at the other end has ended, and left nothing.
+        """
+        longest, is_over = CHECK if self._is_over else LONGEST_WAIT, False
+        while True:
+            left = longest if deadline is None else max(0.0, deadline - time.monotonic())
+            if self._poll.poll(0.0 if is_over else min(left, longest) * 1000.0):
+                return True
+            if is_over:
+                raise PipeEnd
+            if deadline is not None and left <= longest:
+                return False
+            is_over = self._is_over is not None and self._is_over()
+
+    def close(self) -> None:
+        """May be called twice."""
+        if self.number >= 0:
+            descriptors.drop(self.number)
+            os.close(self.number)
+            self.number = -1
+
+
+class FrameWriter(_FramePipe):
+    """The writing end of a pipe."""
+
+    def __init__(self, number: int, is_over: Callable[[], bool] | None = None) -> None:
+        super().__init__(number, select.POLLOUT, is_over)
+        os.set_blocking(number, False)
+        self._written = 0  # bytes of the last frame
 
     def write(self, record: msgspec.Struct, deadline: float | None = None) -> bool:
         """Write one frame. False: the pipe was full until the monotonic `deadline`.
 
         Raises:
             PipeEnd: nobody reads it any more.
+            Exception: the record cannot be encoded; nothing was written.
         """
         body = _encoder.encode(record)
-        left = memoryview(len(body).to_bytes(LENGTH, "big") + body)
+        frame = memoryview(len(body).to_bytes(LENGTH, "big") + body)
+        self._written = 0
         try:
-            while left:
+            while self._written < len(frame):
                 try:
-                    left = left[os.write(self.number, left) :]
+                    self._written += os.write(self.number, frame[self._written :])
                 except BlockingIOError:
-                    if not _wait(self._poll, deadline):
+                    if not self._wait(deadline):
                         return False
         except OSError as error:
-            self._is_broken = True
             raise PipeEnd from error
         return True
 
-    def is_unread(self) -> bool:
-        """Return whether something of what was written has not been read, or never will be."""
+    def was_read(self) -> bool:
+        """Return whether anything of the last frame has been read, or may have been."""
         import fcntl  # Windows, which has neither, has no task processes
         import termios
 
@@ -143,24 +179,17 @@ class FrameWriter:
         try:
             fcntl.ioctl(self.number, termios.FIONREAD, left)
         except OSError:
-            return False
-        return left[0] > 0 or self._is_broken
-
-    def close(self) -> None:
-        """May be called twice."""
-        self.number = _close(self.number)
+            return True
+        return left[0] < self._written
 
 
-class FrameReader(Generic[M]):
-    """The reading end of a pipe; `kind`: of what comes. Belongs to one thread at a time."""
+class FrameReader(_FramePipe, Generic[M]):
+    """The reading end of a pipe; `kind`: of what comes."""
 
-    def __init__(self, number: int, kind: Any) -> None:
-        self.number = number
-        descriptors.keep(number)
+    def __init__(self, number: int, kind: Any, is_over: Callable[[], bool] | None = None) -> None:
+        super().__init__(number, select.POLLIN, is_over)
         self._unread = bytearray()
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(kind)
-        self._poll = select.poll()
-        self._poll.register(number, select.POLLIN)
 
     def read(self, deadline: float | None = None) -> M | None:
         """Return the next record. None: it did not come until the monotonic `deadline`.
@@ -170,7 +199,7 @@ class FrameReader(Generic[M]):
         """
         try:
             while (record := self._next()) is None:
-                if deadline is not None and not _wait(self._poll, deadline):
+                if not self._wait(deadline):
                     return None
                 chunk = os.read(self.number, CHUNK)
                 if not chunk:
@@ -192,27 +221,3 @@ class FrameReader(Generic[M]):
         record = self._decoder.decode(unread[LENGTH:end])
         del unread[:end]
         return record
-
-    def close(self) -> None:
-        """May be called twice."""
-        self.number = _close(self.number)
-
-
-def _close(number: int) -> int:
-    """Close a descriptor that was kept, unless it is -1; return -1."""
-    if number >= 0:
-        descriptors.drop(number)
-        os.close(number)
-    return -1
-
-
-def _wait(poll: select.poll, deadline: float | None) -> bool:
-    """Wait for the pipe. False: the deadline has come."""
-    if deadline is None:
-        return bool(poll.poll())
-    while True:
-        left = max(0.0, deadline - time.monotonic())
-        if poll.poll(min(left, LONGEST_WAIT) * 1000.0):
-            return True
-        if left <= LONGEST_WAIT:
-            return False

@@ -36,8 +36,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from machinery_py.brokers.base import WAITING, Fate
-from machinery_py.errors import ConfigError, MachineryError, TimeLimitExceeded
-from machinery_py.registry.outcomes import Lost, Outcome
+from machinery_py.errors import ConfigError, MachineryError
+from machinery_py.registry.outcomes import Outcome
 from machinery_py.registry.task import Task
 from machinery_py.texts import get_logger
 from machinery_py.worker.execution import Execution
@@ -46,9 +46,9 @@ from machinery_py.worker.task_process import (
     END_TIMEOUT,
     INTERVAL,
     CannotStart,
-    ProcessLost,
     Report,
     TaskProcess,
+    Unread,
 )
 
 if TYPE_CHECKING:
@@ -56,24 +56,15 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-TRIES = 3  # processes that may be found dead before they have read the task
+TRIES = 3  # new processes that may end before they have read the task
 START_PAUSE = 5.0  # seconds until a task is tried again whose process could not start
-
-
-class ChildApp(msgspec.Struct, frozen=True, kw_only=True):
-    """The app that task processes import; see frames.Setup."""
-
-    app: str
-    folder: str
-    log_level: str = ""
-    log_format: str = ""
 
 
 class ProcessPool:
     """The task processes of one worker. It starts none before one is needed.
 
     Args:
-        child_app: what they import. Raises ConfigError if that cannot be told.
+        setup: what they import. Raises ConfigError if that cannot be told.
         by_default: whether tasks that do not say where run in processes.
         max_tasks: jobs after which a process is renewed; 0: any number.
         max_memory: bytes in memory after which it is renewed; 0: any.
@@ -87,19 +78,18 @@ class ProcessPool:
         self,
         name: str,
         *,
-        child_app: Callable[[], ChildApp] | None = None,
+        setup: Callable[[], Setup] | None = None,
         by_default: bool = False,
         max_tasks: int = 0,
         max_memory: int = 0,
     ) -> None:
         self._name = name
-        self._child_app = child_app
+        self._setup = setup
         self.by_default = by_default
         self._max_tasks = max_tasks
         self._max_memory = max_memory
-        self._idle: list[TaskProcess] = []  # the last used is the last
-        self._spares: list[TaskProcess] = []  # each is to take the place of another
-        self._running: dict[int, tuple[TaskProcess, int]] = {}
+        self._idle: list[TaskProcess] = []  # the last used is the last; new ones are the first
+        self._running: dict[Execution, TaskProcess] = {}
         self._lock = threading.Lock()
         self._starter: ThreadPoolExecutor | None = None  # one thread: see TaskProcess
         self._ender: ThreadPoolExecutor | None = None
@@ -126,8 +116,7 @@ class ProcessPool:
         if needed and not self._idle:  # else an earlier attempt has started it
             process = self._start()
             process.wait_ready()
-            with self._lock:
-                self._idle.append(process)
+            self._idle.append(process)
 
     def call(self, execution: Execution, report: Report) -> Outcome | None:
         """Make the call in a process, in the slot's thread.
@@ -135,34 +124,32 @@ class ProcessPool:
         Returns None if it was over before it began, or if no process could be started: then it is
         put back, to be tried again.
         """
-        text = ""
-        for _ in range(TRIES):
+        with self._lock:
+            self.calls += 1
+        tries, text = 0, ""
+        while tries < TRIES:
             try:
                 process = self._take()
             except MachineryError as error:
                 self._put_back(execution, error)
                 return None
-            self._running[id(execution)] = process, process.started + 1
+            self._running[execution] = process
             try:
-                done = process.run(execution, report)
-            except ProcessLost as lost:
-                text = f"its process {lost}"
-                if lost.has_begun or execution.is_over:
-                    return self._lost(execution, process, text)
-                continue  # it had ended while it was idle
+                outcome = process.run(execution, report)
+                self._give_back(process)
+                return outcome
+            except Unread as unread:
+                tries, text = tries + (process.started == 1), str(unread)
             finally:
-                del self._running[id(execution)]
-            self._give_back(process)
-            return None if done is None else execution.judged(done.outcome)
+                del self._running[execution]
         self._put_back(execution, CannotStart(f"{text} before it began, {TRIES} times"))
         return None
 
     def cancel(self, execution: Execution) -> None:
         """Ask the task to stop, if it runs in a process. If it is over, kill its process."""
-        found = self._running.get(id(execution))
-        if found is not None:
-            process, number = found
-            process.cancel(number, kill=execution.is_over)
+        process = self._running.get(execution)
+        if process is not None:
+            process.cancel(execution, kill=execution.is_over)
 
     def shrink(self, count: int) -> None:
         """End idle processes, as long as there are more than so many."""
@@ -176,9 +163,9 @@ class ProcessPool:
         """End all processes: those that are idle by themselves, the others by SIGKILL."""
         with self._lock:
             self.is_closed = True
-            idle, self._idle, self._spares = self._idle + self._spares, [], []
-        for process, number in list(self._running.values()):
-            process.cancel(number, kill=True)
+            idle, self._idle = self._idle, []
+        for execution, process in list(self._running.items()):
+            process.cancel(execution, kill=True)
         _end(*idle)
         deadline = time.monotonic() + END_TIMEOUT
         while self._running and time.monotonic() < deadline:  # the slots' threads end them
@@ -188,23 +175,6 @@ class ProcessPool:
                 pool.shutdown(wait=pool is self._ender)
 
     # Inside
-
-    def _lost(self, execution: Execution, process: TaskProcess, text: str) -> Outcome:
-        if process.is_late:
-            error = TimeLimitExceeded(
-                f"ran longer than its time limit of {execution.time_limit:g} s, "
-                f"and was killed {execution.kill_after:g} s later"
-            )
-            return execution.failed(error)
-        if not execution.is_over:
-            logger.error(
-                "task %s (%s) has lost its process: %s",
-                execution.signature.uuid,
-                execution.signature.name,
-                text,
-                extra={"task_uuid": execution.signature.uuid},
-            )
-        return execution.judged(Lost(error=text))
 
     def _put_back(self, execution: Execution, error: MachineryError) -> None:
         if execution.runs_once:  # its start may be stored
@@ -223,75 +193,69 @@ class ProcessPool:
     def _take(self) -> TaskProcess:
         """Return a process that is ready; a new one if none is idle."""
         with self._lock:
-            self.calls += 1
-            pool = self._idle or self._spares
-            process = pool.pop() if pool else None
+            process = self._idle.pop() if self._idle else None
         if process is None:
             process = self._start()
         process.wait_ready()
-        if self._max_tasks and process.started + 1 >= self._max_tasks:
-            self._warm_up()
+        if 0 < self._max_tasks <= process.started + 1 and process.successor is None:
+            self._warm_up(process)
         return process
 
     def _give_back(self, process: TaskProcess) -> None:
-        """Make it idle, or end it if it is to be renewed."""
-        is_worn = bool(self._max_tasks) and process.started >= self._max_tasks
-        if self._max_memory and process.memory > self._max_memory and not is_worn:
-            # It goes on until the next one is warm.
-            with self._lock:
-                is_awaited = bool(self._spares)
-                is_worn = is_awaited and self._spares[0].is_warm
-            if not is_awaited:
-                self._warm_up()
+        """Make it idle, or end it if it was killed or is to be renewed."""
+        if 0 < self._max_memory < process.memory and process.successor is None:
+            self._warm_up(process)
         with self._lock:
-            if not (is_worn or process.is_killed or self.is_closed):
+            if not (self.is_closed or process.is_killed or self._is_worn(process)):
                 self._idle.append(process)
                 return
-            if is_worn and self._spares:
-                self._idle.append(self._spares.pop(0))
             if not self.is_closed:
                 self._end_soon(process)
                 return
         _end(process)
 
+    def _is_worn(self, process: TaskProcess) -> bool:
+        """Return whether it has run enough, or is too large, and the next one is warm."""
+        if self._max_tasks and process.started >= self._max_tasks:
+            return True
+        successor = process.successor
+        return successor is not None and (successor not in self._idle or successor.is_warm)
+
     def _end_soon(self, process: TaskProcess) -> None:
         """End it in another thread: no result must wait for that. The caller holds `_lock`."""
-        self._ender = self._ender or _one_thread(f"{self._name}-ender")
+        assert self._ender is not None
         self._ender.submit(_end, process)
 
-    def _warm_up(self) -> None:
-        """Start a process that is to take the place of another."""
+    def _warm_up(self, process: TaskProcess) -> None:
+        """Start the process that is to take the place of this one."""
         try:
-            process = self._start()
+            process.successor = successor = self._start()
         except MachineryError as error:
             logger.error("%s", error)
             return
         with self._lock:
             if not self.is_closed:
-                self._spares.append(process)
+                self._idle.insert(0, successor)
                 return
-        _end(process)
+        _end(successor)
 
     def _start(self) -> TaskProcess:
         """Start a process in the starter's thread, without waiting until it is ready."""
         if sys.platform == "win32":
             raise ConfigError('pool="process" is not possible on Windows (use pool="thread")')
-        if self._child_app is None:
+        if self._setup is None:
             raise ConfigError('pool="process": this worker has no app to start processes with')
-        app = self._child_app()
-        setup = Setup(
-            app.app,
-            app.folder,
-            [os.path.abspath(folder) for folder in sys.path],
-            app.log_level,
-            app.log_format,
-            self._max_memory > 0,
+        setup = msgspec.structs.replace(
+            self._setup(),
+            path=[os.path.abspath(folder) for folder in sys.path],
+            tells_memory=self._max_memory > 0,
         )
         with self._lock:
             if self.is_closed:
                 raise CannotStart("this worker is stopping")
             if self._starter is None:
                 self._starter = _one_thread(f"{self._name}-starter")
+                self._ender = _one_thread(f"{self._name}-ender")
             future = self._starter.submit(TaskProcess, setup)
         return future.result()
 

@@ -69,12 +69,19 @@ def run_elsewhere(
     """Let `call` make the call, and finish. It returns None if it has settled the execution."""
     if _is_guarded(execution) and not _pass_guard(execution):
         return
+    hooks = execution.hooks
+    if hooks.pre_task or hooks.post_task or hooks.error:
+        # None of them is called for wrong arguments, so the process finds those too late.
+        found = _arguments(execution)
+        if isinstance(found, Failed):
+            _end(execution, found)
+            return
     token = enter(_new_context(execution, None))
     _has_started(execution, report)
     outcome: Outcome | None
     try:
-        if execution.hooks.pre_task is not None:
-            execution.hooks.pre_task(execution.signature)
+        if hooks.pre_task is not None:
+            hooks.pre_task(execution.signature)
         outcome = call(execution, report)
     except BaseException as error:  # the hook is user code
         outcome = execution.failed(error)
@@ -146,11 +153,10 @@ def _begin(execution: Execution, report: Report | None) -> _Begun | Failed:
     """Enter the task's context, and return the call; or a failure, for wrong arguments."""
     task = execution.task
     assert task is not None
-    try:
-        args, kwargs = task.call.values(execution.signature.args)
-    except ArgumentError as error:
-        # As Go: wrong arguments will not get better, so there is no retry.
-        return _misfit(_as_go_says(execution, error))
+    found = _arguments(execution)
+    if isinstance(found, Failed):
+        return found
+    args, kwargs = found
     context = _new_context(execution, report)
     if task.call.takes_context:
         args.insert(0, context)
@@ -160,6 +166,16 @@ def _begin(execution: Execution, report: Report | None) -> _Begun | Failed:
         wrap = await_around if task.call.is_async else call_around
         call = functools.partial(wrap, around, execution.signature, call)
     return call, enter(context)
+
+
+def _arguments(execution: Execution) -> tuple[list[Any], dict[str, Any]] | Failed:
+    """Return the arguments of the call, or a failure if they are wrong."""
+    assert execution.task is not None
+    try:
+        return execution.task.call.values(execution.signature.args)
+    except ArgumentError as error:
+        # As Go: wrong arguments will not get better, so there is no retry.
+        return _misfit(_as_go_says(execution, error))
 
 
 def _new_context(execution: Execution, report: Report | None) -> Context:

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from machinery_py.connections import proc
-from machinery_py.errors import MachineryError
+from machinery_py.errors import MachineryError, TimeLimitExceeded
+from machinery_py.registry.outcomes import Lost, Outcome
+from machinery_py.texts import get_logger
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.frames import (
     CANCEL,
     TIME_IS_UP,
-    Broken,
     Done,
     FrameReader,
     FrameWriter,
@@ -29,6 +30,8 @@ from machinery_py.worker.frames import (
     Reply,
     Setup,
 )
+
+logger = get_logger(__name__)
 
 START_TIMEOUT = 120.0  # seconds for a process to import the app
 END_TIMEOUT = 2.0  # seconds for an idle process to end by itself
@@ -44,16 +47,8 @@ class CannotStart(MachineryError):
     """A task process cannot be started, or cannot import the app."""
 
 
-class ProcessLost(Exception):
-    """The process ended, or was killed, before it replied. Its text says how.
-
-    Attributes:
-        has_begun: it had read the job.
-    """
-
-    def __init__(self, text: str, *, has_begun: bool) -> None:
-        self.has_begun = has_begun
-        super().__init__(text)
+class Unread(Exception):
+    """The process has ended before it read the job. The text says how."""
 
 
 class TaskProcess:
@@ -66,7 +61,7 @@ class TaskProcess:
         started: number of jobs that it was given.
         memory: bytes that it had in memory after the last one; 0 if that is not asked for.
         is_killed: it is not to be used again.
-        is_late: it was killed because the time of its task was up.
+        successor: the process that is to take its place.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -88,14 +83,15 @@ class TaskProcess:
             raise CannotStart(f"a task process cannot be started: {error}") from error
         for end in (tasks, control, replies):
             os.close(end)
-        self._tasks = FrameWriter(tasks_out)
-        self._control = FrameWriter(control_out)
-        self._replies: FrameReader[Reply] = FrameReader(replies_in, Reply)
         self.pid = self._process.pid
+        self._tasks = FrameWriter(tasks_out, self._is_over)
+        self._control = FrameWriter(control_out)
+        self._replies: FrameReader[Reply] = FrameReader(replies_in, Reply, self._is_over)
         self.started = self.memory = 0
-        self.is_killed = self.is_late = self._is_ready = self._has_ended = False
-        self._running = 0  # the number of the job that runs
-        self._lock = threading.Lock()
+        self.is_killed = self._is_ready = False
+        self.successor: TaskProcess | None = None
+        self._execution: Execution | None = None  # that runs
+        self._lock = threading.RLock()  # never held while waiting
         with suppress(PipeEnd):  # found out by `wait_ready`
             self._tasks.write(setup, time.monotonic() + START_TIMEOUT)
 
@@ -111,14 +107,11 @@ class TaskProcess:
             reply = self._replies.read(time.monotonic() + START_TIMEOUT)
         except PipeEnd:
             raise CannotStart(f"a task process could not start: it {self.end()}") from None
-        if not isinstance(reply, Ready):
+        if not isinstance(reply, Ready) or reply.error:
             self._kill()
             self.end()
-            why = (
-                reply.error
-                if isinstance(reply, Broken)
-                else f"the app was not imported within {START_TIMEOUT:g} s"
-            )
+            late = f"the app was not imported within {START_TIMEOUT:g} s"
+            why = reply.error if isinstance(reply, Ready) else late
             raise CannotStart(f"a task process could not start: {why}")
         self._is_ready = True
 
@@ -127,17 +120,51 @@ class TaskProcess:
         """Whether `wait_ready` returns at once."""
         return self._is_ready or self._replies.has_some()
 
-    def run(self, execution: Execution, report: Report) -> Done | None:
-        """Give it the task, and return what it replies; None if the task was over before.
+    def run(self, execution: Execution, report: Report) -> Outcome | None:
+        """Let it make the call, and return what became of that; None if the task was over before.
 
         Raises:
-            ProcessLost: it ended before it replied.
+            Unread: it has ended, and the task was not begun.
         """
         self.started += 1
-        number, limit = self.started, execution.time_limit
-        delivery = execution.delivery
+        self._execution = execution
+        # From here on `cancel` finds the job; what came before, while it was starting, counts too.
+        try:
+            if execution.is_over:
+                return None
+            if execution.context is not None and execution.context.cancelled:
+                self._order(CANCEL)
+            done = self._call(execution, report)
+            self.memory = done.memory
+            return execution.judged(done.outcome)
+        except PipeEnd:
+            was_read = self._tasks.was_read()
+            text = f"its process {self.end()}"
+            if not was_read:
+                raise Unread(text) from None
+            return _lost(execution, text)
+        except TimeLimitExceeded as error:
+            self.end()
+            return execution.failed(error)
+        except BaseException:  # out of memory: the task must not run on behind its failure
+            self._kill()
+            self.end()
+            raise
+        finally:
+            with self._lock:
+                self._execution = None
+
+    def _call(self, execution: Execution, report: Report) -> Done:
+        """Send the job, and return the reply.
+
+        Raises:
+            PipeEnd: it has ended before it replied.
+            TimeLimitExceeded: it was killed because the time of the task was up.
+        """
+        limit, delivery = execution.time_limit, execution.delivery
+        deadline = None if limit is None else time.monotonic() + limit
         job = Job(
-            number,
+            self.started,
             delivery.body,
             execution.signature.uuid,
             delivery.queue,
@@ -146,87 +173,62 @@ class TaskProcess:
             execution.worker,
             limit,
         )
-        self._set_running(number)
-        # From here on `cancel` finds the job; what came before, while it was starting, counts too.
-        if execution.is_over:
-            self._set_running(0)
-            return None
-        if execution.context is not None and execution.context.cancelled:
-            self._order(Order(number, CANCEL))
-        deadline = None if limit is None else time.monotonic() + limit
-        try:
-            if not self._tasks.write(job, deadline):  # it does not even read
-                self.is_late = True
-                self._kill()
-            return self._wait(number, deadline, execution, report)
-        except PipeEnd:
-            has_begun = not self._tasks.is_unread()
-            raise ProcessLost(self.end(), has_begun=has_begun) from None
-        except BaseException:  # out of memory: the task must not run on behind its failure
-            self._kill()
-            self.end()
-            raise
-        finally:
-            self._set_running(0)
-
-    def _wait(
-        self, number: int, deadline: float | None, execution: Execution, report: Report
-    ) -> Done:
+        if not self._tasks.write(job, deadline):  # it does not even read
+            return self._last_reply(execution, 0.0)
         is_asked = False
         while True:
             match self._replies.read(deadline):
-                case Done() as done if done.number == number:
-                    self.memory = done.memory
+                case Done() as done if done.number == job.number:
                     return done
-                case Progress() as progress if progress.number == number:
+                case Progress() as progress if progress.number == job.number:
                     execution.progress = progress.progress
                     if execution.context is not None:
                         execution.context.noted = progress.noted
                     report(execution)
                 case None if not is_asked:
                     is_asked = True
-                    self._order(Order(number, TIME_IS_UP))
+                    self._order(TIME_IS_UP)
                     deadline = time.monotonic() + execution.kill_after
-                case None if not self.is_late:
-                    self.is_late = True
-                    self._kill()
-                    deadline = time.monotonic() + DEATH_TIMEOUT
-                case None:  # something that it has started holds the pipe
-                    raise PipeEnd
+                case None:
+                    return self._last_reply(execution, execution.kill_after)
                 case _:
                     pass  # late progress of an earlier job
 
-    def cancel(self, number: int, *, kill: bool) -> None:
-        """Ask the job of this number to stop, or kill the process, if the job still runs."""
+    def _last_reply(self, execution: Execution, late: float) -> Done:
+        """Kill it, so many seconds after the time limit, and return what it had replied before."""
+        self._kill()
+        with suppress(PipeEnd):
+            while (reply := self._replies.read(time.monotonic() + DEATH_TIMEOUT)) is not None:
+                if isinstance(reply, Done) and reply.number == self.started:
+                    return reply
+        raise TimeLimitExceeded(
+            f"ran longer than its time limit of {execution.time_limit:g} s, "
+            f"and was killed {late:g} s later"
+        )
+
+    def cancel(self, execution: Execution, *, kill: bool) -> None:
+        """Ask the task to stop, or kill the process, if the task still runs here."""
         with self._lock:
-            if self._running != number:
+            if self._execution is not execution:
                 return
             if kill:
-                self._signal_all()
-        if not kill:
-            self._order(Order(number, CANCEL))
+                self._kill()
+            else:
+                self._order(CANCEL)
 
-    def _set_running(self, number: int) -> None:
-        with self._lock:
-            self._running = number
-
-    def _order(self, order: Order) -> None:
-        with self._lock, suppress(PipeEnd, ValueError):
-            if not self._has_ended:
-                # A full pipe: it obeys nothing, and the order would change nothing.
-                self._control.write(order, 0.0)
+    def _order(self, what: int) -> None:
+        with self._lock, suppress(PipeEnd):
+            # A full pipe: it obeys nothing, and the order would change nothing.
+            self._control.write(Order(self.started, what), 0.0)
 
     def _kill(self) -> None:
+        """Kill it and what its task has started."""
         with self._lock:
-            self._signal_all()
-
-    def _signal_all(self) -> None:
-        """Kill it and what its task has started. The caller holds `_lock`."""
-        self.is_killed = True
-        if not self._has_ended:  # then its number may be another's
-            for kill in (os.killpg, os.kill):  # a task may have left the group
-                with suppress(OSError):
-                    kill(self.pid, signal.SIGKILL)
+            self.is_killed = True
+            if self._process.returncode is None:  # else its number may be another's
+                for kill in (os.killpg, os.kill):  # a task may have left the group
+                    with suppress(OSError):
+                        kill(self.pid, signal.SIGKILL)
 
     def dismiss(self) -> None:
         """Let it end when it has nothing more to do; `end` must follow."""
@@ -235,36 +237,46 @@ class TaskProcess:
     def end(self, deadline: float | None = None) -> str:
         """Wait for its end until the monotonic `deadline`, kill what is left, and say how it ended.
 
-        It must have closed its pipe, or have been killed or dismissed before.
+        It must have closed its pipe, or have been killed or dismissed before. May be called twice.
         """
-        if deadline is None:
-            deadline = time.monotonic() + DEATH_TIMEOUT
         was_killed = self.is_killed
-        has_ended = self._has_ended_by(deadline)
+        has_ended = self._ends_by(deadline or time.monotonic() + DEATH_TIMEOUT)
+        self._kill()  # it is not reaped yet, so the group is its own
+        is_gone = self._ends_by(time.monotonic() + DEATH_TIMEOUT)
         with self._lock:
-            self._signal_all()  # not reaped yet, so the group is its own
-        self._has_ended_by(time.monotonic() + DEATH_TIMEOUT)
-        with self._lock:
-            self._has_ended = True
-            code = self._process.wait()
             for pipe in (self._tasks, self._control, self._replies):
                 pipe.close()
-        if not has_ended and not was_killed:
-            return "closed its pipes, and was killed"
-        return proc.how_it_ended(code)
+            if not is_gone:  # held by a debugger, or by the kernel; reaped by the next Popen
+                return "was killed, and has not ended"
+            code = self._process.wait()
+        return (
+            proc.how_it_ended(code)
+            if has_ended or was_killed
+            else "closed its pipes, and was killed"
+        )
 
-    def _has_ended_by(self, deadline: float) -> bool:
+    def _ends_by(self, deadline: float) -> bool:
         """Wait for its end without reaping it. False: it did not end."""
-        try:
-            while not self._is_over():
-                if time.monotonic() >= deadline:
-                    return False
-                time.sleep(INTERVAL)
-        except ChildProcessError:
-            pass  # a task has waited for it
+        while not self._is_over():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(INTERVAL)
         return True
 
     def _is_over(self) -> bool:
-        if hasattr(os, "waitid"):
-            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
-        return self._process.poll() is not None  # macOS before Python 3.13; it is reaped here
+        try:
+            if hasattr(os, "waitid"):
+                how = os.WEXITED | os.WNOWAIT | os.WNOHANG
+                return os.waitid(os.P_PID, self.pid, how) is not None
+            return self._process.poll() is not None  # macOS before Python 3.13; it is reaped here
+        except ChildProcessError:
+            return True  # a task has waited for it, or it is reaped
+
+
+def _lost(execution: Execution, text: str) -> Outcome:
+    if not execution.is_over:
+        uuid, name = execution.signature.uuid, execution.signature.name
+        logger.error(
+            "task %s (%s) has lost its process: %s", uuid, name, text, extra={"task_uuid": uuid}
+        )
+    return execution.judged(Lost(error=text))

@@ -33,10 +33,11 @@ from machinery_py.worker.autoscale import Autoscaler
 from machinery_py.worker.chords import settle_ready_groups
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
+from machinery_py.worker.frames import Setup
 from machinery_py.worker.go_groups import GoGroupPoller
 from machinery_py.worker.hooks import WorkerHooks
 from machinery_py.worker.maintenance import Maintenance
-from machinery_py.worker.processes import ChildApp, ProcessPool
+from machinery_py.worker.processes import ProcessPool
 from machinery_py.worker.receiver import Receiver
 from machinery_py.worker.reconnect import Handler, Reconnect, open_patiently
 from machinery_py.worker.settler import Settler
@@ -87,7 +88,7 @@ class Worker:
         max_tasks_per_child: int = 0,
         max_memory_per_child: int = 0,
         autoscale: tuple[int, int] | None = None,
-        child_app: Callable[[], ChildApp] | None = None,
+        child_app: Callable[[], Setup] | None = None,
         declared: Declared | None = None,
     ) -> None:
         given: dict[str, object] = {"concurrency": concurrency, "pool": pool or app.config.pool}
@@ -283,7 +284,7 @@ class Worker:
         max_tasks, max_memory = self._max_per_child
         return ProcessPool(
             self.name,
-            child_app=self.child_app,
+            setup=self.child_app,
             by_default=self.pool == "process",
             max_tasks=max_tasks,
             max_memory=max_memory,

@@ -8,14 +8,26 @@ import datetime as dt
 import math
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from machinery_py import Context, Retry, RetryTaskLater, Server, TimeLimitExceeded, current_task
+from machinery_py.worker import frames
 
 server = Server("memory://")
+
+if os.environ.get("POOLED_DIES_READING"):  # as a process that has no memory for its task
+
+    def _die(number: int, count: int) -> bytes:
+        chunk = _read(number, count)
+        if len(chunk) == frames.CHUNK:
+            os._exit(9)
+        return chunk
+
+    _read, os.read = os.read, _die
 
 LONG = 3600.0  # seconds; the end of such a call comes from outside
 
@@ -189,3 +201,46 @@ _grown: list[bytes] = []
 def just_in_time(number: int) -> int:
     time.sleep(0.02)
     return number
+
+
+@server.task(pool="process")
+def ask_behind_the_back() -> None:
+    retry = Retry()
+    retry.retries = 2**70  # as a subclass may do
+    raise retry
+
+
+@server.task(pool="process")
+def dies_traced(trace: str) -> str:
+    if _begin(trace) > 0:
+        return "run again"
+    libc = ctypes.CDLL(None)
+    libc.prctl(0x59616D61, ctypes.c_ulong(-1), 0, 0, 0)  # anybody may trace it (Yama)
+    seize = f"ctypes.CDLL(None).ptrace(0x4206, {os.getpid()}, None, None)"
+    tracer = subprocess.Popen(
+        [sys.executable, "-c", f"import ctypes, time; print({seize}, flush=True); time.sleep(60)"],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    Path(trace).with_suffix(".tracer").write_text(str(tracer.pid))
+    assert tracer.stdout is not None
+    assert tracer.stdout.readline() == b"0\n"
+    os._exit(3)
+
+
+@server.task(pool="process")
+def leaves_a_fork(trace: str) -> str:
+    if _begin(trace) > 0:
+        return "run again"
+    libc = ctypes.PyDLL(None)
+    if (forked := libc.fork()) == 0:  # Python does not know of it, so it keeps all pipes
+        libc.setsid()
+        libc.sleep(3600)
+        os._exit(0)
+    Path(trace).with_suffix(".forked").write_text(str(forked))
+    os._exit(3)
+
+
+@server.task(pool="process")
+def swallow(text: str) -> int:
+    return len(text)

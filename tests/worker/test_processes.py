@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
-from machinery_py import BrokerUnavailable, ConfigError, Server, State, TaskFailed
+from machinery_py import BrokerUnavailable, ConfigError, Server, Signature, State, TaskFailed
 from machinery_py.brokers.liveness import is_suspended, place
 from machinery_py.events import TaskFailed as TaskFailedEvent
 from machinery_py.events import TaskRetried, TaskSucceeded
 from machinery_py.testing.waiting import HANG, wait_until
+from machinery_py.worker import task_process
+from machinery_py.worker.frames import FrameReader
 from machinery_py.worker.task_process import TaskProcess
 from machinery_py.worker.worker import Worker
 from tests.cli.app import App, app_in_a_folder
@@ -331,7 +333,7 @@ def test_process_ends_when_its_replies_cannot_be_taken(
         wait_until(lambda: runs(tmp_path), HANG, "the start")
         raise MemoryError
 
-    monkeypatch.setattr(TaskProcess, "_wait", fails)
+    monkeypatch.setattr(FrameReader, "read", fails)
 
     with pytest.raises(TaskFailed, match="MemoryError"):
         pooled.until_cancelled.send(str(tmp_path)).get(HANG)
@@ -382,6 +384,62 @@ def test_task_that_its_process_never_read_gets_no_strike(
 
     assert result.get(HANG) != pid
     assert retried == []
+
+
+def test_process_that_dies_while_it_reads_its_task_costs_strikes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("POOLED_DIES_READING", "yes")
+    died = pytest.raises(TaskFailed, match="ended with exit code 9, 3 times while it ran")
+    with server.new_worker("w", 1), died:
+        pooled.swallow.send("x" * 500_000).get(HANG)  # more than a pipe holds
+
+
+def test_process_that_a_debugger_holds_blocks_no_other(
+    worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_process, "DEATH_TIMEOUT", 0.2)
+    held = pooled.dies_traced.send(str(tmp_path))
+    try:
+        assert held.get(HANG) == "run again"
+        assert pooled.where.send().get(HANG) in children()
+    finally:
+        os.kill(int(tmp_path.with_suffix(".tracer").read_text()), signal.SIGKILL)
+
+
+def test_end_of_a_process_is_seen_though_its_pipes_are_held(worker: Worker, tmp_path: Path) -> None:
+    try:
+        assert pooled.leaves_a_fork.send(str(tmp_path)).get(HANG) == "run again"
+    finally:
+        os.kill(int(tmp_path.with_suffix(".forked").read_text()), signal.SIGKILL)
+
+
+def test_outcome_that_cannot_be_sent_is_a_failure_of_the_task(worker: Worker) -> None:
+    before = pooled.where.send().get(HANG)
+
+    with pytest.raises(TaskFailed, match="what follows the task cannot be sent: "):
+        pooled.ask_behind_the_back.send().get(HANG)
+
+    assert pooled.where.send().get(HANG) == before
+
+
+@pytest.mark.parametrize("name", ["here", "where"])
+def test_handlers_are_not_called_for_wrong_arguments(name: str) -> None:
+    calls: list[Any] = []
+    worker = server.new_worker("w", 1)
+    worker.set_pre_task_handler(calls.append)
+    worker.set_post_task_handler(calls.append)
+    worker.set_error_handler(calls.append)
+
+    with worker:
+        with pytest.raises(TaskFailed, match="where|here"):
+            # As another program sends it.
+            wrong = Signature.of(name, 1).replace(uuid=f"wrong-{name}")
+            server.app.submit([wrong])
+            server.result(wrong.uuid).get(HANG)
+        assert calls == []
+        getattr(pooled, name).send().get(HANG)
+    assert len(calls) == 2
 
 
 def test_processes_are_renewed_after_so_many_tasks() -> None:

@@ -1,0 +1,142 @@
+"""Task processes that are harmed, over each kind of store: nobody else's task notices."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from machinery_py import AsyncResult, Server, Signature, State
+from machinery_py.brokers.liveness import is_suspended, place
+from machinery_py.testing.waiting import wait_until
+from tests.support.supervised import kill_all
+from tests.system.stage import url_of
+
+ROOT = pathlib.Path(__file__).parents[2]
+HANG = 60.0  # seconds; a guard, nothing is measured with it
+APP = "tests.system.contained_app"
+IN_TIME = "just_in_time"
+
+
+class Contained:
+    """A worker with task processes, and the ledger of what ran there."""
+
+    def __init__(self, folder: pathlib.Path, broker: str, backend: str) -> None:
+        self.server = Server(broker, result_backend=backend)
+        self.ledger = folder / "ledger"
+        self.ledger.touch()
+        self.log = folder / "log"
+        self._environment = {
+            **os.environ,
+            "CONTAINED_URL": broker,
+            "CONTAINED_BACKEND": backend,
+            "CONTAINED_LEDGER": str(self.ledger),
+            "MACHINERY_LEASE": "2",
+            "PYTHONPATH": str(ROOT),
+        }
+        self.start()
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.supervisor = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "machinery_py",
+                    "worker",
+                    APP,
+                    "--pool",
+                    "process",
+                    "-c",
+                    "4",
+                    "--shutdown-timeout",
+                    "0",
+                ],
+                env=self._environment,
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
+            )
+
+    def send(self, *hows: str) -> list[AsyncResult[int]]:
+        """Send one task for each word, with its place as the result; see contained_app.py."""
+        return [
+            self.server.send(
+                Signature.of(how, number) if how == IN_TIME else Signature.of("act", how, number)
+            )
+            for number, how in enumerate(hows)
+        ]
+
+    def runs(self, result: AsyncResult[int]) -> list[tuple[int, int]]:
+        """Return the task process and the worker process of each call."""
+        lines = map(str.split, self.ledger.read_text().splitlines())
+        return [(int(pid), int(worker)) for uuid, pid, worker in lines if uuid == result.uuid]
+
+    def held(self, result: AsyncResult[int]) -> tuple[int, int]:
+        """Wait until the task runs; return as `runs`."""
+        wait_until(lambda: self.runs(result), HANG, "its start")
+        return self.runs(result)[0]
+
+    def close(self) -> None:
+        kill_all(self.supervisor)
+        self.server.close()
+
+
+@pytest.fixture(params=["redis", "amqp+redis", "mongodb"])
+def contained(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Contained]:
+    broker, _, backend = str(request.param).partition("+")
+    url = url_of(broker, tmp_path / "db", request)
+    one = Contained(tmp_path, url, url_of(backend, tmp_path / "db", request) if backend else url)
+    yield one
+    one.close()
+
+
+def test_harm_to_processes_reaches_no_other_task(contained: Contained) -> None:
+    harmed = contained.send("SIGKILL", "SIGSEGV", "exit", "exit", "fork", "SIGABRT")
+    others = contained.send("stop", *["return"] * 20)
+    timed = contained.send(*[IN_TIME] * 8)
+    stopped, _ = contained.held(others[0])
+    wait_until(lambda: is_suspended(stopped, place()), HANG)
+    os.kill(stopped, signal.SIGCONT)
+    _expect_results(harmed, others)
+    wait_until(lambda: all(one.is_finished() for one in timed), HANG, "the end of the timed ones")
+
+    for killed in ("worker", "supervisor"):
+        hit = contained.send("hold", "hold")
+        found = [contained.held(one) for one in hit]
+        worker = found[0][1]
+        os.kill(worker if killed == "worker" else contained.supervisor.pid, signal.SIGKILL)
+        wait_until(lambda pids=found: not any(map(_is_alive, sum(pids, ()))), HANG)  # type: ignore[misc]
+        if killed == "supervisor":
+            contained.supervisor.wait()
+            contained.start()
+        others += contained.send("return")
+        harmed += hit
+        _expect_results(hit, others[-1:])
+
+    assert {len(contained.runs(one)) for one in harmed} == {2}
+    assert {len(contained.runs(one)) for one in others} == {1}
+    for number, one in enumerate(timed):
+        state = one.get_state()
+        assert state.is_finished
+        assert len(contained.runs(one)) <= 1  # 0: it was late before it had noted that
+        is_late = state.state is State.FAILURE
+        assert "TimeLimitExceeded" in state.error_type if is_late else one.get(HANG) == number
+
+
+def _expect_results(*parts: Sequence[AsyncResult[int]]) -> None:
+    for results in parts:
+        for number, one in enumerate(results):
+            assert one.get(HANG) == number
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
