@@ -45,6 +45,7 @@ from machinery_py.worker.frames import Setup
 from machinery_py.worker.task_process import (
     END_TIMEOUT,
     INTERVAL,
+    AppNotImported,
     CannotStart,
     Report,
     TaskProcess,
@@ -101,7 +102,7 @@ class ProcessPool:
 
         Raises:
             ConfigError: what the processes are to import cannot be told.
-            CannotStart: the process could not start; it would not later either.
+            CannotStart: the process could not start, or several died of something else.
         """
         needed = False
         for task in tasks:
@@ -113,10 +114,17 @@ class ProcessPool:
                     '(pool="process" gives it a process)',
                     task.name,
                 )
-        if needed and not self._idle:  # else an earlier attempt has started it
-            process = self._start()
-            process.wait_ready()
-            self._idle.append(process)
+        tries = 0
+        while needed and not self._idle:  # else an earlier attempt has started it
+            process, tries = self._start(), tries + 1
+            try:
+                process.wait_ready()
+            except CannotStart as error:
+                if isinstance(error, AppNotImported) or tries == TRIES:
+                    raise
+                logger.warning("%s; starting another one", error)
+            else:
+                self._idle.append(process)
 
     def call(self, execution: Execution, report: Report) -> Outcome | None:
         """Make the call in a process, in the slot's thread.

@@ -44,7 +44,11 @@ Report = Callable[[Execution], None]
 
 
 class CannotStart(MachineryError):
-    """A task process cannot be started, or cannot import the app."""
+    """A task process cannot be started, or ended before it was ready."""
+
+
+class AppNotImported(CannotStart):
+    """A task process cannot import the app; another one will not either."""
 
 
 class Unread(Exception):
@@ -112,7 +116,7 @@ class TaskProcess:
             self.end()
             late = f"the app was not imported within {START_TIMEOUT:g} s"
             why = reply.error if isinstance(reply, Ready) else late
-            raise CannotStart(f"a task process could not start: {why}")
+            raise AppNotImported(f"a task process could not start: {why}")
         self._is_ready = True
 
     @property

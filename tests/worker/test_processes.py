@@ -417,7 +417,7 @@ def test_end_of_a_process_is_seen_though_its_pipes_are_held(worker: Worker, tmp_
 def test_outcome_that_cannot_be_sent_is_a_failure_of_the_task(worker: Worker) -> None:
     before = pooled.where.send().get(HANG)
 
-    with pytest.raises(TaskFailed, match="what follows the task cannot be sent: "):
+    with pytest.raises(TaskFailed, match="cannot be sent: "):
         pooled.ask_behind_the_back.send().get(HANG)
 
     assert pooled.where.send().get(HANG) == before
@@ -571,6 +571,25 @@ def test_task_in_this_library_or_without_memory_fails_alone(
 
     assert error in json.loads(done.stdout)["error_type"]
     assert app.json("send", "tasks", "inner", "ab", "--wait")["state"] == "SUCCESS"
+
+
+def test_first_process_that_is_killed_while_it_starts_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    killed: list[int] = []
+
+    def kill_first(process: TaskProcess) -> None:
+        if not killed:
+            killed.append(process.pid)
+            os.kill(process.pid, signal.SIGKILL)
+        wait_ready(process)
+
+    wait_ready = TaskProcess.wait_ready
+    monkeypatch.setattr(TaskProcess, "wait_ready", kill_first)
+    with server.new_worker("w", 1):
+        assert pooled.where.send().get(HANG) not in killed
+
+    assert len(killed) == 1
 
 
 def test_worker_whose_app_breaks_in_a_process_does_not_start(app: App) -> None:
