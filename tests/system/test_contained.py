@@ -5,93 +5,23 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 
 import pytest
 
-from machinery_py import AsyncResult, Server, Signature, State
+from machinery_py import AsyncResult, State
 from machinery_py.brokers.liveness import is_suspended, place
 from machinery_py.testing.waiting import wait_until
-from tests.support.supervised import kill_all
+from tests.system.contained import HANG, IN_TIME, Contained
 from tests.system.stage import url_of
-
-ROOT = pathlib.Path(__file__).parents[2]
-HANG = 60.0  # seconds; a guard, nothing is measured with it
-APP = "tests.system.contained_app"
-IN_TIME = "just_in_time"
-
-
-class Contained:
-    """A worker with task processes, and the ledger of what ran there."""
-
-    def __init__(self, folder: pathlib.Path, broker: str, backend: str) -> None:
-        self.server = Server(broker, result_backend=backend)
-        self.ledger = folder / "ledger"
-        self.ledger.touch()
-        self.log = folder / "log"
-        self._environment = {
-            **os.environ,
-            "CONTAINED_URL": broker,
-            "CONTAINED_BACKEND": backend,
-            "CONTAINED_LEDGER": str(self.ledger),
-            "MACHINERY_LEASE": "2",
-            "PYTHONPATH": str(ROOT),
-        }
-        self.start()
-
-    def start(self) -> None:
-        with self.log.open("ab") as log:
-            self.supervisor = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "machinery_py",
-                    "worker",
-                    APP,
-                    "--pool",
-                    "process",
-                    "-c",
-                    "4",
-                    "--shutdown-timeout",
-                    "0",
-                ],
-                env=self._environment,
-                cwd=ROOT,
-                stdout=log,
-                stderr=log,
-            )
-
-    def send(self, *hows: str) -> list[AsyncResult[int]]:
-        """Send one task for each word, with its place as the result; see contained_app.py."""
-        return [
-            self.server.send(
-                Signature.of(how, number) if how == IN_TIME else Signature.of("act", how, number)
-            )
-            for number, how in enumerate(hows)
-        ]
-
-    def runs(self, result: AsyncResult[int]) -> list[tuple[int, int]]:
-        """Return the task process and the worker process of each call."""
-        lines = map(str.split, self.ledger.read_text().splitlines())
-        return [(int(pid), int(worker)) for uuid, pid, worker in lines if uuid == result.uuid]
-
-    def held(self, result: AsyncResult[int]) -> tuple[int, int]:
-        """Wait until the task runs; return as `runs`."""
-        wait_until(lambda: self.runs(result), HANG, "its start")
-        return self.runs(result)[0]
-
-    def close(self) -> None:
-        kill_all(self.supervisor)
-        self.server.close()
 
 
 @pytest.fixture(params=["redis", "amqp+redis", "mongodb"])
 def contained(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Contained]:
     broker, _, backend = str(request.param).partition("+")
     url = url_of(broker, tmp_path / "db", request)
-    one = Contained(tmp_path, url, url_of(backend, tmp_path / "db", request) if backend else url)
+    results = url_of(backend, tmp_path / "db", request) if backend else url
+    one = Contained(tmp_path, url, results, "-c", "4", "--shutdown-timeout", "0")
     yield one
     one.close()
 
