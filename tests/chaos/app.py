@@ -1,4 +1,6 @@
-"""The tasks of a chaos run, and the ledger: what ran where and when, written past all stores.
+"""The tasks of a chaos run, in threads and processes, and the ledger: what ran where and when.
+
+The ledger is written past all stores, by the worker and its task processes alike.
 
 One line for each event, in one `write`, so that a kill leaves whole lines. Tabs divide the fields:
 
@@ -98,7 +100,7 @@ def noop(number: int) -> int:
     return number
 
 
-@server.task
+@server.task(pool="process")
 def nap(seconds: float, number: int) -> int:
     time.sleep(seconds)
     return number
@@ -110,14 +112,14 @@ def fails(number: int, *before: int) -> int:
     raise Planned(f"planned failure {number}")
 
 
-@server.task(backoff=(BACKOFF,))
+@server.task(pool="process", backoff=(BACKOFF,))
 def flaky(tries: int, number: int) -> int:
     if current_task().attempt <= tries:
         raise Planned(f"planned failure of try {current_task().attempt}")
     return number
 
 
-@server.task
+@server.task(pool="process")
 def step(number: int, *before: int) -> int:
     time.sleep(number % 5 * STEP)
     return fold(number, before)

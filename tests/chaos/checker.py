@@ -174,7 +174,7 @@ class _Checker:
         strikes = self.history.strikes.get(uuid, MAX_STRIKES)
         cut_off = sum(
             self.repeated.was_taken(one, one.start + 1e9) for one in self.runs.get(uuid, ())
-        )
+        ) + self.repeated.lost_processes(self.runs.get(uuid, ()))
         if cut_off < strikes:
             yield self._violation(
                 "blamed",
@@ -350,18 +350,19 @@ class _Checker:
                     yield self._violation("state went back", uuid, text)
 
     def retries(self) -> Iterator[Violation]:
-        """I10: a task that fails k times is tried k + 1 times, no matter how many workers died."""
+        """I10: a task that fails k times is tried k + 1 times, no matter how many workers died.
+
+        Each task process that was lost adds one.
+        """
         for call in self.calls.values():
             runs = self.runs.get(call.uuid)
-            if (
-                runs
-                and not self._is_given_up(call.uuid)
-                and {one.run for one in runs} != set(range(call.retries + 1))
-            ):
-                found = sorted({one.run for one in runs})
-                yield self._violation(
-                    "retries", call.uuid, f"runs {found} (expected 0 to {call.retries})"
-                )
+            if not runs or self._is_given_up(call.uuid):
+                continue
+            found, most = sorted({one.run for one in runs}), call.retries
+            if len(found) > most + 1:
+                most += self.repeated.lost_processes(runs)
+            if found != list(range(len(found))) or not call.retries < len(found) <= most + 1:
+                yield self._violation("retries", call.uuid, f"runs {found} (expected 0 to {most})")
 
     def too_early(self) -> Iterator[Violation]:
         """I13: nothing starts before its ETA."""

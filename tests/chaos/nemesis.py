@@ -1,6 +1,7 @@
 """The workers under test, and the faults that hit them. Each is recorded: what, whom, from, until.
 
 kill      SIGKILL a worker, start another         term    SIGTERM one, start another; exit code 0
+child     SIGKILL one of a worker's task processes
 freeze    SIGSTOP one for longer than its lease   server  SIGKILL the server, restart on its files
 clients   CLIENT KILL                             scripts SCRIPT FLUSH
 drop, reset, hole    a worker's proxy drops replies, resets its connections, lets nothing through
@@ -49,11 +50,14 @@ class Member:
         return [pid for one in supervisors for pid in (one, *_children(one))]
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it to the supervisor; SIGSTOP and SIGCONT to its worker process as well."""
-        both = number in (signal.SIGSTOP, signal.SIGCONT)
-        for pid in self.pids() if both else self.pids()[:1]:
+        """Send it to the supervisor; SIGSTOP and SIGCONT to all that is below it as well."""
+        to_all = number in (signal.SIGSTOP, signal.SIGCONT)
+        for pid in [*self.pids(), *self.task_processes()] if to_all else self.pids()[:1]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
+
+    def task_processes(self) -> list[int]:
+        return [pid for worker in self.pids()[1:] for pid in _children(worker)]
 
     def kill(self) -> None:
         """Kill the supervisor and its worker process, and wait until they are gone."""
@@ -307,8 +311,18 @@ class Nemesis:
                 self._fleet.kill(member)
             case "term":
                 self._fleet.ask_to_end(member)
+            case "child":
+                self._kill_child(member, fault.victim)
             case _:
                 self._freeze(member, fault.length)
+
+    def _kill_child(self, member: Member, victim: float) -> None:
+        start, found = time.monotonic(), member.task_processes()
+        if found:
+            pid = found[int(victim * len(found))]
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            self._fleet.note("child", member.name, start, time.monotonic(), str(pid))
 
     def _freeze(self, member: Member, seconds: float) -> None:
         if sum(not one.is_frozen for one in self._fleet.members) < 3:

@@ -31,7 +31,7 @@ MIX: Mapping[str, float] = {
 }  # fmt: skip
 
 #: How often which fault comes beside the kills, for each kill.
-FAULTS: Mapping[str, float] = {"freeze": 0.12, "term": 0.12}
+FAULTS: Mapping[str, float] = {"freeze": 0.12, "term": 0.12, "child": 0.9}
 SERVER_FAULTS: Mapping[str, float] = {
     "server": 0.10, "clients": 0.20, "scripts": 0.10, "drop": 0.15, "reset": 0.15, "hole": 0.08,
 }  # fmt: skip

@@ -73,6 +73,18 @@ class Repeats:
             for fault in self._at(one.worker)
         )
 
+    def lost_processes(self, runs: Sequence[Run]) -> int:
+        """Return how many of these executions may have lost their task process."""
+        return sum(
+            any(
+                fault.kind == "child"
+                and one.start - NOTICED <= fault.end
+                and (one.settled is None or fault.start <= one.settled)
+                for fault in self.faults[one.worker]
+            )
+            for one in runs
+        )
+
     def is_zombie(self, one: Run) -> bool:
         """Whether its process had just been out of reach.
 
