@@ -266,7 +266,13 @@ class Worker:
             raise MachineryError(f"worker {self.name} runs already (make another one)")
         app = self.app
         if self._processes.is_closed:
-            self._processes = self._new_processes()
+            self._processes = ProcessPool(
+                self.name,
+                setup=self.child_app,
+                by_default=self.pool == "process",
+                max_tasks=self._max_per_child[0],
+                max_memory=self._max_per_child[1],
+            )
         # Before there is a session, which nobody beats for yet.
         self._processes.start(map(app.registry.get, app.registry.names()))
         session = app.store.open_session(self.queues, worker=self.name)
@@ -279,16 +285,6 @@ class Worker:
                 session.close()
             raise
         return session
-
-    def _new_processes(self) -> ProcessPool:
-        max_tasks, max_memory = self._max_per_child
-        return ProcessPool(
-            self.name,
-            setup=self.child_app,
-            by_default=self.pool == "process",
-            max_tasks=max_tasks,
-            max_memory=max_memory,
-        )
 
     def _begin(self, session: Session) -> None:
         app = self.app
