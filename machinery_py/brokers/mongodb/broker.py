@@ -38,6 +38,7 @@ from machinery_py.brokers.mongodb.messages import (
     release,
     untake,
 )
+from machinery_py.brokers.mongodb.topics import MongoSubscription, broadcast
 from machinery_py.clock import moment_of
 from machinery_py.connections.durability import Concern
 from machinery_py.connections.forks import ForkLock
@@ -67,7 +68,7 @@ _decode = msgspec.msgpack.Decoder(list[Message]).decode
 class MongoBroker(DriverUser, Broker):
     """Collections of the driver's database. The driver belongs to whoever made it."""
 
-    features = BrokerFeatures(name="mongodb", beats=True)
+    features = BrokerFeatures(name="mongodb", beats=True, topics=True, keeps_topics=True)
     unavailable = BrokerUnavailable
 
     def __init__(self, driver: MongoDriver, *, lease: float = LEASE) -> None:
@@ -415,6 +416,12 @@ class MongoBroker(DriverUser, Broker):
             for id in dict.fromkeys(ids)
         )
         return [letter_of(one) for one in taken if one is not None]
+
+    def broadcast(self, topic: str, records: Sequence[bytes], *, ttl: float) -> None:
+        broadcast(self.driver, topic, records, ttl)
+
+    def subscribe(self, topic: str, *, since: float = 0.0) -> MongoSubscription:
+        return MongoSubscription(self.driver, topic, since)
 
     def concerns(self) -> list[Concern]:
         return self.driver.concerns()

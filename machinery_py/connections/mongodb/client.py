@@ -74,6 +74,8 @@ _INDEXES: Sequence[tuple[str, Sequence[tuple[str, int]]]] = (
     ("machinery_claims", [("deed_at", 1)]),
     ("machinery_claims", [("expires_at", 1)]),
     ("machinery_outboxes", [("outbox_at", 1)]),
+    ("machinery_topics", [("topic", 1), ("place", 1)]),
+    ("machinery_topics", [("until", 1)]),
 )
 
 #: (URL, database, what for) → events of threads of this process that sleep until something comes.

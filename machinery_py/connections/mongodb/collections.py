@@ -44,6 +44,10 @@ ITEMS = (
     StoredItem("machinery_outboxes", "collection",
                "tick or sending → messages of a schedule or a unique task for another store's "
                "broker", "until published", "backend"),
+    StoredItem("machinery_topics", "collection",
+               "topic → `born`, `number`, `until`; topic and place → a record: `topic`, `place`, "
+               "`number`, `at`, `until`, `body`; the newest 2,000 of each topic, and up to a "
+               "hundred more", "until the `ttl` is over and more is sent", "broker"),
     StoredItem("machinery_locks", "collection", "name → `token`, `fence`, `expires_at`",
                "for ever, for the fence", "lock"),
 )

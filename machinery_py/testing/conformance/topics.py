@@ -162,7 +162,7 @@ class TopicConformance(BrokerCase):
             while len(found) < ROUNDS:
                 found.extend(subscription.read(HANG))
 
-        reader = threading.Thread(target=read)
+        reader = threading.Thread(target=read, daemon=True)  # it does not end if a record is lost
         reader.start()
         started = time.monotonic()
         for number in range(ROUNDS):
