@@ -140,16 +140,17 @@ class TaskConformance:
             "",
         )
 
-    @pytest.mark.parametrize(
-        "value", VALUES, ids=lambda value: repr(value)[:30].encode("ascii", "replace").decode()
-    )
-    def test_value_is_passed_and_returned_unchanged(self, app: App, value: Any) -> None:
-        app.note.send(value)
-        found = app.echo.send(value).get(timeout=HANG)
+    def test_values_are_passed_and_returned_unchanged(self, app: App) -> None:
+        results = [app.echo.send(value) for value in VALUES]
+        for value in VALUES:
+            app.note.send(value)
+        found = [result.get(timeout=HANG) for result in results]
 
-        assert found == value
-        assert type(found) is type(value)
-        wait_until(lambda: (value,) in app.calls)
+        assert found == VALUES
+        assert [type(one) for one in found] == [type(value) for value in VALUES]
+        wait_until(lambda: len(app.calls) >= len(VALUES))
+        # By their texts: 1 and True are equal, and workers share the tasks in any order.
+        assert sorted(map(repr, app.calls)) == sorted(repr((value,)) for value in VALUES)
 
     def test_annotation_decides_the_type_of_an_argument(self, app: App) -> None:
         @app.server.task
