@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +39,7 @@ from tests.stores.mongodb import case as mongodb_case
 from tests.stores.rabbitmq import case as rabbitmq_case
 from tests.stores.redis import case as redis_case
 from tests.stores.sqlite import test_conformance as test_sqlite_conformance
+from tests.support.fixtures import Vhosts
 from tests.support.servers import MemcachedServer, RedisServer
 
 #: Every pair, not only a few: `make matrix` and `make chaos`.
@@ -71,15 +72,15 @@ def place(kind: str, role: str) -> object:
     def mongodb(self: object, mongodb_url: str) -> Place:
         return Place(kind, mongodb_url)
 
-    def amqp(self: object, vhosts: Callable[[], object]) -> Place:
-        return Place(
-            kind, str(vhosts())
-        )  # results by themselves: tests call tasks and queues by the same short names
+    def amqp(self: object, vhosts: Vhosts) -> Iterator[Place]:
+        url = vhosts()  # results by themselves: tests call tasks and queues by the same short names
+        yield Place(kind, url)
+        vhosts.give_back(url)
 
     def memcache(self: object, empty_memcached: MemcachedServer) -> Place:
         return Place(kind, empty_memcached.url, empty_memcached)
 
-    kinds: dict[str, Callable[..., Place]] = {
+    kinds: dict[str, Callable[..., object]] = {
         function.__name__: function for function in (memory, sqlite, redis, mongodb, amqp, memcache)
     }
     return pytest.fixture(name=f"{role}_place")(kinds[kind])

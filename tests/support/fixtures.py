@@ -129,7 +129,11 @@ def empty_memcached(memcached_server: MemcachedServer) -> MemcachedServer:
 
 
 class Vhosts:
-    """Hands out unused vhosts, and makes many at a time, since asking takes half a second."""
+    """Hands out unused vhosts, and makes many at a time, since asking takes half a second.
+
+    Those given back are deleted when the next are made: RabbitMQ looks at the queues of all vhosts
+    when it starts one, so that each would take longer than the one before.
+    """
 
     BATCH = 40
 
@@ -137,19 +141,28 @@ class Vhosts:
         self._server = server
         self._made = 0
         self._given = 0
+        self._over: list[str] = []
 
     def __call__(self) -> str:
         """Return the URL of a new one."""
         if self._given == self._made:
+            names = ", ".join(f'<<"{name}">>' for name in self._over)
             self._server.ctl(
-                "eval", _GRANTED.format(first=self._made, last=self._made + self.BATCH - 1)
+                "eval",
+                _RENEWED.format(over=names, first=self._made, last=self._made + self.BATCH - 1),
             )
+            self._over.clear()
             self._made += self.BATCH
         self._given += 1
         return f"{self._server.url}t{self._given - 1}"
 
+    def give_back(self, url: str) -> None:
+        """Take one that no connection will be opened to again."""
+        self._over.append(url.rpartition("/")[2])
 
-_GRANTED = """[begin N = list_to_binary("t" ++ integer_to_list(I)), rabbit_vhost:add(N, <<"test">>),
+
+_RENEWED = """[rabbit_vhost:delete(N, <<"test">>) || N <- [{over}]],
+[begin N = list_to_binary("t" ++ integer_to_list(I)), rabbit_vhost:add(N, <<"test">>),
     rabbit_auth_backend_internal:set_permissions(
         <<"guest">>, N, <<".*">>, <<".*">>, <<".*">>, <<"test">>)
     end || I <- lists:seq({first}, {last})]."""
@@ -161,9 +174,11 @@ def vhosts(rabbitmq_server: RabbitMQServer) -> Vhosts:
 
 
 @pytest.fixture
-def amqp_url(vhosts: Vhosts) -> str:
+def amqp_url(vhosts: Vhosts) -> Iterator[str]:
     """A vhost of the shared RabbitMQ with nothing in it."""
-    return vhosts()
+    url = vhosts()
+    yield url
+    vhosts.give_back(url)
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from machinery_py.backends.transactional import Row
 from machinery_py.connections.rabbitmq.client import AmqpDriver
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.waiting import HANG
+from tests.support.fixtures import Vhosts
 
 
 class LapsingClock(ManualClock):
@@ -71,9 +72,11 @@ class Backends:
 
 
 @pytest.fixture
-def results_url(vhosts: object) -> str:
+def results_url(vhosts: Vhosts) -> Iterator[str]:
     """A vhost for results alone: tests call tasks and queues by the same short names."""
-    return str(vhosts())  # type: ignore[operator]
+    url = vhosts()
+    yield url
+    vhosts.give_back(url)
 
 
 @pytest.fixture
