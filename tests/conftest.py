@@ -27,6 +27,14 @@ LONG = [
 ]
 collect_ignore = [] if os.environ.get("MACHINERY_TEST_FULL") else LONG
 
+#: Tests and their servers keep their files in memory where it has room: stores flush them to the
+#: disk many thousand times. It is no less than a disk to a process that is killed.
+MEMORY, ROOM = "/dev/shm", 4_000_000_000  # bytes; a run needs a quarter of it
+if "TMPDIR" not in os.environ and os.access(MEMORY, os.W_OK):
+    _found = os.statvfs(MEMORY)
+    if _found.f_bavail * _found.f_frsize > ROOM and not _found.f_flag & os.ST_NOEXEC:
+        tempfile.tempdir = MEMORY
+
 pytest_plugins = ["pytester", "tests.support.fixtures", "tests.by_store"]
 
 # What the machine happens to have set must not reach the tests.
