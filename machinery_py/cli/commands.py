@@ -14,6 +14,7 @@ from machinery_py.cli.options import (
     APP,
     CHANGE,
     DEAD,
+    EVENTS,
     FAILURE,
     FILTER,
     HEALTH,
@@ -21,6 +22,7 @@ from machinery_py.cli.options import (
     LIMIT,
     SEND,
     STATE,
+    TOP,
     WAIT,
     WORKER,
     YES,
@@ -182,6 +184,21 @@ _MODULES: Mapping[str, Sequence[Command]] = {
         ),
         Command(
             "resume", "take from these queues again", words="QUEUE …", examples=("tasks mail",)
+        ),
+    ),
+    "watch": (
+        Command(
+            "events",
+            "print the events of all processes that send theirs, as they come",
+            words="[EVENT …]",
+            options=EVENTS,
+            examples=("tasks", "tasks TaskFailed WorkerOffline --json", "tasks --since 5m"),
+        ),
+        Command(
+            "top",
+            "show queues, workers, rates, running and failing tasks; redraws until q is pressed",
+            options=TOP,
+            examples=("tasks", "tasks --once"),
         ),
     ),
     "dead_letters": (

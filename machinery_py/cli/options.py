@@ -13,6 +13,7 @@ from machinery_py.queues import parse_queues
 LONGEST = 36_500 * 86_400.0  # seconds; longer times overflow the clocks of some stores
 POOLS = ("thread", "process")  # as in config.py, which takes long to import
 MOST = 1_000_000_000  # of anything
+SHORTEST_PAUSE = 0.1  # seconds
 SHORTEST_STALL = 5.0  # seconds; as in config/options.py
 
 _UNITS = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
@@ -42,6 +43,13 @@ def _stall_timeout(text: str) -> float:
         raise argparse.ArgumentTypeError(
             f"{text!r} is too short (expected at least {SHORTEST_STALL:g}s)"
         )
+    return length
+
+
+def _pause(text: str) -> float:
+    length = seconds(text)
+    if length < SHORTEST_PAUSE:
+        raise argparse.ArgumentTypeError(f"{text!r} is too short (expected at least 100ms)")
     return length
 
 
@@ -187,6 +195,7 @@ WORKER: Options = (
         metavar="A,B",
     ),
     _text("-n --name", "name of the worker; default: host and process", "NAME"),
+    _switch("-E --events", "send the events of its processes to all that watch"),
     _switch("--burst", "end when the queues are empty; paused queues do not count"),
     _switch("--reload", "start again when a .py file changes (for development)"),
     _switch("--no-scheduler", "send no tasks of schedules; other workers do"),
@@ -217,6 +226,21 @@ WORKER: Options = (
     ),
     # From the supervisor to its processes: see processes.py.
     _text("--child", argparse.SUPPRESS),
+)
+EVENTS: Options = (
+    _time("--since", "begin with the events of this time, where the broker keeps them: 30, 5m"),
+    _count("--limit", "end after so many events", 1),
+)
+TOP: Options = (
+    _time("--since", "as for `machinery events`; default: 10 s", 10.0),
+    _switch("--once", "print once and end"),
+    _option(
+        "--every",
+        "time between two pictures; default: 2 s",
+        type=_pause,
+        default=2.0,
+        metavar="TIME",
+    ),
 )
 CHANGE: Options = (
     _option("--spec", "when it is due: '0 6 * * MON-FRI', @daily, '@every 30s'"),

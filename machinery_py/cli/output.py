@@ -218,9 +218,9 @@ def value_text(value: Any) -> str:
     return clean(text)
 
 
-def to_json(value: Any) -> str:
+def to_json(value: Any, *, indent: int | None = 2) -> str:
     """Return JSON in ASCII, so that it means the same on every terminal and in every file."""
-    return json.dumps(_finite(value), default=_plain, indent=2)
+    return json.dumps(_finite(value), default=_plain, indent=indent)
 
 
 def _finite(value: Any) -> Any:

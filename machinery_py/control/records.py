@@ -70,7 +70,7 @@ class FleetEvent(msgspec.Struct, Generic[E], frozen=True, kw_only=True):
         return getattr(self.event, name)
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as one flat mapping, with its time as a datetime."""
+        """Return it as one flat mapping, as `machinery events --json` prints it."""
         row = row_of(self.event, clock=self.clock, at=self.at)
         return {**row, "at": self.at, "host": self.host, "pid": self.pid, "worker": self.worker}
 

@@ -158,9 +158,15 @@ class Camera:
     """Thread that keeps the state of the fleet and shows it to a function at fixed times."""
 
     def __init__(
-        self, stream: EventStream[Any], seconds: float, function: Callable[[FleetState], object]
+        self,
+        stream: EventStream[Any],
+        seconds: float,
+        function: Callable[[FleetState], object],
+        *,
+        since: float = 0.0,
     ) -> None:
         self.state = FleetState()
+        self.state.since -= since
         self._stream = stream
         self._seconds = seconds
         self._function = function
@@ -243,18 +249,23 @@ class ServerEvents:
                 raise TypeError(f"stream: found {kind!r} (expected classes of machinery_py.events)")
         return EventStream(self._broker, kinds or (Event,), since=since)
 
-    def every(self, seconds: float, camera: Callable[[FleetState], object]) -> Camera:
+    def every(
+        self, seconds: float, camera: Callable[[FleetState], object], *, since: float = 0.0
+    ) -> Camera:
         """Call `camera` every so many seconds with the state of all that the stream has told.
 
         It is called in a thread of its own, until `stop` of what is returned, or the end of the
         process. Its exceptions are logged.
+
+        Args:
+            since: as for `stream`.
 
         Raises:
             ValueError: the seconds are not positive.
         """
         if not seconds > 0:
             raise ValueError(f"every: found {seconds!r} seconds (expected more than 0)")
-        started = Camera(self.stream(), seconds, camera)
+        started = Camera(self.stream(since=since), seconds, camera, since=since)
         self._cameras.append(started)
         return started
 

@@ -217,8 +217,11 @@ def test_stream_of_some_kinds_leaves_the_others_out(fleet: Fleet) -> None:
         server.events.stream("TaskSent")  # type: ignore[call-overload]
 
 
-def test_new_process_takes_up_the_clock_of_the_fleet(fleet: Fleet) -> None:
+def test_new_process_takes_up_the_clock_of_the_fleet(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """L04, L16: also after all have ended."""
+    monkeypatch.setattr(publisher, "CLOCK_EVERY", HANG)
     first = fleet.server()
     task = first.register_task("add", add)
     with first.events.stream() as stream:
