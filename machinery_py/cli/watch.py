@@ -110,7 +110,7 @@ def _keys(*, are_read: bool) -> Iterator[Callable[[float], bool]]:
 
 
 class View:
-    """What `machinery top` shows: the store's queues and workers, and what the stream has told.
+    """Picture of `machinery top`: the queues and workers of the store, and the stream so far.
 
     Attributes:
         drawn: set when the first picture was shown.

@@ -98,20 +98,21 @@ class EventPublisher:
         """Return it with the logical clock of its sending, which it carries to its worker."""
         return signature.with_headers(**{HEADER_CLOCK: str(self._lamport.forward())})
 
-    def heartbeat(
-        self, *, worker: str, active: int, processed: int, interval: float
-    ) -> WorkerHeartbeat:
-        """Return a worker's heartbeat, with what is known of its process and its host."""
-        return WorkerHeartbeat(
-            worker=worker,
-            active=active,
-            processed=processed,
-            interval=interval,
-            load=os.getloadavg() if hasattr(os, "getloadavg") else None,
-            version=__version__,
-            platform=sys.platform,
-            lost=self.lost,
-        )
+    def emit_heartbeat(self, *, worker: str, active: int, processed: int, interval: float) -> None:
+        """Emit a worker's heartbeat, with what is known of its process and its host."""
+        if WorkerHeartbeat in self._bus.wanted:
+            self._bus.emit(
+                WorkerHeartbeat(
+                    worker=worker,
+                    active=active,
+                    processed=processed,
+                    interval=interval,
+                    load=os.getloadavg() if hasattr(os, "getloadavg") else None,
+                    version=__version__,
+                    platform=sys.platform,
+                    lost=self.lost,
+                )
+            )
 
     def catch_up(self) -> None:
         """Set the clock later than all that was sent, as far as the store knows; if that is on."""

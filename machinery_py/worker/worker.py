@@ -22,7 +22,7 @@ from machinery_py.config.config import OPTIONS, Config
 from machinery_py.config.options import raise_all
 from machinery_py.connections import proc
 from machinery_py.errors import ConfigError, MachineryError
-from machinery_py.events import WorkerHeartbeat, WorkerOffline, WorkerOnline
+from machinery_py.events import WorkerOffline, WorkerOnline
 from machinery_py.queues import QueueOrder, Queues, parse_queues
 from machinery_py.schedules.scheduler import Declared
 from machinery_py.schedules.thread import SchedulerThread
@@ -469,15 +469,12 @@ class Worker:
         if self._signs is not None:
             self._signs.give()
         self.beat_at = time.monotonic()
-        if WorkerHeartbeat in self.app.events.wanted:
-            self.app.events.emit(
-                self.app.publisher.heartbeat(
-                    worker=self.name,
-                    active=self.active,
-                    processed=self.processed,
-                    interval=self._maintenance.beat_every,
-                )
-            )
+        self.app.publisher.emit_heartbeat(
+            worker=self.name,
+            active=self.active,
+            processed=self.processed,
+            interval=self._maintenance.beat_every,
+        )
 
 
 def _configured(config: Config) -> Queues:

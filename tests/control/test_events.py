@@ -33,6 +33,7 @@ from machinery_py.events import (
     WorkerEvent,
     WorkerHeartbeat,
     WorkerOffline,
+    WorkerOnline,
 )
 from machinery_py.testing.waiting import HANG, together, wait_until
 from machinery_py.version import __version__
@@ -256,6 +257,36 @@ def test_coroutine_reads_a_stream_and_may_be_cancelled(fleet: Fleet) -> None:
     assert asyncio.run(read()) == ["a", "b"]
 
 
+def test_thread_that_a_cancelled_read_left_behind_takes_nothing_away(fleet: Fleet) -> None:
+    server = fleet.server()
+
+    async def read() -> str:
+        async with server.events.stream(TaskSent) as stream:
+            waiting = asyncio.create_task(anext(stream))
+            await asyncio.sleep(0)  # its thread waits in `read`
+            waiting.cancel()
+            await server.send_task_async(Signature(name="a"))
+            server.app.publisher.close()
+            return str((await anext(stream)).name)
+
+    assert asyncio.run(asyncio.wait_for(read(), HANG)) == "a"
+
+
+def test_events_that_come_together_are_in_the_order_of_their_stamps(bare: Bare) -> None:
+    """L09, L17."""
+    at, host = dt.datetime.now(UTC), "h"
+    for clock, worker in [(2, "b"), (10, "a"), (2, "a"), (1, "b")]:
+        row = row_of(WorkerOnline(worker=worker), clock=clock, at=at)
+        bare.broker.broadcast(EVENTS, packed([row], host=host, pid=1)[0], ttl=HANG)
+
+    assert [one.stamp for one in bare.stream.read(1.0)] == [
+        (1, "b"),
+        (2, "a"),
+        (2, "b"),
+        (10, "a"),
+    ]
+
+
 def test_waiting_iteration_ends_when_the_stream_is_closed(fleet: Fleet) -> None:
     stream = fleet.server().events.stream()
     thread = threading.Thread(target=lambda: list(stream))
@@ -332,8 +363,8 @@ def test_emitter_never_waits_and_what_does_not_fit_is_counted(
     assert caplog.text.count("events are lost: more than 5 are waiting") == 1
     bare.broker.may_answer.set()
     assert bare.names(6) == list("012345")
-    beat = bare.publisher.heartbeat(worker="w", active=0, processed=0, interval=1.0)
-    assert beat.lost == 3
+    bare.publisher.emit_heartbeat(worker="w", active=0, processed=0, interval=1.0)
+    assert [one.lost for one in until(bare.stream, WorkerHeartbeat)] == [3]
 
 
 def test_store_that_is_away_costs_events_and_nothing_else(
