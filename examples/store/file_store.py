@@ -235,7 +235,8 @@ class FileConsumer(Consumer):
         deadline = time.monotonic() + (min(timeout, self._broker.tend()) if timeout else 0.0)
         while True:
             version = self._file.version()
-            found = self._claim(limit, order or self._queues)
+            queues = [queue for queue in order or self._queues if queue in self._queues]
+            found = self._claim(limit, queues)
             while time.monotonic() < deadline and not found and not self._woken.wait(PAUSE):
                 if self._file.version() != version:
                     break
@@ -253,6 +254,16 @@ class FileConsumer(Consumer):
                 content.number += 1
                 entry.holder, entry.receipt = self._session, content.number
             return [entry.deliver(entry.receipt) for entry in found[:limit]]
+
+    def serve(self, queues: Sequence[str]) -> None:
+        self._queues = tuple(queues)
+        with self._file.transaction() as content:
+            if info := content.consumers.get(self._session):
+                served = msgspec.structs.replace(info, queues=self._queues)
+                content.consumers[self._session] = served
+            for queue in queues:
+                content.queues.setdefault(queue)
+        self.wake()
 
     def dispose(self, disposals: Sequence[Disposal]) -> list[bool]:
         with self._file.transaction() as content:

@@ -188,9 +188,22 @@ class Consumer(ABC):
 
         Returns at once with what there is. Only if there is nothing, it waits up to `timeout`
         seconds (or until `wake`). `order` has all of the consumer's queues in the order of this
-        claim; empty: as they were given to `consume`. A paused queue is treated as an empty one,
-        and `resume` wakes a call that waits.
+        claim, and others are left out; empty: as they were given to `consume` or `serve`. A paused
+        queue is treated as an empty one, and `resume` wakes a call that waits.
         """
+
+    def serve(self, queues: Sequence[str]) -> None:
+        """Claim from these queues, from the next claim on, in place of those so far.
+
+        A waiting `receive` is woken. Listings of workers show these queues. What is held of another
+        queue stays held, and ends as before. May be called from any thread, and done twice.
+
+        Raises:
+            BrokerUnavailable, StoreUnusable: call again; some of it may be done.
+            NameRefused, PublishRefused: there can be no such queue; nothing has changed.
+            Unsupported: this consumer keeps its queues.
+        """
+        raise Unsupported(f"{type(self).__name__} cannot serve {', '.join(queues)} as well")
 
     @abstractmethod
     def dispose(self, disposals: Sequence[Disposal]) -> list[bool]:

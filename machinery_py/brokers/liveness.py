@@ -33,6 +33,7 @@ class SessionInfo(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defa
     """Identity with which a consumer registers. `started_at`: microseconds since 1970.
 
     Attributes:
+        left: queues that it served before, and may hold something of.
         stalled: as in WorkerInfo; another process writes it, at the end of the record.
     """
 
@@ -43,6 +44,7 @@ class SessionInfo(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defa
     pid_started: str
     queues: tuple[str, ...]
     started_at: int
+    left: tuple[str, ...] = ()
     stalled: bool = False
 
     def worker(
@@ -79,6 +81,12 @@ def own_record(worker: str, queues: Sequence[str], clock: Clock) -> bytes:
             started_at=micros(clock.now()),
         )
     )
+
+
+def with_queues(record: bytes, queues: Sequence[str], left: Sequence[str] = ()) -> bytes:
+    """Return the record of our own consumer when it serves these queues, and has left others."""
+    served: dict[str, object] = {"queues": tuple(queues), "left": tuple(left)}
+    return _encode(msgspec.structs.replace(_decode(record), **served))
 
 
 def read_record(record: bytes | None) -> SessionInfo | None:

@@ -192,9 +192,14 @@ class MemoryBroker(Broker):
     def register(self, info: WorkerInfo) -> _Hold:
         hold = _Hold(info, self.hub.clock.monotonic(), info.beat_at)
         self._holds[info.session] = hold
-        for queue in info.queues:
-            self._queues.setdefault(queue, [])
+        self.enroll(hold, tuple(info.queues))
         return hold
+
+    def enroll(self, hold: _Hold, queues: tuple[str, ...]) -> None:
+        """Note the queues of a consumer. Called with the lock held."""
+        hold.info = msgspec.structs.replace(hold.info, queues=queues)
+        for queue in queues:
+            self._queues.setdefault(queue, [])
 
     def hold(self, session: str) -> _Hold | None:
         return self._holds.get(session)
@@ -354,7 +359,14 @@ class MemoryConsumer(Consumer):
             self._notifier.clear()
             if self._closed or self._broker.hold(self.session) is not self._hold:
                 return []
-            return self._broker.claim(self._hold, order or self._queues, limit)
+            queues = [queue for queue in order or self._queues if queue in self._queues]
+            return self._broker.claim(self._hold, queues, limit)
+
+    def serve(self, queues: Sequence[str]) -> None:
+        with self._hub.lock:
+            self._queues = tuple(queues)
+            self._broker.enroll(self._hold, self._queues)
+        self.wake()
 
     def dispose(self, disposals: Sequence[Disposal]) -> list[bool]:
         with self._hub.lock:

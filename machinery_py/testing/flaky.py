@@ -260,6 +260,9 @@ class FlakyConsumer(Consumer):
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         return self.faults.broker("receive", lambda: self.inner.receive(limit, timeout, order))
 
+    def serve(self, queues: Sequence[str]) -> None:
+        self.faults.broker("serve", lambda: self.inner.serve(queues))
+
     def dispose(self, disposals: Sequence[Disposal]) -> list[bool]:
         return self.faults.broker("dispose", lambda: self.inner.dispose(disposals))
 

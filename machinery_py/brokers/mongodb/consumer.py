@@ -25,7 +25,7 @@ from typing import Protocol
 from pymongo import DeleteOne, ReturnDocument
 
 from machinery_py.brokers.base import WAITING, Consumer, Delivery, Disposal, Fate
-from machinery_py.brokers.liveness import own_record
+from machinery_py.brokers.liveness import own_record, with_queues
 from machinery_py.brokers.mongodb.messages import (
     FREE,
     Status,
@@ -80,9 +80,10 @@ class MongoConsumer(DriverUser, Consumer):
 
     def _start_session(self) -> None:
         file = host_file(KIND)
+        self._record = own_record(self._worker, self._queues, self.driver.clock)
         document: Document = {
             "_id": file.key,
-            "info": own_record(self._worker, self._queues, self.driver.clock),
+            "info": self._record,
             "beats": 0,
             "beat_at": self.driver.now(),
         }
@@ -110,7 +111,9 @@ class MongoConsumer(DriverUser, Consumer):
                     break
             if self._closed:
                 break
-            deliveries = self._claim(limit, order or self._queues)
+            served = self._queues
+            claimed = [queue for queue in order if queue in served] or served
+            deliveries = self._claim(limit, claimed)
             self._looked_at = time.monotonic()
             if deliveries or self._woken or self._looked_at >= deadline:
                 break
@@ -198,6 +201,20 @@ class MongoConsumer(DriverUser, Consumer):
             if messages.update_many(these, mine).matched_count:
                 return True
         return False
+
+    def serve(self, queues: Sequence[str]) -> None:
+        queues = tuple(dict.fromkeys(queues))
+        with self._starting:
+            record = with_queues(self._record, queues)
+            self._note_queues(queues, record)
+            self._queues, self._record = queues, record
+        self.wake()
+
+    @step("changing a worker's queues")
+    def _note_queues(self, store: Store, queues: Sequence[str], record: bytes) -> None:
+        insert_new(store.machinery_queues, [{"_id": queue} for queue in queues])
+        mine = {"_id": self.session}
+        store.machinery_sessions.update_one(mine, {"$set": {"info": record}})
 
     # Ending deliveries
 

@@ -132,7 +132,7 @@ class AMQPConsumer(Consumer):
         declare(setup, [*topology.steps("common", ""), *steps], timeout)
         hear, publisher = self._receiver.hear, self._driver.open_publisher
         listen(setup, self._report, hear, publisher, topology.workers, timeout)
-        self._ask_paused(link)
+        self._ask_paused(link, self._queues)
         new.main = link.channel(timeout)
 
         def on_lost(error: Exception) -> None:
@@ -167,13 +167,13 @@ class AMQPConsumer(Consumer):
             gets.watch(on_gets_lost)
             new.getter = Getter(gets)
 
-    def _ask_paused(self, link: AmqpConnection) -> None:
+    def _ask_paused(self, link: AmqpConnection, queues: Sequence[str]) -> None:
         """Ask which queues are paused; without an answer while the server takes no messages."""
         publisher, version = self._driver.publisher, self._receiver.version
         if not publisher.link.wait_unblocked(0.0):
             return
         try:
-            marked = self._publisher.paused(self._queues)
+            marked = self._publisher.paused(queues)
         except BrokerUnavailable:
             if not publisher.link.wait_unblocked(0.0):
                 return
@@ -205,10 +205,21 @@ class AMQPConsumer(Consumer):
         if self._closed:
             return []
         connection = self._open()
-        queues = tuple(dict.fromkeys(map(self._topology.queue_of, order))) or self._queues
+        served = self._queues
+        named = dict.fromkeys(map(self._topology.queue_of, order))
+        queues = tuple(queue for queue in named if queue in served) or served
         with translated(self._driver.place, f"receiving from {', '.join(queues)}"):
             found = self._receiver.receive(connection, queues, limit, timeout)
         return self._hold(connection, found, limit)
+
+    def serve(self, queues: Sequence[str]) -> None:
+        queues = tuple(dict.fromkeys(map(self._topology.queue_of, queues)))
+        self._publisher.declare(queues)
+        # Known before the next fetch begins, which is in the same thread.
+        self._ask_paused(self._open().link, queues)
+        self._queues = queues
+        self.info = msgspec.structs.replace(self.info, queues=queues)
+        self.wake()
 
     def _hold(
         self, connection: ConsumerConnection, found: Sequence[ReceivedMessage], limit: int
@@ -377,7 +388,7 @@ class AMQPConsumer(Consumer):
             return True
         self._file.touch()
         # This also keeps the connection open through which questions are answered.
-        self._ask_paused(self._open().link)
+        self._ask_paused(self._open().link, self._queues)
         self.info = msgspec.structs.replace(self.info, beat_at=self._driver.clock.now())
         if self._given_up:
             self._given_up = False

@@ -103,9 +103,10 @@ class RedisBroker(Broker):
         return True
 
     def consume(self, queues: Sequence[str], *, worker: str) -> RedisConsumer:
-        consumer = RedisConsumer(self.driver, tuple(queues), worker=worker, move_due=self.move_due)
+        consumer = RedisConsumer(
+            self.driver, tuple(queues), worker=worker, move_due=self.move_due, own=self._own
+        )
         self._consumers.add(consumer)
-        self._own.update(dict.fromkeys(queues))
         return consumer
 
     def beat_for(self, session: str, queues: Sequence[str], *, stalled: bool) -> bool:
@@ -141,9 +142,10 @@ class RedisBroker(Broker):
         self._doubtful = [queue.decode(errors="replace") for queue, _, _ in late]
         beats = {session: beat for _, session, beat in late}
         for session in self.judge.dead(beats, self.driver.clock.monotonic()):
-            info = self._records.get(session)
+            queue = next(queue for queue, late_session, _ in late if late_session == session)
+            info = self._read_record(session, queue)  # anew: it may serve others by now
             if info is not None:
-                self._condemn(session, info.queues, beats[session].decode())
+                self._condemn(session, (*info.queues, *info.left), beats[session].decode())
         if due_in == 0:
             self.move_due(PATIENCE)
             return 0.0
@@ -158,12 +160,17 @@ class RedisBroker(Broker):
             self._records.pop(session, None)
         for session, queue in there.items():
             if session not in self._records:
-                key = f"{queue_keys(queue.decode())[1]}b:{session.decode()}".encode()
-                record = self._ask(b"GET", key, doing="looking at a worker")
-                self._records[session] = read_record(record)
+                self._read_record(session, queue)
             info = self._records.get(session)
             if info is not None and has_ended(info):
-                self._condemn(session, info.queues, "")
+                info = self._read_record(session, queue) or info
+                self._condemn(session, (*info.queues, *info.left), "")
+
+    def _read_record(self, session: bytes, queue: bytes) -> SessionInfo | None:
+        key = f"{queue_keys(queue.decode())[1]}b:{session.decode()}".encode()
+        record = read_record(self._ask(b"GET", key, doing="looking at a worker"))
+        self._records[session] = record
+        return record
 
     def _condemn(self, session: bytes, queues: Sequence[str], beat: str) -> None:
         if self._give_up(session.decode(), queues, beat):

@@ -28,7 +28,7 @@ from machinery_py.brokers.base import (
 from machinery_py.brokers.liveness import log_loss
 from machinery_py.brokers.redis import scripts
 from machinery_py.brokers.redis.broker import FIRST_QUEUE, LEASE, MOVE, OTHERS, RedisBroker
-from machinery_py.brokers.redis.cluster_consumer import ClusterConsumer, ask_beats
+from machinery_py.brokers.redis.cluster_consumer import ClusterConsumer, Place, ask_beats
 from machinery_py.brokers.redis.messages import (
     Packed,
     Queues,
@@ -175,13 +175,16 @@ class ClusterBroker(Broker):
             self._of(queue).put_once(part, FOR_EVER)
 
     def consume(self, queues: Sequence[str], *, worker: str) -> ClusterConsumer:
-        self._register(queues)
-        brokers = [self._of(queue) for queue in dict.fromkeys(queues)]
-        places = [(one.queue, one.slot, one.move_due) for one in brokers]
-        self._own.update(dict.fromkeys(queues))
-        consumer = ClusterConsumer(places, worker=worker, patience=self.lease / 4)
+        consumer = ClusterConsumer(queues, self._places_of, worker=worker, patience=self.lease / 4)
         self._consumers.add(consumer)
         return consumer
+
+    def _places_of(self, queues: Sequence[str]) -> list[Place]:
+        """Make queues known, which this process has a consumer of, and return their places."""
+        self._register(queues)
+        brokers = [self._of(queue) for queue in dict.fromkeys(queues)]
+        self._own.update(dict.fromkeys(queues))
+        return [(one.queue, one.slot, one.move_due) for one in brokers]
 
     def beat_for(self, session: str, queues: Sequence[str], *, stalled: bool) -> bool:
         slots = [(self._of(queue).slot, [queue_keys(queue)]) for queue in dict.fromkeys(queues)]

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -52,7 +53,7 @@ class QueueConsumer(RedisConsumer):
         self.failure: BrokerUnavailable | None = None  # of the last claim
         self.due_in = 0.0  # seconds until something is due, by the last claim
         self._claim_at = 0.0
-        super().__init__(self.driver, (self.queue,), worker=worker, move_due=move_due)
+        super().__init__(self.driver, (self.queue,), worker=worker, move_due=move_due, own={})
 
     def _new_file(self) -> SessionFile:
         return self._owner.file
@@ -89,6 +90,11 @@ class QueueConsumer(RedisConsumer):
             return [], self._block
         self._refused_since = 0.0
         return claimed
+
+    def show_queues(self) -> None:
+        """Note the queues that the owner serves now, unless the session was given up here."""
+        if self._beats():
+            self._register(self.session)
 
     def clear_wake(self) -> None:
         """Let the next call block again, after a wake."""
@@ -159,8 +165,19 @@ def ask_beats(
 class ClusterConsumer(Consumer):
     """Consumer of several queues of a cluster."""
 
-    def __init__(self, places: Sequence[Place], *, worker: str, patience: float) -> None:
-        """`patience`: seconds for a beat."""
+    def __init__(
+        self,
+        queues: Sequence[str],
+        places_of: Callable[[Sequence[str]], list[Place]],
+        *,
+        worker: str,
+        patience: float,
+    ) -> None:
+        """`places_of` makes queues known; `patience`: seconds for a beat."""
+        self._places_of = places_of
+        self._worker = worker
+        self._starting = threading.Lock()
+        places = places_of(queues)
         self.queues = tuple(queue for queue, _, _ in places)
         self.file = host_file(KIND)  # of its session, or of the next one while that begins
         self.session = self.file.key
@@ -175,6 +192,7 @@ class ClusterConsumer(Consumer):
                 close_all(self._parts)
             raise
         self._by_queue = {part.queue: part for part in self._parts}
+        self._serving = self._parts  # the others are queues that it served before
         self._woken = False
         self._closed = False
         self._restarting = False
@@ -184,9 +202,11 @@ class ClusterConsumer(Consumer):
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         if self._closed:
             return []
-        if len(self._parts) == 1:
-            return self._parts[0].receive(limit, timeout)
-        parts = [self._by_queue[queue] for queue in order] if order else self._parts
+        serving = self._serving
+        if len(serving) == 1:
+            return serving[0].receive(limit, timeout)
+        parts = [part for queue in order if (part := self._by_queue.get(queue)) in serving]
+        parts = parts or serving
         found = self._claim(limit, parts)
         deadline = time.monotonic() + timeout
         try:
@@ -224,9 +244,9 @@ class ClusterConsumer(Consumer):
 
     def _choose_part(self) -> QueueConsumer:
         """Return where to block, whatever the order is, so that the client stays the same."""
-        there = [part for part in self._parts if part.failure is None]
+        there = [part for part in self._serving if part.failure is None]
         if not there:
-            raise self._parts[0].failure or AssertionError("unreachable")
+            raise self._serving[0].failure or AssertionError("unreachable")
         return next((part for part in there if not part.is_paused), there[0])
 
     def _prepare_to_block(self) -> QueueConsumer:
@@ -255,6 +275,24 @@ class ClusterConsumer(Consumer):
             )
         except MachineryError:
             pass  # one wake-up goes astray, and the client that it was for looks again within BLOCK
+
+    def serve(self, queues: Sequence[str]) -> None:
+        places = self._places_of(queues)
+        with self._starting:
+            before, self.queues = self.queues, tuple(queue for queue, _, _ in places)
+            parts = dict(self._by_queue)
+            try:
+                for part in self._parts:
+                    part.show_queues()
+                for place in places:
+                    if place[0] not in parts:
+                        parts[place[0]] = QueueConsumer(self, place, worker=self._worker)
+            except MachineryError:
+                self.queues = before
+                raise
+            self._by_queue, self._parts = parts, list(parts.values())
+            self._serving = [parts[queue] for queue in self.queues]
+        self.wake()
 
     def _part_of(self, delivery: Delivery) -> QueueConsumer:
         return self._by_queue.get(delivery.queue, self._parts[0])
@@ -292,6 +330,10 @@ class ClusterConsumer(Consumer):
     def beat(self) -> bool:
         if self._closed:
             return True
+        with self._starting:
+            return self._beat()
+
+    def _beat(self) -> bool:
         self.file.touch()
         requests = [
             part.driver.request(scripts.BEAT, part.driver.now(), part.session, part.keys, False)

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from machinery_py.brokers.base import WAITING, Consumer, Delivery, Disposal, Fate
-from machinery_py.brokers.liveness import own_record
+from machinery_py.brokers.liveness import own_record, with_queues
 from machinery_py.brokers.redis import scripts
 from machinery_py.brokers.redis.messages import EMPTY, head_of
 from machinery_py.clock import micros
@@ -50,9 +50,13 @@ class RedisConsumer(Consumer):
         *,
         worker: str,
         move_due: Callable[[float], object],
+        own: dict[str, None],
     ) -> None:
+        """`own` is told the queues, which this process looks after."""
         self._driver = driver
-        self._queues = tuple(dict.fromkeys(queues))
+        self._own = own
+        self._served = tuple(dict.fromkeys(queues))
+        self._queues = self._served  # and those that it served before, behind
         self.keys = [queue_keys(queue) for queue in self._queues]
         self.none_revoked = False  # whether the last claim saw no revoked task at all
         # The queue to block at, as the last claim said.
@@ -76,9 +80,17 @@ class RedisConsumer(Consumer):
     def _start_session(self) -> None:
         file = self._new_file()
         session = file.key
-        record = raw(own_record(self._worker, self._shown_queues(), self._driver.clock))
-        self._driver.run(scripts.REGISTER, self._driver.now(), session, record, self.keys)
+        self._record = own_record(self._worker, self._shown_queues(), self._driver.clock)
+        self._register(session)
         self.session, self._file = session, file
+
+    def _register(self, session: str) -> None:
+        """Write the session into the registries of its queues, with the queues that it shows."""
+        self._own.update(dict.fromkeys(self._queues))
+        served = self._shown_queues()
+        left = [queue for queue in self._queues if queue not in served]
+        record = raw(with_queues(self._record, served, left))
+        self._driver.run(scripts.REGISTER, self._driver.now(), session, record, self.keys)
 
     def _new_file(self) -> SessionFile:
         """Make the file of the next session, whose key is the session's name."""
@@ -90,14 +102,33 @@ class RedisConsumer(Consumer):
 
     def _shown_queues(self) -> tuple[str, ...]:
         """Return the queues that listings of workers show."""
-        return self._queues
+        return self._served
+
+    def serve(self, queues: Sequence[str]) -> None:
+        with self._starting:
+            is_alive = self._beats()
+            served = tuple(dict.fromkeys(queues))
+            known = tuple(dict.fromkeys((*self._queues, *served)))  # the places stay the same
+            self.keys = [queue_keys(queue) for queue in known]
+            self._marks = {queue: mark_of(queue) for queue in known}
+            self._places = {queue: index for index, queue in enumerate(known)}
+            self._queues = known
+            before, self._served = self._served, served
+            try:
+                if is_alive:  # else the next beat starts a session, with these queues
+                    self._register(self.session)
+            except MachineryError:
+                self._served = before
+                raise
+        self.wake()
 
     # Claiming
 
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         if self._closed:
             return []
-        queues = order or self._queues
+        served = self._served
+        queues = [queue for queue in order if queue in served] or served
         deliveries, due_in = self._claim(limit, queues, sleep=0.0, will_sleep=timeout > 0)
         deadline = time.monotonic() + timeout
         while not deliveries and not self._woken and not self._closed:
@@ -137,7 +168,7 @@ class RedisConsumer(Consumer):
         claim = next(self._claims)
         now = time.monotonic()
         session = self.session
-        keys = self.keys if queues is self._queues else [queue_keys(queue) for queue in queues]
+        keys = list(map(queue_keys, queues))
         link: RedisConnection | None = None
         try:
             link = self._open_link()
@@ -274,12 +305,16 @@ class RedisConsumer(Consumer):
             return True
         with self._starting:
             self._file.touch()
-            now = self._driver.now()
-            if self._driver.run(scripts.BEAT, now, self.session, self.keys, False):
+            if self._beats():
                 return True
             self._give_up(scripts.TOMBSTONE)
             self._start_session()
             return False
+
+    def _beats(self) -> bool:
+        """Beat in all queues; return False if the session was given up."""
+        now = self._driver.now()
+        return bool(self._driver.run(scripts.BEAT, now, self.session, self.keys, False))
 
     def wake(self) -> None:
         self._woken = True

@@ -49,6 +49,8 @@ INSERT INTO sessions (key, worker, host, pid, place, queues, started_at, beat_at
 VALUES (?, ?, ?, ?, ?, ?, ?, ?)
 """
 
+_SERVE = "UPDATE sessions SET queues = ? WHERE id = ?"
+
 # In: session, claim, queue, limit. Out: how many. A session that was given up claims nothing; a
 # paused queue gives nothing.
 _CLAIM = """
@@ -172,7 +174,8 @@ class SQLiteConsumer(Consumer):
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         if self._closed:
             return []
-        order = order or self._queues
+        served = self._queues
+        order = [queue for queue in order if queue in served] or served
         found, _ = self._look()
         deliveries = self._claim(limit, order) if found else []
         if deliveries or timeout <= 0 or self._notifier.woken():
@@ -224,7 +227,7 @@ class SQLiteConsumer(Consumer):
         place = {queue: index for index, queue in enumerate(order)}
         pairs = [(row, body) for row, body in zip(rows, bodies, strict=True) if body is not None]
         pairs.sort(
-            key=lambda pair: (place[pair[0][1]], -pair[0][5], pair[0][0])
+            key=lambda pair: (place.get(pair[0][1], 0), -pair[0][5], pair[0][0])
         )  # queue, priority, id
         deliveries = [
             Delivery(
@@ -241,6 +244,15 @@ class SQLiteConsumer(Consumer):
         ]
         self._unread = None
         return deliveries
+
+    def serve(self, queues: Sequence[str]) -> None:
+        queues = tuple(queues)
+        with self._starting:
+            with self._driver.claiming() as connection:
+                self._name_queues(connection, set(queues))
+                connection.execute(_SERVE, (as_json(queues), self._number))
+            self._queues, self._json = queues, as_json(queues)
+        self.wake()
 
     def dispose(self, disposals: Sequence[Disposal]) -> list[bool]:
         with self._driver.transaction() as connection:

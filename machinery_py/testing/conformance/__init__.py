@@ -29,6 +29,7 @@ import pytest
 _SUITES = (
     "leases",
     "pausing",
+    "serving",
     "topics",
     "brokers",
     "groups",

@@ -9,7 +9,7 @@
             ...  # only if its consumers are not found dead by missed beats
 
 Tests of dying consumers are in leases.py, of paused queues and other queue orders in pausing.py, of
-topics in topics.py.
+consumers whose queues change in serving.py, of topics in topics.py.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from machinery_py.testing.conformance.leases import (
     put,
 )
 from machinery_py.testing.conformance.pausing import PauseConformance
+from machinery_py.testing.conformance.serving import ServeConformance
 from machinery_py.testing.conformance.topics import TopicConformance
 from machinery_py.testing.waiting import HANG, together
 
@@ -73,7 +74,7 @@ def only_letter(broker: Broker, clock: ManualClock, *, reason: str) -> DeadLette
     return letter
 
 
-class BrokerConformance(LeaseConformance, PauseConformance, TopicConformance):
+class BrokerConformance(LeaseConformance, PauseConformance, ServeConformance, TopicConformance):
     """Tests of every promise in brokers/base.py."""
 
     @pytest.mark.parametrize("body", AWKWARD.values(), ids=AWKWARD)
