@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -28,6 +28,7 @@ from machinery_py.errors import (
 from machinery_py.events import EventBus, TaskSent
 from machinery_py.locks.named import LockKeeper
 from machinery_py.names import check_call, check_message, check_uuid, is_made
+from machinery_py.registry.hooks import Hooks
 from machinery_py.registry.outcomes import ALONE, Arrived, Failed, FollowUp, failing, follow_up
 from machinery_py.registry.registry import Registry
 from machinery_py.stores.base import Refusal, Store, Submission
@@ -43,7 +44,6 @@ logger = get_logger(__name__)
 
 PrePublish = Callable[[Signature[Any]], Signature[Any] | None]
 T = TypeVar("T")
-Around = Callable[[Signature[Any]], Iterator[None]]
 
 
 class Outgoing(msgspec.Struct, frozen=True):
@@ -78,7 +78,7 @@ class Application:
         )
         self.locks = LockKeeper(lambda: self.stores.lock, lambda: self.config.lease)
         self.pre_publish: PrePublish | None = None
-        self.around: list[Around] = []
+        self.hooks = Hooks()
         self._stores: Stores | None = None
         self._lock = ForkLock()
         self._attached: Callable[[], object] | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime as dt
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack, cast, overload
 
 from machinery_py.app import Application
@@ -49,7 +49,6 @@ logger = get_logger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
-AroundTask = Callable[[Signature[object]], Iterator[None]]
 
 
 class Server:
@@ -66,6 +65,8 @@ class Server:
         inspect: queues, workers and tasks, to look at and to act on.
         schedules: schedules at run time: list, add, change, pause, remove.
         events: events of this process, and of all processes.
+        around_task, before_task, after_task, on_success, on_retry, on_failure, lifespan: decorators
+            of handlers, see `registry.hooks.Hooks`.
 
     Raises:
         ConfigError: a setting or URL cannot be used. Nothing is connected yet.
@@ -88,6 +89,11 @@ class Server:
             lock=lock,
         )
         self.app = Application(resolved, clock)
+        hooks = self.app.hooks
+        self.around_task, self.lifespan = hooks.around_task, hooks.lifespan
+        self.before_task, self.after_task = hooks.before_task, hooks.after_task
+        self.on_success, self.on_retry = hooks.on_success, hooks.on_retry
+        self.on_failure = hooks.on_failure
         self.inspect = Inspector(self.app)
         self.events = ServerEvents(self.app.events, self.app.publisher, lambda: self.broker)
         self.declared = Declared()
@@ -204,11 +210,6 @@ class Server:
         """
         self.app.pre_publish = handler
         return handler
-
-    def around_task(self, function: AroundTask) -> AroundTask:
-        """Run each task, in the worker, between the halves of this generator function."""
-        self.app.around.append(function)
-        return function
 
     # Sending
 

@@ -54,8 +54,11 @@ def main(option: str) -> int:
         replies.write(Ready(str(error)))
         return 1
     loop = JobLoop(server.app, tasks, control, replies, tells_memory=setup.tells_memory)
-    replies.write(Ready())
-    loop.run()
+    try:
+        loop.run()
+    except MachineryError as error:
+        replies.write(Ready(str(error)))
+        return 1
     server.close()
     return 0
 

@@ -26,6 +26,8 @@ MAX_NOTES = 4_096  # bytes of JSON, names and values
 #: Called with what the task has reported: its progress, or None when it has noted something.
 Report = Callable[[tuple[float, float] | None], None]
 
+NO_STATE: Mapping[str, Any] = {}
+
 _encode = msgspec.json.Encoder().encode
 
 
@@ -36,6 +38,7 @@ class Context:
         signature: as it came.
         queue: that it came from.
         worker: the name of the worker that runs it.
+        state: what the app's lifespans have yielded in this process.
         noted: what `note` was given: names and values, each as JSON.
     """
 
@@ -49,6 +52,7 @@ class Context:
         "noted",
         "queue",
         "signature",
+        "state",
         "worker",
     )
 
@@ -61,8 +65,10 @@ class Context:
         worker: str,
         report: Report | None,
         epoch: int = 0,
+        state: Mapping[str, Any] = NO_STATE,
     ) -> None:
         self.signature = signature
+        self.state = state
         self.queue = queue
         self._delivery = delivery
         self._epoch = epoch

@@ -15,9 +15,10 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from machinery_py.app import Application
 from machinery_py.brokers.base import Delivery
@@ -36,10 +37,12 @@ from machinery_py.worker.frames import (
     Order,
     PipeEnd,
     Progress,
+    Ready,
 )
 from machinery_py.worker.hooks import WorkerHooks, text_of, type_name_of
 from machinery_py.worker.interrupts import is_boundary, may_interrupt
 from machinery_py.worker.runner import outcome_of, outcome_of_async
+from machinery_py.worker.surroundings import lifespans
 
 if TYPE_CHECKING:
     import asyncio
@@ -50,6 +53,9 @@ logger = get_logger(__name__)
 SIGNAL = signal.SIGURG if hasattr(signal, "SIGURG") else signal.SIGTERM
 RETRY = 0.02  # seconds until the signal is sent again
 BROKEN = 1  # exit code of a process whose pipes were closed
+
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -94,6 +100,7 @@ class JobLoop:
         self._replies = replies
         self._tells_memory = tells_memory
         self._hooks = WorkerHooks()
+        self._hooks.run_coroutine = self._run_coroutine
         self._lock = threading.Lock()
         self._run: _JobRun | None = None
         self._order: Order | None = None  # the last that came, perhaps before its job was read
@@ -101,8 +108,19 @@ class JobLoop:
         self._main = threading.get_ident()
 
     def run(self) -> None:
-        """Run jobs until the worker has closed the pipe."""
+        """Say that this process is ready, and run jobs until the worker has closed the pipe.
+
+        Raises:
+            MachineryError: a lifespan of the app cannot start; nothing was said.
+        """
         forks.handle(SIGNAL, self._on_signal)
+        with lifespans(self._app.hooks.lifespans, self._run_coroutine) as self._hooks.state:
+            self._replies.write(Ready())
+            self._run_jobs()
+        if self._runner is not None:
+            self._runner.close()
+
+    def _run_jobs(self) -> None:
         threading.Thread(target=self._obey, name="machinery-control", daemon=True).start()
         while True:
             try:
@@ -116,8 +134,6 @@ class JobLoop:
                     self._reply(Done(job.number, outcome, memory))
                 except Exception as error:  # of the encoder, for what user code has made
                     self._reply(Done(job.number, _unsendable(error), memory))
-        if self._runner is not None:
-            self._runner.close()
 
     # The main thread
 
@@ -161,9 +177,14 @@ class JobLoop:
             self._run.coroutine = asyncio.current_task()
             return await outcome_of_async(execution, self._report)
 
+        return self._run_coroutine(work())
+
+    def _run_coroutine(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        import asyncio
+
         if self._runner is None:
             self._runner = asyncio.Runner()
-        return self._runner.run(work(), context=contextvars.copy_context())
+        return self._runner.run(coroutine, context=contextvars.copy_context())
 
     def _report(self, execution: Execution) -> None:
         """Let orders reach the task, which has begun; pass its progress on."""

@@ -237,6 +237,20 @@ class Execution:
 
     # Another end, because the store refuses this one. In the settler's thread
 
+    def context_of_its_end(self) -> Context:
+        """Return a context for handlers: the time of the run's own may be up, or there is none."""
+        context = Context(
+            self.signature,
+            queue=self.delivery.queue,
+            delivery=self.delivery.fence,
+            epoch=self.delivery.epoch,
+            worker=self.worker,
+            state=self.hooks.state,
+            report=None,
+        )
+        context.noted = self.context.noted if self.context is not None else {}
+        return context
+
     def refuse_sends(self, error: MachineryError) -> None:
         """Keep its end, and fail the tasks that it sends."""
         settlement = self.settlement

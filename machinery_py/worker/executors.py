@@ -12,21 +12,20 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
+from machinery_py.brokers.base import Fate
 from machinery_py.errors import TimeLimitExceeded
 from machinery_py.events import TaskStarted
 from machinery_py.stores.base import Session
 from machinery_py.texts import get_logger
 from machinery_py.threads import LoopThread
+from machinery_py.worker.event_loop import EventLoopThread
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.interrupts import interrupt, is_boundary
 from machinery_py.worker.processes import ProcessPool
 from machinery_py.worker.runner import Report, run, run_async, run_elsewhere
-
-if TYPE_CHECKING:
-    import asyncio
 
 logger = get_logger(__name__)
 
@@ -42,6 +41,7 @@ class Executors:
         on_done: called in the executor's thread when an execution has been settled by its task.
         on_mark: called when the state of an execution is worth a mark: started, and progress.
         processes: makes the calls of process tasks; closed with the executors.
+        loop: of the coroutines, closed by its owner; by default one of their own.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class Executors:
         on_done: Report,
         on_mark: Report,
         processes: ProcessPool | None = None,
+        loop: EventLoopThread | None = None,
     ) -> None:
         self.concurrency = concurrency
         self._consumer = session.consumer
@@ -77,8 +78,7 @@ class Executors:
         self._running: dict[int, Execution] = {}
         # Run no more, and are not reported yet; by execution and thread.
         self._ending: dict[tuple[int, int], Execution] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._loop_thread: threading.Thread | None = None
+        self._loop, self._owns_loop = loop or EventLoopThread(name), loop is None
         self._tasks: dict[int, Any] = {}
         self._closed = False
 
@@ -134,6 +134,16 @@ class Executors:
         The settler must not be closed before it has all of them.
         """
         return [*self._running.values(), *self._ending.values()]
+
+    def are_ending(self, unfinished: Sequence[Execution]) -> bool:
+        """Return whether others than these have ended, and are not with the settler yet."""
+        return any(
+            one.is_over
+            and one.settlement is not None
+            and one.settlement.fate is not Fate.BACK
+            and one not in unfinished
+            for one in self.busy()
+        )
 
     def _is_full(self) -> bool:
         """Return whether all threads have been made; from then on all of them wait at the queue."""
@@ -264,15 +274,13 @@ class Executors:
         execution.cancel()
         self._processes.cancel(execution)
         task = self._tasks.get(id(execution))
-        if task is not None and self._loop is not None:
-            self._loop.call_soon_threadsafe(task.cancel)
+        if task is not None:
+            self._loop.loop.call_soon_threadsafe(task.cancel)
 
     # Coroutines
 
     def _start_coroutine(self, execution: Execution) -> None:
         import asyncio
-
-        loop = self._loop or self._start_loop()
 
         async def work() -> None:
             self._tasks[id(execution)] = asyncio.current_task()
@@ -287,24 +295,7 @@ class Executors:
                 if self._leave(execution):
                     self._report_done(execution)
 
-        asyncio.run_coroutine_threadsafe(work(), loop)
-
-    def _start_loop(self) -> asyncio.AbstractEventLoop:
-        import asyncio
-
-        with self._lock:
-            if self._loop is None:
-                loop = asyncio.new_event_loop()
-                thread = threading.Thread(
-                    target=_run_loop,
-                    args=(loop, lambda: self._closed),
-                    name=f"{self._name}-loop",
-                    daemon=True,
-                )
-                self._loop_thread = thread
-                thread.start()
-                self._loop = loop
-            return self._loop
+        asyncio.run_coroutine_threadsafe(work(), self._loop.loop)
 
     def close(self) -> None:
         """End idle threads and the loop. Threads stuck in tasks are left: they are daemons."""
@@ -315,9 +306,8 @@ class Executors:
         self._processes.close()
         for _ in self._threads:
             self._queue.put(None)
-        if self._loop is not None and self._loop_thread is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop_thread.join(timeout=END_TIMEOUT)
+        if self._owns_loop:
+            self._loop.close()
         stuck = len(self._running)
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -385,24 +375,3 @@ class TimeLimits:
     def close(self) -> None:
         """End the thread, without waiting for it: it may be interrupting a task."""
         self._loop.stop()
-
-
-def _run_loop(loop: asyncio.AbstractEventLoop, is_closed: Callable[[], bool]) -> None:
-    """Run the loop until it is closed, then cancel what is left."""
-    import asyncio
-
-    try:
-        while not is_closed():
-            try:
-                loop.run_forever()
-            except BaseException:  # SystemExit of what a task left running; others need the loop
-                logger.exception(
-                    "something that a task started has left the event loop; it goes on"
-                )
-    finally:
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
-        if left:
-            loop.run_until_complete(asyncio.wait(left, timeout=END_TIMEOUT))
-        loop.close()

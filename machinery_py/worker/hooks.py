@@ -3,25 +3,130 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from machinery_py.errors import TimeLimitExceeded
+from machinery_py.registry.hooks import Around
+from machinery_py.tasks.context import Context
 from machinery_py.tasks.signature import Signature
-from machinery_py.texts import MAX_ERROR, cut, traceback_text
+from machinery_py.texts import MAX_ERROR, cut, get_logger, traceback_text
+from machinery_py.worker.event_loop import EventLoopThread
+
+logger = get_logger(__name__)
 
 INTERRUPTIBLE = True  # calls user code and takes no lock, see worker/executors.py
 
-Around = Callable[[Signature[Any]], Iterator[None]]
-
 
 class WorkerHooks:
-    """Handlers called around each task. See Worker for the setters."""
+    """Handlers of one worker (see Worker for the setters), and what those of the app need there.
+
+    Attributes:
+        state: what the lifespans have yielded.
+        run_coroutine: runs a coroutine handler, and returns what it returns.
+        ended: called with each execution whose end was committed, in the thread that did it.
+        is_behind: returns whether no new tasks are to be taken, because handlers of ended ones
+            are late; None: none is.
+    """
 
     def __init__(self) -> None:
         self.pre_consume: Callable[[], bool] | None = None
         self.pre_task: Callable[[Signature[Any]], object] | None = None
         self.post_task: Callable[[Signature[Any]], object] | None = None
         self.error: Callable[[Exception], object] | None = None
+        self.state: Mapping[str, Any] = {}
+        self.run_coroutine: Callable[[Coroutine[Any, Any, Any]], Any] = EventLoopThread(
+            "machinery"
+        ).run
+        self.ended: Callable[[Any], object] = lambda _: None
+        self.is_behind: Callable[[], bool] | None = None
+
+
+# Handlers of the app: what they raise is logged, and nothing else
+
+
+def call_handlers(
+    kind: str,
+    handlers: Sequence[Callable[..., object]],
+    hooks: WorkerHooks,
+    context: Context,
+    *given: object,
+) -> None:
+    """Call handlers in this thread, coroutines on the loop.
+
+    Raises:
+        TimeLimitExceeded: the time of the task was up meanwhile.
+    """
+    for handler in handlers:
+        try:
+            found = handler(context, *given)
+            if inspect.iscoroutine(found):
+                hooks.run_coroutine(found)
+        except TimeLimitExceeded:
+            raise
+        except BaseException:  # user code; sys.exit() must not end the worker either
+            _log_failure(kind, handler, context)
+
+
+async def await_handlers(
+    kind: str, handlers: Sequence[Callable[..., object]], context: Context
+) -> None:
+    """Call handlers on the running loop; else as `call_handlers`."""
+    for handler in handlers:
+        try:
+            found = handler(context)
+            if inspect.isawaitable(found):
+                await found
+        except BaseException as error:  # user code
+            if type(error).__name__ == "CancelledError":
+                raise  # the time of the task is up
+            _log_failure(kind, handler, context)
+
+
+def _log_failure(kind: str, handler: Callable[..., object], context: Context) -> None:
+    logger.exception(
+        "%s handler %s failed: task %s %s",
+        kind,
+        name_of(handler),
+        context.name,
+        context.uuid,
+        extra={"task_uuid": context.uuid},
+    )
+
+
+def name_of(function: object) -> str:
+    return str(getattr(function, "__qualname__", None) or type(function).__qualname__)
+
+
+def call_between(
+    before: Sequence[Callable[[Context], object]],
+    after: Sequence[Callable[[Context], object]],
+    hooks: WorkerHooks,
+    context: Context,
+    call: Callable[[], Any],
+) -> Any:
+    """Call between the handlers of before_task and after_task."""
+    call_handlers("before_task", before, hooks, context)
+    try:
+        return call()
+    finally:
+        call_handlers("after_task", after, hooks, context)
+
+
+async def await_between(
+    before: Sequence[Callable[[Context], object]],
+    after: Sequence[Callable[[Context], object]],
+    _: WorkerHooks,
+    context: Context,
+    call: Callable[[], Awaitable[Any]],
+) -> Any:
+    """Await between the handlers of before_task and after_task."""
+    await await_handlers("before_task", before, context)
+    try:
+        return await call()
+    finally:
+        await await_handlers("after_task", after, context)
 
 
 def call_around(

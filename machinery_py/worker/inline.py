@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections.abc import Callable, Sequence
 
@@ -9,11 +10,14 @@ from machinery_py.app import Application
 from machinery_py.revocation import revoked_among
 from machinery_py.stores.base import Session
 from machinery_py.worker.chords import settle_ready_groups
+from machinery_py.worker.end_hooks import call_end_handlers
+from machinery_py.worker.event_loop import EventLoopThread
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.hooks import WorkerHooks
 from machinery_py.worker.intake import accept, peek
-from machinery_py.worker.runner import Report, run, run_async
+from machinery_py.worker.runner import run, run_async
 from machinery_py.worker.settler import release, report_end
+from machinery_py.worker.surroundings import lifespans
 
 
 class Inline:
@@ -30,6 +34,7 @@ class Inline:
         self._queues = queues
         self._name = name
         self._hooks = WorkerHooks()
+        self._hooks.ended = call_end_handlers
         self._lock = threading.Lock()
         self._owner = 0  # the thread that drains
 
@@ -42,9 +47,13 @@ class Inline:
             return []
         with self._lock:
             self._owner = threading.get_ident()
+            loop = EventLoopThread(self._name)
+            self._hooks.run_coroutine = loop.run
             try:
-                return self._drain()
+                with lifespans(self._app.hooks.lifespans, loop.run) as self._hooks.state:
+                    return self._drain()
             finally:
+                loop.close()
                 self._owner = 0
 
     def _drain(self) -> list[Execution]:
@@ -81,7 +90,8 @@ class Inline:
 
             report(execution)
             if execution.is_async:
-                _run_coroutine(execution, report)
+                # On a loop of its own: the caller may be inside a running one.
+                contextvars.Context().run(self._hooks.run_coroutine, run_async(execution, report))
             else:
                 run(execution, report)
         if execution.settlement is not None:
@@ -90,14 +100,3 @@ class Inline:
             release(self._app, [execution], [verdict])
             if execution.guard is not None:
                 self._app.locks.flush()  # the next task may want the same lock
-
-
-def _run_coroutine(execution: Execution, report: Report) -> None:
-    """Run it on a new loop in a new thread: the caller may be inside a running loop."""
-    import asyncio  # loaded for coroutine tasks only
-
-    thread = threading.Thread(
-        target=lambda: asyncio.run(run_async(execution, report)), name="machinery-inline"
-    )
-    thread.start()
-    thread.join()

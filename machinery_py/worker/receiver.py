@@ -231,6 +231,8 @@ class Receiver:
             self._executors.resize(wanted)
 
     def _may_consume(self) -> bool:
+        if self._hooks.is_behind is not None and self._hooks.is_behind():
+            return False
         if self._hooks.pre_consume is None:
             return True
         try:

@@ -29,7 +29,7 @@ from machinery_py.wire.signatures import decode_exact
 from machinery_py.wire.states import encode_results
 from machinery_py.worker.admission import ExecutionGuard, in_thread
 from machinery_py.worker.execution import Execution
-from machinery_py.worker.hooks import await_around, call_around
+from machinery_py.worker.hooks import await_around, await_between, call_around, call_between
 from machinery_py.worker.once import begin_once
 
 logger = get_logger(__name__)
@@ -162,9 +162,13 @@ def _begin(execution: Execution, report: Report | None) -> _Begun | Failed:
         args.insert(0, context)
     _has_started(execution, report)
     call = functools.partial(task.function, *args, **kwargs)
-    if around := execution.app.around:
+    hooks = execution.app.hooks
+    if hooks.around:
         wrap = await_around if task.call.is_async else call_around
-        call = functools.partial(wrap, around, execution.signature, call)
+        call = functools.partial(wrap, hooks.around, execution.signature, call)
+    if hooks.before or hooks.after:
+        between = await_between if task.call.is_async else call_between
+        call = functools.partial(between, hooks.before, hooks.after, execution.hooks, context, call)
     return call, enter(context)
 
 
@@ -186,6 +190,7 @@ def _new_context(execution: Execution, report: Report | None) -> Context:
         delivery=delivery.fence,
         epoch=delivery.epoch,
         worker=execution.worker,
+        state=execution.hooks.state,
         report=None if report is None else functools.partial(_progress, execution, report),
     )
     return execution.context

@@ -294,7 +294,9 @@ def release(app: Application, executions: Sequence[Execution], verdicts: Sequenc
 
 
 def report_end(app: Application, execution: Execution, verdict: Verdict) -> None:
-    """Emit the events of a settled execution."""
+    """Tell handlers and subscribers of a settled execution."""
+    if app.hooks.on_end and verdict is not FENCED:
+        execution.hooks.ended(execution)
     if app.events.wanted:
         if execution.sends and verdict is not FENCED:
             app.report_sent(execution.sends)

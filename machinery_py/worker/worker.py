@@ -12,12 +12,11 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from machinery_py.app import Application
 from machinery_py.async_twins import twin
-from machinery_py.brokers.base import Fate
 from machinery_py.config.config import OPTIONS, Config
 from machinery_py.config.options import raise_all
 from machinery_py.connections import proc
@@ -31,7 +30,6 @@ from machinery_py.tasks.signature import Signature
 from machinery_py.texts import get_logger
 from machinery_py.worker.autoscale import Autoscaler
 from machinery_py.worker.chords import settle_ready_groups
-from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.frames import Setup
 from machinery_py.worker.go_groups import GoGroupPoller
@@ -43,6 +41,7 @@ from machinery_py.worker.reconnect import Handler, Reconnect, open_patiently
 from machinery_py.worker.settler import Settler
 from machinery_py.worker.signs import Signs, signs_for
 from machinery_py.worker.stopping import StopRequest
+from machinery_py.worker.surroundings import Surroundings
 
 logger = get_logger(__name__)
 
@@ -102,7 +101,7 @@ class Worker:
             )
         self.autoscale = autoscale
         self.app = app
-        self.name = name or f"{hostname()}-{os.getpid()}"
+        self.name = name or f"{proc.hostname()}-{os.getpid()}"
         if autoscale is not None:
             concurrency = autoscale[0]
         self.concurrency = concurrency or app.config.concurrency or 2 * (os.cpu_count() or 1)
@@ -189,13 +188,10 @@ class Worker:
         handle = not self.app.config.no_unix_signals if signals is None else signals
         request = self._stop_request
         with request.by_signals(handle):
-            try:
+            with self._starting():
                 session = open_patiently(self._open, self._reconnect, request, name=self.name)
-            except BaseException:
-                self._processes.close()
-                raise
             if session is None:
-                self._processes.close()
+                self._give_up()
             else:
                 self._begin(session)
                 try:
@@ -241,11 +237,8 @@ class Worker:
         if self._has_ended:
             self._has_ended = False
             self._stop_request.clear()
-        try:
+        with self._starting():
             session = self._open()
-        except BaseException:
-            self._processes.close()
-            raise
         self._begin(session)
         self._attendant = threading.Thread(
             target=self._attend, name=f"{self.name}-attendant", daemon=True
@@ -261,9 +254,24 @@ class Worker:
 
     start_async = twin(start)
 
-    def _open(self) -> Session:
+    @contextlib.contextmanager
+    def _starting(self) -> Iterator[None]:
+        """Enter what is around the tasks; leave it again if the worker does not start."""
         if self._session is not None:
             raise MachineryError(f"worker {self.name} runs already (make another one)")
+        self._surroundings = Surroundings(self.app, self._hooks, name=self.name)
+        try:
+            self._surroundings.enter(self._stop_request)
+            yield
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _give_up(self) -> None:
+        self._processes.close()
+        self._surroundings.leave(LOOP_WAIT)
+
+    def _open(self) -> Session:
         app = self.app
         if self._processes.is_closed:
             self._processes = ProcessPool(
@@ -301,6 +309,7 @@ class Worker:
             on_done=self._settler.put,
             on_mark=self._settler.mark,
             processes=self._processes,
+            loop=self._surroundings.loop,
         )
         self._receiver = Receiver(
             app,
@@ -376,12 +385,7 @@ class Worker:
             for execution in unfinished:
                 self._executors.cancel(execution)
             # Ended tasks must be with the settler before it is closed.
-            self._wait_while(
-                lambda: any(
-                    _is_on_its_way(one) for one in self._executors.busy() if one not in unfinished
-                ),
-                SETTLER_WAIT,
-            )
+            self._wait_while(lambda: self._executors.are_ending(unfinished), SETTLER_WAIT)
             back = [one.signature.uuid for one in unfinished if not one.is_final]
             if back:
                 logger.warning(
@@ -403,6 +407,7 @@ class Worker:
                 logger.warning("this worker could not sign off, and will be found gone: %s", error)
             if self._signs is not None:
                 self._signs.drop(session.consumer)
+            self._surroundings.leave(LOOP_WAIT)
             self.app.events.emit(WorkerOffline(worker=self.name, processed=self.processed))
             self.app.publisher.close()
 
@@ -479,19 +484,3 @@ class Worker:
 
 def _configured(config: Config) -> Queues:
     return parse_queues(config.queues) if config.queues else (config.default_queue,)
-
-
-def _is_on_its_way(execution: Execution) -> bool:
-    """Return whether it has ended by itself, and is not with the settler yet."""
-    return (
-        execution.is_over
-        and execution.settlement is not None
-        and execution.settlement.fate is not Fate.BACK
-    )
-
-
-def hostname() -> str:
-    """Return this machine's name."""
-    from socket import gethostname  # 2 ms that only workers pay
-
-    return gethostname()

@@ -65,6 +65,39 @@ def test_no_banner_is_no_output(app: App) -> None:
     assert worker.out == ""
 
 
+def test_worker_calls_the_hooks_of_the_app(app: App) -> None:
+    hooks = """
+@server.lifespan
+def resources():
+    note.function("begins")
+    yield {"name": "ends"}
+    note.function("ends")
+
+@server.on_success
+def tell(ctx, result):
+    note.function(f"{ctx.name} {result}, before it {ctx.state['name']}")
+"""
+    app.write("tasks.py", TASKS + hooks)
+    app.send("add", "1", "2")
+
+    assert app.start("worker", "tasks", "--burst").wait() == 0
+
+    assert [text for text, _ in app.notes] == [
+        "begins",
+        "add 3, before it ends",
+        "ends",
+    ]
+
+
+def test_worker_whose_lifespan_fails_does_not_start(app: App) -> None:
+    app.write("tasks.py", TASKS + "\n@server.lifespan\ndef resources():\n    yield 1 / 0\n")
+
+    worker = app.start("worker", "tasks")
+
+    assert worker.wait() == 2
+    assert worker.err.count("lifespan resources cannot start: ZeroDivisionError: division by") == 1
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_running_tasks_finish(app: App, number: signal.Signals) -> None:
     uuid = app.send("hold", "slow")

@@ -9,7 +9,7 @@ import asyncio
 import datetime as dt
 import logging
 import smtplib
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from email.message import EmailMessage
 from typing import Any, assert_type
 
@@ -499,7 +499,39 @@ def app_context(signature: Signature[object]) -> Iterator[None]:
     yield
 
 
-assert_type(app_context, Callable[[Signature[object]], Iterator[None]])
+around: Callable[[Signature[object]], Iterator[None]] = app_context
+
+
+@server.before_task
+def mark(ctx: Context) -> None:
+    ctx.note(step="begin", pool=ctx.state["pool"])
+
+
+@server.after_task
+async def mark_end(ctx: Context) -> None: ...
+
+
+@server.on_success
+def praise(ctx: Context, result: object) -> None: ...
+
+
+@server.on_retry
+@server.on_failure
+def tell(ctx: Context, error: BaseException) -> None: ...
+
+
+@server.lifespan
+def resources() -> Iterator[dict[str, object]]:
+    yield {"pool": 1}
+
+
+@server.lifespan
+async def async_resources() -> AsyncIterator[None]:
+    yield
+
+
+tell_it: Callable[[Context, BaseException], None] = tell
+assert_type(server.result("task_1").get_state().notes, dict[str, Any])
 
 
 @server.task(queue="mail", retries=5, backoff="exponential", retry_on=OSError)

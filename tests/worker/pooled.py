@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,31 @@ def _begin(trace: str) -> int:
     runs = len(os.listdir(trace))
     (Path(trace) / f"{runs}-{os.getpid()}").touch()
     return runs
+
+
+MARKS: list[str] = []
+
+
+@server.lifespan
+def resources() -> Iterator[dict[str, int]]:
+    if os.environ.get("POOLED_FAILS_OUTSIDE", str(os.getpid())) != str(os.getpid()):
+        raise OSError("no connection")
+    yield {"process": os.getpid()}
+
+
+@server.before_task
+def mark(ctx: Context) -> None:
+    MARKS.append(ctx.name)
+
+
+@server.after_task
+async def mark_end(ctx: Context) -> None:
+    MARKS.append(f"after {ctx.name}")
+
+
+@server.task(pool="process")
+def around(ctx: Context) -> list[str]:
+    return [str(ctx.state["process"]), str(os.getpid()), *MARKS[-2:]]
 
 
 @server.task(pool="process")

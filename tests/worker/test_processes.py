@@ -12,7 +12,15 @@ from typing import Any
 
 import pytest
 
-from machinery_py import BrokerUnavailable, ConfigError, Server, Signature, State, TaskFailed
+from machinery_py import (
+    BrokerUnavailable,
+    ConfigError,
+    MachineryError,
+    Server,
+    Signature,
+    State,
+    TaskFailed,
+)
 from machinery_py.brokers.liveness import is_suspended, place
 from machinery_py.events import TaskFailed as TaskFailedEvent
 from machinery_py.events import TaskRetried, TaskSucceeded
@@ -93,6 +101,24 @@ def test_context_progress_and_notes_are_as_in_a_thread(worker: Worker) -> None:
     assert result.get(HANG) == [result.uuid, "about", "w", "machinery_tasks", "1"]
     assert result.get_state().progress == (1, 2)
     assert result.get_state().notes == {"step": "one", "rows": 2}
+
+
+def test_handlers_and_lifespans_are_in_the_process_of_the_task(worker: Worker) -> None:
+    pooled.where.send().get(HANG)
+
+    entered_in, runs_in, *marks = pooled.around.send().get(HANG)
+
+    assert entered_in == runs_in != str(os.getpid())
+    assert marks == ["after where", "around"]
+
+
+def test_worker_does_not_start_if_its_processes_have_no_lifespan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("POOLED_FAILS_OUTSIDE", str(os.getpid()))
+
+    with pytest.raises(MachineryError, match="lifespan resources cannot start: OSError: no conn"):
+        server.new_worker("w", 1, pool="process").start()
 
 
 def test_exception_is_told_with_its_type_and_traceback(worker: Worker) -> None:

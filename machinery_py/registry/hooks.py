@@ -1,0 +1,80 @@
+"""Handlers that an app registers: around its tasks, after them, and around its processes.
+
+Which is called where and when, and what an exception in it does: docs/how-to/hooks.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from machinery_py.tasks.context import Context
+from machinery_py.tasks.signature import Signature
+from machinery_py.tasks.states import State
+
+Around = Callable[[Signature[Any]], Iterator[None]]
+TaskHandler = Callable[[Context], object]
+SuccessHandler = Callable[[Context, Any], object]
+ErrorHandler = Callable[[Context, BaseException], object]
+Lifespan = Callable[
+    [], Iterator[Mapping[str, Any] | None] | AsyncIterator[Mapping[str, Any] | None]
+]
+
+A = TypeVar("A", bound=Around)
+T = TypeVar("T", bound=TaskHandler)
+S = TypeVar("S", bound=SuccessHandler)
+E = TypeVar("E", bound=ErrorHandler)
+L = TypeVar("L", bound=Lifespan)
+
+
+class Hooks:
+    """Handlers of one Server, each kind in the order of registration. All may be coroutines.
+
+    Whatever a handler raises is logged, and changes nothing; only `around_task` is part of the run.
+    """
+
+    def __init__(self) -> None:
+        self.around: list[Around] = []
+        self.before: list[TaskHandler] = []
+        self.after: list[TaskHandler] = []
+        self.lifespans: list[Lifespan] = []
+        self.on_end: dict[State, list[Callable[[Context, Any], object]]] = {}
+
+    def around_task(self, function: A) -> A:
+        """Run each task, in the worker, between the halves of this generator function."""
+        self.around.append(function)
+        return function
+
+    def before_task(self, handler: T) -> T:
+        """Call it before each run, in the task's thread."""
+        self.before.append(handler)
+        return handler
+
+    def after_task(self, handler: T) -> T:
+        """Call it after each run, in the task's thread, before it is known how the task ends."""
+        self.after.append(handler)
+        return handler
+
+    def on_success(self, handler: S) -> S:
+        """Call it with the result when SUCCESS is stored."""
+        self.on_end.setdefault(State.SUCCESS, []).append(handler)
+        return handler
+
+    def on_retry(self, handler: E) -> E:
+        """Call it with the error when RETRY is stored: the task will run again."""
+        self.on_end.setdefault(State.RETRY, []).append(handler)
+        return handler
+
+    def on_failure(self, handler: E) -> E:
+        """Call it with the error when FAILURE is stored, whatever the reason."""
+        self.on_end.setdefault(State.FAILURE, []).append(handler)
+        return handler
+
+    def lifespan(self, function: L) -> L:
+        """Run each process that runs tasks between the halves of this generator function.
+
+        It may be an async one, which runs on the loop of coroutine tasks. It may yield a mapping,
+        which is then in `Context.state`. If it fails before it yields, the process does not start.
+        """
+        self.lifespans.append(function)
+        return function

@@ -1,0 +1,109 @@
+"""Handlers of ended tasks: on_success, on_retry and on_failure, called after the commit."""
+
+from __future__ import annotations
+
+import queue
+from typing import Any
+
+from machinery_py.app import Application
+from machinery_py.errors import TaskFailed
+from machinery_py.tasks.context import enter, leave
+from machinery_py.tasks.states import State, TaskState
+from machinery_py.tasks.workflow import result_value
+from machinery_py.texts import get_logger
+from machinery_py.threads import LoopThread
+from machinery_py.worker.execution import Execution
+from machinery_py.worker.hooks import WorkerHooks, call_handlers
+
+logger = get_logger(__name__)
+
+MOST_WAITING = 1_000  # ended tasks whose handlers are not called yet, until no new tasks are taken
+
+
+def has_handlers(app: Application, execution: Execution) -> bool:
+    """Return whether any handler wants to know of this end."""
+    settlement = execution.settlement
+    return (
+        settlement is not None
+        and bool(settlement.states)
+        and settlement.states[0].state in app.hooks.on_end
+    )
+
+
+def call_end_handlers(execution: Execution) -> None:
+    """Call the handlers of an end that was committed, in this thread, as if in the task."""
+    settlement, app = execution.settlement, execution.app
+    if settlement is None or not has_handlers(app, execution):
+        return
+    state = settlement.states[0]
+    context = execution.context_of_its_end()
+    token = enter(context)
+    try:
+        is_good = state.state is State.SUCCESS
+        given = _result_of(execution, state) if is_good else error_of(execution, state)
+        kind = f"on_{state.state.lower()}"
+        call_handlers(kind, app.hooks.on_end[state.state], execution.hooks, context, given)
+    finally:
+        leave(token)
+
+
+def _result_of(execution: Execution, state: TaskState) -> Any:
+    """Return the result as `AsyncResult.get` would; None if it is ignored."""
+    value, task = result_value(state.results), execution.task
+    return value if task is None else task.call.result(value)
+
+
+def error_of(execution: Execution, state: TaskState) -> BaseException:
+    """Return the error of an end: as it was raised, if that was in this process."""
+    return execution.error or TaskFailed(
+        state.task_uuid, state.task_name, state.error, error_type=state.error_type
+    )
+
+
+class EndHooks:
+    """Calls the handlers of ended tasks, one after the other, in a thread of its own.
+
+    The thread starts with the first of them: a handler that blocks keeps no task from its end.
+    """
+
+    def __init__(self, app: Application, hooks: WorkerHooks, *, name: str) -> None:
+        self._app = app
+        self._hooks = hooks
+        self._queue: queue.SimpleQueue[Execution | None] = queue.SimpleQueue()
+        self._loop = LoopThread(f"{name}-hooks", self._work)
+        self._has_started = self._was_behind = False
+
+    def put(self, execution: Execution) -> None:
+        """Call its handlers, if there are any. For the thread that commits."""
+        if has_handlers(self._app, execution):
+            self._queue.put(execution)
+            if not self._has_started:
+                self._has_started = True
+                self._hooks.is_behind = self.is_behind
+                self._loop.start()
+
+    def is_behind(self) -> bool:
+        """Return whether so many wait for their handlers that no new tasks are to be taken."""
+        is_behind = self._queue.qsize() >= MOST_WAITING
+        if is_behind and not self._was_behind:
+            logger.warning(
+                "%d ended tasks wait for their on_… handlers; no new tasks are taken until these "
+                "have caught up",
+                self._queue.qsize(),
+            )
+        self._was_behind = is_behind
+        return is_behind
+
+    def close(self, timeout: float) -> None:
+        """Call what waits, for so long at most."""
+        self._queue.put(None)
+        if not self._loop.join(timeout):
+            logger.error(
+                "the handlers of %d ended tasks are not called: one did not return within %g s",
+                max(0, self._queue.qsize() - 1),
+                timeout,
+            )
+
+    def _work(self) -> None:
+        while (execution := self._queue.get()) is not None:
+            call_end_handlers(execution)
