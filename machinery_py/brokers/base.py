@@ -408,7 +408,7 @@ class Broker(ABC):
             ttl: seconds, by the store's clock, after which they are not handed out any more.
 
         Raises:
-            PublishRefused: nobody gets them; one is too large, or the broker is away.
+            PublishRefused, StoreUnusable: nobody gets them; one is too large, or it is away.
             PublishUnknown: they may have been sent.
             Unsupported: this broker has no topics.
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pika
@@ -14,7 +15,7 @@ from machinery_py.connections.rabbitmq.client import AmqpDriver
 from machinery_py.connections.rabbitmq.queues import TOPICS
 from machinery_py.errors import BrokerUnavailable, MachineryError
 from machinery_py.testing.conformance.topics import LONG, SHORT, taken
-from machinery_py.testing.waiting import wait_until
+from machinery_py.testing.waiting import HANG, wait_until
 from tests.support.proxy import Proxy
 from tests.support.servers import RabbitMQServer
 
@@ -59,6 +60,27 @@ def test_subscription_goes_on_when_its_connection_is_lost(
 
     assert taken(subscription, 1) == [b"4"]
     assert subscription.missed == 2
+    subscription.close()
+
+
+def test_waiting_reader_connects_anew_by_itself(
+    broker: AMQPBroker, through: AMQPBroker, proxy: Proxy
+) -> None:
+    subscription, found = through.subscribe("t"), list[bytes]()
+
+    def read() -> None:
+        while not found:
+            found.extend(subscription.read(2 * HANG))
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    lost = subscription._link
+    proxy.reset()
+    wait_until(lambda: subscription._link is not lost, what="another connection")
+    broker.broadcast("t", [b"x"], ttl=LONG)
+    reader.join(HANG)
+
+    assert found == [b"x"]
     subscription.close()
 
 
