@@ -284,7 +284,7 @@ class RetryTaskLater(MachineryError):
 
     Args:
         message: why; shown while the task waits.
-        delay: seconds, or a timedelta; a negative one is none.
+        delay: seconds, or a timedelta. A negative one is none, more than 100 years are 100 years.
         limit: how often this task may be postponed in all; the next time it fails. None: no limit.
     """
 
@@ -307,8 +307,7 @@ class Retry(MachineryError):
 
     Args:
         message: why.
-        delay: seconds, or a timedelta; a negative one is none. By default what the task's back-off
-            says.
+        delay: as in RetryTaskLater. By default what the task's back-off says.
         eta: an aware moment, in place of a delay.
         queue: of all further tries.
         args, kwargs: arguments of all further tries; with one of them the other is empty.
@@ -346,9 +345,9 @@ class Retry(MachineryError):
 
 def _seconds(what: str, length: float | dt.timedelta) -> float:
     seconds = length.total_seconds() if isinstance(length, dt.timedelta) else float(length)
-    if not seconds <= LONGEST:
-        raise ValueError(f"{what}: {length} (expected seconds or a timedelta, at most 100 years)")
-    return max(0.0, seconds)
+    if seconds != seconds:
+        raise ValueError(f"{what}: {length} (expected seconds or a timedelta)")
+    return min(LONGEST, max(0.0, seconds))
 
 
 def _in_utc(what: str, moment: dt.datetime) -> dt.datetime:

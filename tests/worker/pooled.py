@@ -110,9 +110,6 @@ ODD_RETRIES: dict[str, dict[str, Any]] = {
     "far": {"eta": FAR},
     "naive": {"eta": FAR.replace(tzinfo=None)},
     "nan": {"delay": math.nan},
-    "inf": {"delay": math.inf},
-    "long": {"delay": 10**12},
-    "longer": {"delay": dt.timedelta.max},
 }
 
 

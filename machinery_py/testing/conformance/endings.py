@@ -48,7 +48,7 @@ class EndingConformance(TaskConformance):
             app.calls.append((step,))
             raise Retry(delay=0.0, args=("one", 2))
 
-        with pytest.raises(TaskFailed, match="a retry with these arguments: climb"):
+        with pytest.raises(TaskFailed, match="the retry that it asked for: climb"):
             climb.send(1).get(timeout=HANG)
         assert app.calls == [(1,)]
 
