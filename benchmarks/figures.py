@@ -156,6 +156,26 @@ MEASUREMENTS: Sequence[Measurement] = (
         ],
     ),
     Measurement(
+        name="drain_events",
+        sizes=(5_000, 100),
+        figures=[
+            Figure(
+                name="drain without events",
+                what="run {n:,} no-op tasks, events off",
+                unit=PER_SECOND,
+                more_is_better=True,
+            ),
+            Figure(
+                name="drain with events",
+                what="… events on",
+                unit=PER_SECOND,
+                more_is_better=True,
+            ),
+            Figure(name="cpu without events", what="… worker CPU for each, events off", unit="µs"),
+            Figure(name="cpu with events", what="… events on", unit="µs"),
+        ],
+    ),
+    Measurement(
         name="drain_two",
         schemes=("sqlite", "redis", "amqp", "mongodb"),
         sizes=(20_000, 500),
@@ -255,6 +275,8 @@ BASELINES: Sequence[tuple[str, str]] = (
     ("drain", "raw drain"),
     ("send", "pymongo send"),
     ("drain", "pymongo drain"),
+    ("drain with events", "drain without events"),
+    ("cpu with events", "cpu without events"),
 )
 
 BY_NAME: Mapping[str, Measurement] = {measurement.name: measurement for measurement in MEASUREMENTS}

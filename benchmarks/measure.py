@@ -39,6 +39,7 @@ from benchmarks.workload import (
     parts,
 )
 
+TURNS = 3  # of a drain with events and one without
 BLOCKS = 20  # turns in which sends of the library and bare ones alternate
 
 
@@ -169,6 +170,32 @@ def drain(url: str, count: int) -> Figures:
             settle=max(1, round(count / run["settlements"])),
         )
     return figures
+
+
+def drain_events(url: str, count: int) -> Figures:
+    """Drain with the worker's events off and on, in turns; the best of each."""
+    best: dict[str, tuple[float, float]] = {}
+    for name in ("without", "with") * TURNS:
+        server = make_server(url)
+        uuids = fill(server, count)
+        if name == "with":
+            os.environ["MACHINERY_EVENTS"] = "true"  # for the worker's process
+            server.events.enable()  # for a worker in this one
+        [run] = work_off_by(server, url, count, workers=1)
+        os.environ.pop("MACHINERY_EVENTS", None)
+        server.events.disable()
+        check_all_succeeded(server, uuids)
+        server.close()
+        speed, used = count / (run["ended"] - run["began"]), 1e6 * run["cpu"] / count
+        before = best.get(name, (0.0, used))
+        best[name] = max(speed, before[0]), min(used, before[1])
+    (without, cpu_without), (watched, cpu_watched) = best["without"], best["with"]
+    return {
+        "drain without events": without,
+        "drain with events": watched,
+        "cpu without events": cpu_without,
+        "cpu with events": cpu_watched,
+    }
 
 
 def drain_two(url: str, count: int) -> Figures:
@@ -332,6 +359,7 @@ COMMANDS: dict[str, Callable[[str, int], Figures]] = {
         send_bulk,
         publish,
         drain,
+        drain_events,
         drain_two,
         latency,
         chain,

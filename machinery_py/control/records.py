@@ -104,34 +104,30 @@ def clock_of(signature: Signature[Any]) -> int:
     return int(text) if isinstance(text, str) and text.isdecimal() and len(text) < 17 else 0
 
 
-def packed(rows: Sequence[Row], *, host: str, pid: int) -> tuple[list[bytes], int]:
-    """Return records with these events, and how many events cannot be in one."""
-    head = msgspec.json.encode({"host": host, "pid": pid})[:-1] + b',"events":['
-    bodies: list[bytes] = []
-    for row in rows:
-        try:
-            bodies.append(msgspec.json.encode(row))
-        except (TypeError, ValueError):  # half a surrogate pair
-            continue
-    bodies = [body for body in bodies if len(body) + len(head) < MAX_RECORD_BYTES]
-    records: list[bytes] = []
-    waiting: list[bytes] = []
-    size = 0
-    for body in bodies:
-        if len(waiting) == MAX_RECORD_EVENTS or size + len(body) + len(head) > MAX_RECORD_BYTES:
-            records.append(head + b",".join(waiting) + b"]}")
-            waiting, size = [], 0
-        waiting.append(body)
-        size += len(body) + 1
-    if waiting:
-        records.append(head + b",".join(waiting) + b"]}")
-    return records, len(rows) - len(bodies)
-
-
 class _EventRecord(msgspec.Struct):
     host: str
     pid: int
-    events: list[Row]
+    events: Sequence[Row]
+
+
+def packed(rows: Sequence[Row], *, host: str, pid: int) -> tuple[list[bytes], int]:
+    """Return records with these events, and how many events cannot be in one."""
+    records: list[bytes] = []
+    refused = 0
+    waiting = [rows[at : at + MAX_RECORD_EVENTS] for at in range(0, len(rows), MAX_RECORD_EVENTS)]
+    while waiting:
+        part = waiting.pop(0)
+        try:
+            record = msgspec.json.encode(_EventRecord(host=host, pid=pid, events=part))
+        except (TypeError, ValueError):  # half a surrogate pair
+            record = b""
+        if record and len(record) <= MAX_RECORD_BYTES:
+            records.append(record)
+        elif len(part) == 1:
+            refused += 1
+        else:
+            waiting[:0] = part[: len(part) // 2], part[len(part) // 2 :]
+    return records, refused
 
 
 class _EventHead(msgspec.Struct):

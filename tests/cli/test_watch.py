@@ -10,7 +10,7 @@ import sys
 import termios
 
 from machinery_py.testing.waiting import wait_until
-from tests.cli.app import HANG, App, app_in_a_folder
+from tests.cli.app import HANG, TASKS, App, app_in_a_folder
 
 app = app_in_a_folder
 
@@ -19,7 +19,13 @@ ENDS = ("TaskSucceeded", "TaskFailed", "WorkerOffline")
 
 
 def test_events_of_a_worker_are_printed_as_text_and_as_json(app: App) -> None:
-    """T36, T42: of the worker with -E alone."""
+    """T36, T42: of the worker with -E alone, which wins over the setting."""
+    app.write(
+        "tasks.py",
+        TASKS.replace("Server()", "Server(Config(events=False))").replace(
+            "import Server", "import Config, Server"
+        ),
+    )
     app.run("send", "tasks", "add", "1", "2")
     app.run(*WORK)
     uuid = app.send("add", "20", "22")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from machinery_py import Config, Server, Signature
-from machinery_py.brokers.memory import MemoryBroker
+from machinery_py.brokers.memory import MemoryBroker, MemorySubscription
 from machinery_py.clock import SYSTEM_CLOCK, UTC, Clock
 from machinery_py.connections.memory import MemoryHub
 from machinery_py.control import publisher
@@ -227,6 +227,9 @@ def test_new_process_takes_up_the_clock_of_the_fleet(
     task = first.register_task("add", add)
     with first.events.stream() as stream:
         with first.new_worker("ada", 1):
+            until(
+                stream, WorkerOnline
+            )  # and its clock was told then, for the only time but the last
             for number in range(20):
                 task.send(number, 1).get(timeout=HANG)
         before = until(stream, WorkerOffline)
@@ -257,13 +260,26 @@ def test_coroutine_reads_a_stream_and_may_be_cancelled(fleet: Fleet) -> None:
     assert asyncio.run(read()) == ["a", "b"]
 
 
-def test_thread_that_a_cancelled_read_left_behind_takes_nothing_away(fleet: Fleet) -> None:
+def test_thread_that_a_cancelled_read_left_behind_takes_nothing_away(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = fleet.server()
+    read_of_memory, reader = MemorySubscription.read, threading.Lock()
+
+    def read_alone(subscription: MemorySubscription, timeout: float) -> list[bytes]:
+        assert reader.acquire(blocking=False)  # a subscription is for one thread
+        try:
+            return read_of_memory(subscription, timeout)
+        finally:
+            reader.release()
+
+    monkeypatch.setattr(MemorySubscription, "read", read_alone)
 
     async def read() -> str:
         async with server.events.stream(TaskSent) as stream:
             waiting = asyncio.create_task(anext(stream))
-            await asyncio.sleep(0)  # its thread waits in `read`
+            while not reader.locked():
+                await asyncio.sleep(0)
             waiting.cancel()
             await server.send_task_async(Signature(name="a"))
             server.app.publisher.close()
@@ -463,11 +479,12 @@ def test_records_are_filled_up_to_their_size() -> None:
 
     assert refused == 1
     assert max(map(len, records)) <= 65_536
-    found = [one for record in records for one in unpacked(record, {"TaskFailed": TaskFailed})]
-    assert len(found) == 5
+    kinds = {"TaskFailed": TaskFailed, "TaskSent": TaskSent}
+    found = [one for record in records for one in unpacked(record, kinds)]
+    assert [one.kind for one in found] == ["TaskFailed"] * 5 + ["TaskSent"] * 401
     assert found[0].traceback.endswith("the last line")
     assert found[0].error.endswith("… (100,000 characters)")
-    assert len(records) < 10
+    assert len(records) < 20
 
 
 # The life of a worker
