@@ -288,7 +288,7 @@ class Broker(ABC):
         May be repeated, and beside the consumer's own beats. It never starts a session.
 
         Args:
-            queues: those of the consumer.
+            queues: those of the consumer, or those that it had first.
             stalled: what listings of workers say of it until its own next beat.
 
         Returns:

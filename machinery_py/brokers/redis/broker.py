@@ -110,7 +110,7 @@ class RedisBroker(Broker):
         return consumer
 
     def beat_for(self, session: str, queues: Sequence[str], *, stalled: bool) -> bool:
-        keys = list(map(queue_keys, queues))
+        keys = list(map(queue_keys, self.queues_of(session, queues)))
         return bool(self.driver.run(scripts.BEAT, self.driver.now(), session, keys, stalled))
 
     def _ask(self, *parts: bytes, doing: str) -> Any:
@@ -165,6 +165,11 @@ class RedisBroker(Broker):
             if info is not None and has_ended(info):
                 info = self._read_record(session, queue) or info
                 self._condemn(session, (*info.queues, *info.left), "")
+
+    def queues_of(self, session: str, known: Sequence[str]) -> Sequence[str]:
+        """Return all queues in which a session is registered, of which these were its first."""
+        info = self._read_record(session.encode(), known[0].encode())
+        return (*info.queues, *info.left) if info is not None else known
 
     def _read_record(self, session: bytes, queue: bytes) -> SessionInfo | None:
         key = f"{queue_keys(queue.decode())[1]}b:{session.decode()}".encode()

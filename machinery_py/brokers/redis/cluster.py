@@ -187,7 +187,8 @@ class ClusterBroker(Broker):
         return [(one.queue, one.slot, one.move_due) for one in brokers]
 
     def beat_for(self, session: str, queues: Sequence[str], *, stalled: bool) -> bool:
-        slots = [(self._of(queue).slot, [queue_keys(queue)]) for queue in dict.fromkeys(queues)]
+        every = dict.fromkeys(self._of(queues[0]).queues_of(session, queues))
+        slots = [(self._of(queue).slot, [queue_keys(queue)]) for queue in every]
         requests = [
             slot.request(scripts.BEAT, slot.now(), session, keys, stalled) for slot, keys in slots
         ]

@@ -58,6 +58,9 @@ class QueueConsumer(RedisConsumer):
     def _new_file(self) -> SessionFile:
         return self._owner.file
 
+    def _known_queues(self) -> Sequence[str]:
+        return tuple(self._owner.by_queue)
+
     def _shown_queues(self) -> tuple[str, ...]:
         return self._owner.queues
 
@@ -183,6 +186,7 @@ class ClusterConsumer(Consumer):
         self.session = self.file.key
         self.blocking_part: QueueConsumer | None = None  # while `receive` may block
         self.client = ""  # the blocked client
+        self.by_queue: dict[str, QueueConsumer] = {}
         self._parts: list[QueueConsumer] = []
         try:
             for place in places:
@@ -191,7 +195,7 @@ class ClusterConsumer(Consumer):
             with contextlib.suppress(MachineryError):
                 close_all(self._parts)
             raise
-        self._by_queue = {part.queue: part for part in self._parts}
+        self.by_queue = {part.queue: part for part in self._parts}
         self._serving = self._parts  # the others are queues that it served before
         self._woken = False
         self._closed = False
@@ -205,7 +209,7 @@ class ClusterConsumer(Consumer):
         serving = self._serving
         if len(serving) == 1:
             return serving[0].receive(limit, timeout)
-        parts = [part for queue in order if (part := self._by_queue.get(queue)) in serving]
+        parts = [part for queue in order if (part := self.by_queue.get(queue)) in serving]
         parts = parts or serving
         found = self._claim(limit, parts)
         deadline = time.monotonic() + timeout
@@ -280,7 +284,7 @@ class ClusterConsumer(Consumer):
         places = self._places_of(queues)
         with self._starting:
             before, self.queues = self.queues, tuple(queue for queue, _, _ in places)
-            parts = dict(self._by_queue)
+            parts = dict(self.by_queue)
             try:
                 for part in self._parts:
                     part.show_queues()
@@ -290,12 +294,12 @@ class ClusterConsumer(Consumer):
             except MachineryError:
                 self.queues = before
                 raise
-            self._by_queue, self._parts = parts, list(parts.values())
+            self.by_queue, self._parts = parts, list(parts.values())
             self._serving = [parts[queue] for queue in self.queues]
         self.wake()
 
     def _part_of(self, delivery: Delivery) -> QueueConsumer:
-        return self._by_queue.get(delivery.queue, self._parts[0])
+        return self.by_queue.get(delivery.queue, self._parts[0])
 
     def _queue_by_queue(
         self,

@@ -88,7 +88,7 @@ class RedisConsumer(Consumer):
         """Write the session into the registries of its queues, with the queues that it shows."""
         self._own.update(dict.fromkeys(self._queues))
         served = self._shown_queues()
-        left = [queue for queue in self._queues if queue not in served]
+        left = [queue for queue in self._known_queues() if queue not in served]
         record = raw(with_queues(self._record, served, left))
         self._driver.run(scripts.REGISTER, self._driver.now(), session, record, self.keys)
 
@@ -99,6 +99,10 @@ class RedisConsumer(Consumer):
     def _blocked_client(self, link: RedisConnection) -> tuple[str, bool]:
         """Return the client to be woken, and whether it blocks at none of these queues."""
         return link.number.decode(), False
+
+    def _known_queues(self) -> Sequence[str]:
+        """Return the queues in which the session is registered."""
+        return self._queues
 
     def _shown_queues(self) -> tuple[str, ...]:
         """Return the queues that listings of workers show."""

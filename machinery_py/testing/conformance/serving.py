@@ -9,7 +9,7 @@ import pytest
 from machinery_py.brokers.base import Broker, Consumer, Delivery
 from machinery_py.errors import Unsupported
 from machinery_py.testing.clocks import ManualClock
-from machinery_py.testing.conformance.leases import BrokerCase, bodies, done, put
+from machinery_py.testing.conformance.leases import BrokerCase, OpenBroker, bodies, done, put
 from machinery_py.testing.waiting import HANG
 
 SHORT = 0.05  # seconds of a wait in which no message comes
@@ -92,6 +92,31 @@ class ServeConformance(BrokerCase):
         found = [*heir.receive(5, 0), *heir.receive(5, 0)]
         assert sorted(bodies(found)) == [b"of q", b"of r"]
         heir.close()
+
+    def test_consumer_that_is_beaten_for_keeps_what_it_holds_of_all_queues(
+        self,
+        broker: Broker,
+        changing: Consumer,
+        open_broker: OpenBroker,
+        clock: ManualClock,
+    ) -> None:
+        if not broker.features.beats:
+            pytest.skip("consumers of this broker do not live by beats")
+        put(broker, b"of q")
+        put(broker, b"of r", queue="r")
+        held = changing.receive(5, 0)
+        changing.serve(["r"])
+        held += changing.receive(5, 0)
+        keeper = open_broker()
+
+        for _ in range(3):
+            clock.advance(self.lease * 0.9)
+            assert keeper.beat_for(changing.session, ["q"], stalled=True)
+            broker.tend()
+            assert [one.stalled for one in broker.workers()] == [True]
+
+        assert changing.holds(held) == [True, True]
+        keeper.close()
 
     def test_closed_consumer_gives_back_of_all_queues_it_served(
         self, broker: Broker, changing: Consumer
