@@ -59,8 +59,6 @@ def _work(args: argparse.Namespace, link: ParentLink) -> int:
         from machinery_py.cli import apps
         from machinery_py.worker import signs
 
-        if args.events:
-            os.environ["MACHINERY_EVENTS"] = "true"  # for task processes, which load the app, too
         server = apps.load(args.app, args.app_dir)
     finally:
         report()  # also the files of an app that is broken

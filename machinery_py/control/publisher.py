@@ -98,6 +98,18 @@ class EventPublisher:
         """Return it with the logical clock of its sending, which it carries to its worker."""
         return signature.with_headers(**{HEADER_CLOCK: str(self._lamport.forward())})
 
+    def clock_to_send(self) -> int:
+        """Return the logical clock of a call to another process, or of its answer; 0: it is off."""
+        return self._lamport.forward() if self.is_on else 0
+
+    def follow(self, clock: int) -> None:
+        """Be on or off as the process that has sent this, and go on from its clock."""
+        if clock:
+            self.enable()
+            self._lamport.adjust(clock)
+        elif self.is_on:
+            self.disable()
+
     def emit_heartbeat(self, *, worker: str, active: int, processed: int, interval: float) -> None:
         """Emit a worker's heartbeat, with what is known of its process and its host."""
         if WorkerHeartbeat in self._bus.wanted:

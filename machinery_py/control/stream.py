@@ -37,6 +37,7 @@ class EventStream(Generic[E]):
 
     Attributes:
         missed: records, of up to 200 events, that this reader was too slow for.
+        since: seconds of the past that it begins with; 0 where the broker keeps none.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class EventStream(Generic[E]):
         self._kinds: dict[str, type[Event]] = {
             each.__name__: each for kind in kinds for each in kinds_of(kind)
         }
-        self._since = since
+        self.since = since
         self._subscription: Subscription | None = None
         self._found: deque[FleetEvent[E]] = deque()
         self._lock = threading.Lock()  # of the thread that reads
@@ -66,7 +67,9 @@ class EventStream(Generic[E]):
             Unsupported: this broker has no topics.
         """
         if self._subscription is None:
-            self._subscription = self._broker().subscribe(EVENTS, since=self._since)
+            broker = self._broker()
+            self._subscription = broker.subscribe(EVENTS, since=self.since)
+            self.since *= broker.features.keeps_topics
 
     def close(self) -> None:
         """End the stream, and what waits for it. May be called twice."""
@@ -158,15 +161,9 @@ class Camera:
     """Thread that keeps the state of the fleet and shows it to a function at fixed times."""
 
     def __init__(
-        self,
-        stream: EventStream[Any],
-        seconds: float,
-        function: Callable[[FleetState], object],
-        *,
-        since: float = 0.0,
+        self, stream: EventStream[Any], seconds: float, function: Callable[[FleetState], object]
     ) -> None:
         self.state = FleetState()
-        self.state.since -= since
         self._stream = stream
         self._seconds = seconds
         self._function = function
@@ -185,10 +182,12 @@ class Camera:
         self.stop()
 
     def _work(self) -> None:
-        due = time.monotonic() + self._seconds
+        begun = time.monotonic()
+        due = begun + self._seconds
         while not self._loop.is_stopping():
             try:
                 self.state.apply(self._stream.read(min(READ_TIMEOUT, due - time.monotonic())))
+                self.state.since = begun - self._stream.since
                 now = time.monotonic()
                 if now >= due and not self._loop.is_stopping():
                     # From the planned moment on, without those that were missed.
@@ -221,6 +220,10 @@ class ServerEvents:
         It is called in the thread of the event, and must be quick. The returned function ends that.
         """
         return self._bus.subscribe(kind, handler)
+
+    def emit(self, event: Event) -> None:
+        """Call the handlers of this process, also with an event of your own; send it, if on."""
+        self._bus.emit(event)
 
     def enable(self) -> None:
         """Send the events of this process from now on, as the setting `events` does."""
@@ -265,7 +268,7 @@ class ServerEvents:
         """
         if not seconds > 0:
             raise ValueError(f"every: found {seconds!r} seconds (expected more than 0)")
-        started = Camera(self.stream(since=since), seconds, camera, since=since)
+        started = Camera(self.stream(since=since), seconds, camera)
         self._cameras.append(started)
         return started
 

@@ -128,10 +128,12 @@ class JobLoop:
             except PipeEnd:
                 break
             if job is not None:
+                publisher = self._app.publisher
+                publisher.follow(job.clock)
                 outcome = self._outcome(job)
                 memory = proc.memory() if self._tells_memory else 0
                 try:
-                    self._reply(Done(job.number, outcome, memory))
+                    self._reply(Done(job.number, outcome, memory, publisher.clock_to_send()))
                 except Exception as error:  # of the encoder, for what user code has made
                     self._reply(Done(job.number, _unsendable(error), memory))
 

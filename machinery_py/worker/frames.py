@@ -51,7 +51,10 @@ class Setup(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One call. `number` is the process's own count; the rest is of the execution."""
+    """One call. `number` is the process's own count; the rest is of the execution.
+
+    `clock`: the logical one of the call; 0: events are off.
+    """
 
     number: int
     body: bytes
@@ -61,6 +64,7 @@ class Job(msgspec.Struct, frozen=True, array_like=True, tag=True):
     epoch: int
     worker: str
     time_limit: float | None
+    clock: int = 0
 
 
 class Order(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -90,6 +94,7 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
     number: int
     outcome: Outcome
     memory: int = 0
+    clock: int = 0
 
 
 Reply = Ready | Progress | Done

@@ -176,6 +176,7 @@ class TaskProcess:
             delivery.epoch,
             execution.worker,
             limit,
+            execution.app.publisher.clock_to_send(),
         )
         if not self._tasks.write(job, deadline):  # it does not even read
             return self._last_reply(execution, 0.0)
@@ -183,6 +184,8 @@ class TaskProcess:
         while True:
             match self._replies.read(deadline):
                 case Done() as done if done.number == job.number:
+                    if done.clock:
+                        execution.app.lamport.adjust(done.clock)
                     return done
                 case Progress() as progress if progress.number == job.number:
                     execution.progress = progress.progress

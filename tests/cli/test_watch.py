@@ -54,6 +54,27 @@ def test_events_of_a_worker_are_printed_as_text_and_as_json(app: App) -> None:
     assert " error=no error_type=ValueError " in second
 
 
+def test_task_in_a_process_of_its_own_sends_events_as_its_worker_does(app: App) -> None:
+    """L07: what it sends is later than its start, and its end is later than that."""
+    relay = "@server.task(pool='process')\ndef relay() -> None:\n    note.send('x')\n"
+    app.write("tasks.py", TASKS + relay)
+    app.send("relay")
+    app.run(*WORK, "-E")
+
+    words = ("events", "tasks", "TaskEvent", "WorkerOffline", "--since", "60", "--limit", "8")
+    found = [json.loads(one) for one in app.run(*words, "--json").stdout.splitlines()]
+
+    clock = {(one.get("name"), one["kind"]): one["clock"] for one in found}
+    assert (
+        clock["relay", "TaskReceived"]
+        < clock["relay", "TaskStarted"]
+        < clock["note", "TaskSent"]
+        < clock["relay", "TaskSucceeded"]
+    )
+    assert clock["note", "TaskSent"] < clock["note", "TaskReceived"]
+    assert len({one["pid"] for one in found}) == 2
+
+
 def test_event_that_does_not_exist_is_refused_with_the_nearest(app: App) -> None:
     done = app.run("events", "tasks", "TaskFaild", code=2)
     assert done.stderr == (
