@@ -16,6 +16,7 @@ from machinery_py.backends.base import Backend, Listener
 from machinery_py.brokers.base import Broker
 from machinery_py.clock import SYSTEM_CLOCK, Clock
 from machinery_py.config.config import Config, resolve
+from machinery_py.control.client import Control
 from machinery_py.control.stream import ServerEvents
 from machinery_py.errors import ConfigError
 from machinery_py.inspection import Inspector, worker_hint
@@ -65,6 +66,7 @@ class Server:
         inspect: queues, workers and tasks, to look at and to act on.
         schedules: schedules at run time: list, add, change, pause, remove.
         events: events of this process, and of all processes.
+        control: orders to the workers of all processes.
         around_task, before_task, after_task, on_success, on_retry, on_failure, lifespan: decorators
             of handlers, see `registry.hooks.Hooks`.
 
@@ -96,6 +98,7 @@ class Server:
         self.on_failure = hooks.on_failure
         self.inspect = Inspector(self.app)
         self.events = ServerEvents(self.app.events, self.app.publisher, lambda: self.broker)
+        self.control = Control(lambda: self.broker, self.app.lamport)
         self.declared = Declared()
         self.schedules = Schedules(self.app, self.declared)
         self._waiters: AsyncWaiters | None = None

@@ -49,6 +49,7 @@ SHARED = (
     "locks/test_*.py",
     "models/test_*.py",
     "stores/test_*.py",
+    "system/test_control.py",
     "system/test_events.py",
     "system/test_pairs.py",
     "system/test_unique.py",

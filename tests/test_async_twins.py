@@ -31,6 +31,7 @@ from machinery_py import (
     group,
 )
 from machinery_py.async_twins import twin
+from machinery_py.control.client import ChosenWorkers, Control
 from machinery_py.inspection import Inspector
 from machinery_py.locks.named import NamedLock
 from machinery_py.schedules.api import Schedules
@@ -48,6 +49,8 @@ CLASSES = (
     ChainResult,
     ChordResult,
     Inspector,
+    Control,
+    ChosenWorkers,
     Schedules,
     NamedLock,
     Worker,
@@ -56,7 +59,6 @@ CLASSES = (
 #: Methods without a store, or that no coroutine calls: a new method stands here, or has a twin.
 OFFLINE: dict[type, set[str]] = {
     Server: {
-        "around_task",
         "convert",
         "get_registered_task",
         "get_registered_task_names",
@@ -80,6 +82,7 @@ OFFLINE: dict[type, set[str]] = {
     Task: {"options", "partial", "signature"},
     Signature: {"catch", "of", "replace", "then", "with_args", "with_headers", "with_uuid"},
     NamedLock: {"check"},
+    Control: {"workers"},
     Worker: {
         "abort",
         "quit",

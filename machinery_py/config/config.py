@@ -36,7 +36,7 @@ from machinery_py.config.sections import AMQPConfig, MongoDBConfig, RedisConfig
 from machinery_py.config.urls import Role
 from machinery_py.errors import ConfigError, nearest
 from machinery_py.names import queue_problem
-from machinery_py.queues import problem_of
+from machinery_py.queues import Queues, parse_queues, problem_of
 from machinery_py.tasks.backoff import SCHEDULES
 from machinery_py.texts import get_logger
 
@@ -137,6 +137,7 @@ class Config(Section):
     events: bool = option(
         False, "send the events of this process to all that open a stream of them"
     )
+    control: bool = option(True, "workers receive the orders of `server.control`")
     go_program: str = option(
         "", "a Go program with the same schedules: ticks are sent under its lock only; empty = none"
     )
@@ -254,6 +255,11 @@ class Config(Section):
         """The URL of locks: `lock`, else broker, else backend; "" if these cannot lock."""
         here = [url for url in (self.broker, self.backend_url) if urls.serves(url, "lock")]
         return self.lock or next(iter(here), "")
+
+    @property
+    def worker_queues(self) -> Queues:
+        """The queues of a worker that names none."""
+        return parse_queues(self.queues) if self.queues else (self.default_queue,)
 
     def values(self) -> Iterator[tuple[str, object]]:
         """Yield every option, sections with a dot, and its value."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from machinery_py.errors import ConfigError
+
 GROW_AFTER = 0.5  # seconds
 SHRINK_AFTER = 30.0  # seconds
 
@@ -56,3 +58,16 @@ class Autoscaler:
         while self._peaks[0][0] <= now - SHRINK_AFTER:
             self._peaks.popleft()
         return max(self.least, min(current, self._peaks[0][1]))
+
+
+def check_autoscale(numbers: tuple[int, int] | None) -> None:
+    """Refuse what are not the least and the most tasks at a time.
+
+    Raises:
+        ConfigError: the text says what was found.
+    """
+    if numbers is not None and not 1 <= numbers[0] <= numbers[1]:
+        raise ConfigError(
+            f"autoscale: found {numbers!r} (expected the least and the most tasks at a time, "
+            "as (2, 10))"
+        )

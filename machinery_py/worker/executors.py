@@ -135,6 +135,13 @@ class Executors:
         """
         return [*self._running.values(), *self._ending.values()]
 
+    def place_of(self, execution: Execution) -> str:
+        """Return where it runs, unless that is the thread of its slot."""
+        if id(execution) in self._tasks:
+            return "event loop"
+        pid = self._processes.pid_of(execution)
+        return f"process {pid}" if pid else ""
+
     def are_ending(self, unfinished: Sequence[Execution]) -> bool:
         """Return whether others than these have ended, and are not with the settler yet."""
         return any(

@@ -126,6 +126,11 @@ class ProcessPool:
             else:
                 self._idle.append(process)
 
+    def pid_of(self, execution: Execution) -> int:
+        """Return the process that runs it; 0 if none does."""
+        process = self._running.get(execution)
+        return process.pid if process is not None else 0
+
     def call(self, execution: Execution, report: Report) -> Outcome | None:
         """Make the call in a process, in the slot's thread.
 

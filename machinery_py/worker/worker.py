@@ -17,18 +17,19 @@ from typing import Any
 
 from machinery_py.app import Application
 from machinery_py.async_twins import twin
-from machinery_py.config.config import OPTIONS, Config
+from machinery_py.config.config import OPTIONS
 from machinery_py.config.options import raise_all
 from machinery_py.connections import proc
-from machinery_py.errors import ConfigError, MachineryError
+from machinery_py.errors import MachineryError
 from machinery_py.events import WorkerOffline, WorkerOnline
-from machinery_py.queues import QueueOrder, Queues, parse_queues
+from machinery_py.queues import QueueOrder, Queues
 from machinery_py.schedules.scheduler import Declared
 from machinery_py.schedules.thread import SchedulerThread
 from machinery_py.stores.base import Session
 from machinery_py.tasks.signature import Signature
 from machinery_py.texts import get_logger
-from machinery_py.worker.autoscale import Autoscaler
+from machinery_py.worker.agent import Agent
+from machinery_py.worker.autoscale import Autoscaler, check_autoscale
 from machinery_py.worker.chords import settle_ready_groups
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.frames import Setup
@@ -40,6 +41,7 @@ from machinery_py.worker.receiver import Receiver
 from machinery_py.worker.reconnect import Handler, Reconnect, open_patiently
 from machinery_py.worker.settler import Settler
 from machinery_py.worker.signs import Signs, signs_for
+from machinery_py.worker.steering import Steering
 from machinery_py.worker.stopping import StopRequest
 from machinery_py.worker.surroundings import Surroundings
 
@@ -94,18 +96,14 @@ class Worker:
         if shutdown_timeout is not None:
             given["shutdown_timeout"] = shutdown_timeout
         raise_all([text for key, value in given.items() if (text := OPTIONS[key].problem(value))])
-        if autoscale is not None and not 1 <= autoscale[0] <= autoscale[1]:
-            raise ConfigError(
-                f"autoscale: found {autoscale!r} (expected the least and the most tasks at a time, "
-                "as (2, 10))"
-            )
+        check_autoscale(autoscale)
         self.autoscale = autoscale
         self.app = app
         self.name = name or f"{proc.hostname()}-{os.getpid()}"
         if autoscale is not None:
             concurrency = autoscale[0]
         self.concurrency = concurrency or app.config.concurrency or 2 * (os.cpu_count() or 1)
-        self.order = QueueOrder.of(queues or _configured(app.config))
+        self.order = QueueOrder.of(queues or app.config.worker_queues)
         self.queues = self.order.names
         self.burst = burst
         self.pool = pool or app.config.pool
@@ -123,6 +121,7 @@ class Worker:
         self._attendant: threading.Thread | None = None  # ends what `start` began
         self._has_ended = False
         self._session: Session | None = None
+        self._agent = Agent(app, self.name)
         self._signs: Signs | None = None
         self._processes = ProcessPool(self.name)
         self._processes.close()
@@ -269,6 +268,7 @@ class Worker:
 
     def _give_up(self) -> None:
         self._processes.close()
+        self._agent.stop(LOOP_WAIT)
         self._surroundings.leave(LOOP_WAIT)
 
     def _open(self) -> Session:
@@ -283,6 +283,7 @@ class Worker:
             )
         # Before there is a session, which nobody beats for yet.
         self._processes.start(map(app.registry.get, app.registry.names()))
+        self._agent.listen()  # before others know of the session
         session = app.store.open_session(self.queues, worker=self.name)
         try:
             # A dead worker's messages go back to their queues, its ready groups are settled.
@@ -343,9 +344,20 @@ class Worker:
         self._settler.start(self._receiver.settled, self._receiver.reported)
         self._maintenance.loop.start()
         self._receiver.loop.start()
+        self._agent.start(self._steering().handlers())
         if self._declared is not None:
             self._scheduler = SchedulerThread(app, self._declared, name=self.name)
             self._scheduler.start()
+
+    def _steering(self) -> Steering:
+        return Steering(
+            self.app,
+            self._receiver,
+            self._executors,
+            order=self.order,
+            pool=self.pool,
+            processed=lambda: self.processed,
+        )
 
     def quit(self) -> None:
         """Ask the worker to end when the running tasks are done; return at once.
@@ -400,6 +412,7 @@ class Worker:
             if self._scheduler is not None:
                 self._scheduler.join(LOOP_WAIT)
             self._executors.close()
+            self._agent.stop(LOOP_WAIT)
             self.app.locks.flush()
             try:
                 session.close()
@@ -480,7 +493,3 @@ class Worker:
             processed=self.processed,
             interval=self._maintenance.beat_every,
         )
-
-
-def _configured(config: Config) -> Queues:
-    return parse_queues(config.queues) if config.queues else (config.default_queue,)

@@ -1,0 +1,242 @@
+"""`server.control`: orders to the workers of all processes, and their answers.
+
+A call sends one order, and ends when all workers have answered that a fresh beat knows and that it
+is for; or after `timeout` seconds. No order is sent twice.
+
+    worker killed, frozen, deaf   listed in `Answers.missing`, until its beats are too old
+    worker starts during the call may answer; is not waited for
+    broker is away                BrokerUnavailable
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+
+from machinery_py.async_twins import twin
+from machinery_py.brokers.base import Broker
+from machinery_py.control.answers import (
+    ActiveTask,
+    Answers,
+    HeldTask,
+    Pong,
+    ThreadStack,
+    WorkerQueue,
+    WorkerStats,
+)
+from machinery_py.control.lamport import LamportClock
+from machinery_py.control.orders import (
+    ANY,
+    MOST_NAMES,
+    ORDERS,
+    AnswerHead,
+    ControlOrder,
+    decode_answer,
+    matches,
+)
+from machinery_py.texts import get_logger
+
+logger = get_logger(__name__)
+
+TIMEOUT = 2.0  # seconds; more than a subscription takes to look for records, which is 1 s
+LONGEST = 3600.0  # seconds; a topic keeps nothing for longer
+
+Place = tuple[str, str, int]  # name, host and pid of a worker
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """The pieces of one worker's answer."""
+
+    head: AnswerHead
+    seconds: float  # until the last of them
+    pieces: dict[int, bytes] = field(default_factory=dict)
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.pieces) == self.head.pieces
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.pieces[number] for number in sorted(self.pieces))
+
+
+class ChosenWorkers:
+    """Workers that orders are for, chosen by name. Each call asks all that there are by then."""
+
+    def __init__(
+        self,
+        broker: Callable[[], Broker],
+        lamport: LamportClock,
+        patterns: Sequence[str],
+        *,
+        timeout: float,
+    ) -> None:
+        if not 0 < timeout <= LONGEST:
+            raise ValueError(
+                f"timeout: found {timeout!r} (expected more than 0 s, at most {LONGEST:g} s)"
+            )
+        if len(patterns) > MOST_NAMES:
+            raise ValueError(f"workers: found {len(patterns):,} names (at most {MOST_NAMES:,})")
+        self._broker = broker
+        self._lamport = lamport
+        self._patterns = list(patterns)
+        self._timeout = timeout
+
+    def ping(self) -> Answers[Pong]:
+        """Return which workers answer, and how soon."""
+        return self._ask("ping", Pong)
+
+    ping_async = twin(ping)
+
+    def stats(self) -> Answers[WorkerStats]:
+        """Return facts of the workers and their processes."""
+        return self._ask("stats", WorkerStats)
+
+    stats_async = twin(stats)
+
+    def active(self) -> Answers[list[ActiveTask]]:
+        """Return the tasks that run: since when, and in which thread or process."""
+        return self._ask("active", list[ActiveTask])
+
+    active_async = twin(active)
+
+    def reserved(self) -> Answers[list[HeldTask]]:
+        """Return the tasks that are claimed and not begun."""
+        return self._ask("reserved", list[HeldTask])
+
+    reserved_async = twin(reserved)
+
+    def registered(self) -> Answers[list[str]]:
+        """Return the names of the tasks that the workers know."""
+        return self._ask("registered", list[str])
+
+    registered_async = twin(registered)
+
+    def config(self) -> Answers[dict[str, Any]]:
+        """Return all settings, without passwords."""
+        return self._ask("config", dict[str, Any])
+
+    config_async = twin(config)
+
+    def queues(self) -> Answers[list[WorkerQueue]]:
+        """Return the queues that the workers serve, in their order."""
+        return self._ask("queues", list[WorkerQueue])
+
+    queues_async = twin(queues)
+
+    def stack(self) -> Answers[list[ThreadStack]]:
+        """Return what each thread of the workers' processes does now."""
+        return self._ask("stack", list[ThreadStack])
+
+    stack_async = twin(stack)
+
+    def _ask(self, kind: str, answer: type[T], **args: Any) -> Answers[T]:
+        broker, order_id = self._broker(), uuid.uuid4().hex
+        order = ControlOrder(
+            id=order_id, kind=kind, to=self._patterns, args=args, clock=self._lamport.forward()
+        )
+        # Before the order: its answers must find somebody.
+        with contextlib.closing(broker.subscribe(order.replies)) as replies:
+            expected = {
+                (one.name, one.host, one.pid)
+                for one in broker.workers()
+                if matches(one.name, self._patterns)
+            }
+            gathered: dict[Place, _Gathered] = {}
+            if expected:
+                begun = time.monotonic()
+                broker.broadcast(ORDERS, [msgspec.json.encode(order)], ttl=self._timeout)
+                while left := _left(begun + self._timeout, expected, gathered):
+                    for record in replies.read(left):
+                        _take(record, gathered, seconds=time.monotonic() - begun)
+        return self._answers(answer, expected, gathered)
+
+    def _answers(
+        self, answer: type[T], expected: Iterable[Place], gathered: dict[Place, _Gathered]
+    ) -> Answers[T]:
+        found: dict[str, T] = {}
+        errors: dict[str, str] = {}
+        names = Counter(name for name, _, _ in {*expected, *gathered})
+        missing = [name for name in self._patterns if ANY not in name and not names[name]]
+        for place in sorted({*expected, *gathered}):
+            name, host, pid = place
+            label = name if names[name] == 1 else f"{name}@{host}:{pid}"
+            one = gathered.get(place)
+            if one is None or not one.is_whole:
+                missing.append(label)
+                continue
+            self._lamport.adjust(one.head.clock)
+            if one.head.error:
+                errors[label] = one.head.error
+                continue
+            try:
+                found[label] = _value(one, answer)
+            except ValueError as error:  # of another version, or a stranger's
+                errors[label] = f"its answer cannot be read: {error}"
+        return Answers(found, missing=missing, errors=errors)
+
+
+def _left(end: float, expected: set[Place], gathered: dict[Place, _Gathered]) -> float:
+    """Return how long to wait for answers that are missing; 0: there are none, or no time."""
+    if all(place in gathered and gathered[place].is_whole for place in expected):
+        return 0.0
+    return max(0.0, end - time.monotonic())
+
+
+def _take(record: bytes, gathered: dict[Place, _Gathered], *, seconds: float) -> None:
+    try:
+        head, piece = decode_answer(record)
+    except ValueError as error:
+        logger.debug("a record among the answers of workers is none: %s", error)
+        return
+    one = gathered.setdefault((head.worker, head.host, head.pid), _Gathered(head, seconds))
+    if not one.is_whole and head.pieces == one.head.pieces and head.piece < head.pieces:
+        one.pieces[head.piece] = piece
+        one.seconds = seconds
+
+
+def _value(gathered: _Gathered, answer: type[T]) -> T:
+    if answer is Pong:
+        return msgspec.convert({"clock": gathered.head.clock, "seconds": gathered.seconds}, answer)
+    return msgspec.json.decode(gathered.body, type=answer)
+
+
+class Control:
+    """Orders to workers: `server.control`. Any thread may use it."""
+
+    def __init__(self, broker: Callable[[], Broker], lamport: LamportClock) -> None:
+        self._broker = broker
+        self._lamport = lamport
+
+    def workers(self, *names: str, timeout: float = TIMEOUT) -> ChosenWorkers:
+        """Return the workers with these names, to ask or to change them; without names: all.
+
+        Args:
+            names: `*` in one stands for any text: `web-*`.
+            timeout: seconds to wait for answers at most, with each call.
+
+        Raises:
+            ValueError: the timeout is not more than 0, or longer than an hour.
+        """
+        return ChosenWorkers(self._broker, self._lamport, names, timeout=timeout)
+
+    def ping(self, *, timeout: float = TIMEOUT) -> Answers[Pong]:
+        """Ask all workers for a sign of life.
+
+        Raises:
+            BrokerUnavailable: nobody was asked.
+            PublishUnknown: nobody may have been asked.
+            Unsupported: this broker has no topics.
+        """
+        return self.workers(timeout=timeout).ping()
+
+    ping_async = twin(ping)

@@ -1,0 +1,158 @@
+"""Agent: one thread of a worker that receives orders (`server.control`), and answers them.
+
+It listens before the worker is known to others: whom a caller sees, it can reach. An order that
+cannot be read, or that no worker knows, is ignored, with a warning a minute; one with wrong
+arguments, or that fails, is answered with the error. An idle agent asks the store for orders once a
+second at most.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from machinery_py.app import Application
+from machinery_py.brokers.topics import MAX_RECORD, Subscription
+from machinery_py.connections import proc
+from machinery_py.control.orders import (
+    KINDS,
+    ORDERS,
+    AnswerHead,
+    ControlOrder,
+    answer_records,
+    decode_order,
+    matches,
+)
+from machinery_py.errors import MachineryError
+from machinery_py.texts import cut, get_logger, quoted
+from machinery_py.threads import LoopThread
+
+logger = get_logger(__name__)
+
+READ_TIMEOUT = 30.0  # seconds of one wait for orders
+PAUSE = 5.0  # seconds until a store that is away is asked again
+WARN_EVERY = 60.0  # seconds
+ANSWER_TTL = 60.0  # seconds; its caller waits, or is gone
+MAX_ERROR = 2_000  # bytes of an error in an answer
+
+Handlers = Mapping[str, Callable[[Any], object]]
+
+
+class Agent:
+    """Agent of one worker, which may start it again."""
+
+    def __init__(self, app: Application, name: str) -> None:
+        self._app = app
+        self._name = name
+        self._host = proc.hostname()
+        self._handlers: Handlers = {}
+        self._subscription: Subscription | None = None
+        self._warn_at = 0.0
+        self._loop: LoopThread | None = None
+
+    def listen(self) -> None:
+        """Keep the orders from now on; `start` carries them out. A worker can do without.
+
+        Does nothing if the setting `control` is off, or the broker has no topics.
+        """
+        self._drop()
+        if self._app.config.control and self._app.store.broker.features.topics:
+            loop = LoopThread(f"{self._name}-agent", lambda: self._work(loop), wake=self._wake)
+            self._loop = loop
+            try:
+                self._subscription = self._app.store.broker.subscribe(ORDERS)
+            except MachineryError as error:
+                logger.warning("no orders can be received yet: %s", error)
+
+    def start(self, handlers: Handlers) -> None:
+        """Carry out orders by these functions, each called with its arguments.
+
+        What a function returns is the answer. It runs in the agent's thread.
+        """
+        self._handlers = handlers
+        if self._loop is not None:
+            self._loop.start()
+
+    def stop(self, timeout: float) -> None:
+        """End it, after an order that is being carried out. May be called before `start`."""
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.stop()
+            loop.join(timeout)
+        self._drop()
+
+    def _drop(self) -> None:
+        subscription, self._subscription = self._subscription, None
+        if subscription is not None:
+            subscription.close()
+
+    def _wake(self) -> None:
+        if self._subscription is not None:
+            self._subscription.wake()
+
+    # In the thread
+
+    def _work(self, loop: LoopThread) -> None:
+        while not loop.is_stopping():
+            try:
+                subscription = self._subscription
+                if subscription is None:
+                    self._subscription = self._app.store.broker.subscribe(ORDERS)
+                    continue  # `stop` may have come meanwhile
+                for record in subscription.read(READ_TIMEOUT):
+                    self._receive(record)
+            except MachineryError as error:
+                logger.debug("no orders can be received: %s", error)
+                loop.pause(PAUSE)
+            except Exception:  # the loop must live on: without it nobody can steer this worker
+                logger.exception("an order could not be dealt with")
+                loop.pause(PAUSE)
+
+    def _receive(self, record: bytes) -> None:
+        try:
+            order = decode_order(record)
+        except ValueError as error:
+            self._warn(f"a record of {len(record):,} bytes is no order: {cut(str(error), 200)}")
+            return
+        if not matches(self._name, order.to):
+            return
+        if order.kind not in KINDS:
+            self._warn(f"unknown order {quoted(order.kind)} (known: {', '.join(KINDS)})")
+            return
+        self._app.lamport.adjust(order.clock)
+        value, problem = self._carried_out(order)
+        head = AnswerHead(
+            worker=self._name,
+            host=self._host,
+            pid=os.getpid(),
+            clock=self._app.lamport.forward(),
+            error=problem,
+        )
+        records = answer_records(head, value)
+        assert all(len(one) <= MAX_RECORD for one in records)
+        try:
+            self._app.store.broker.broadcast(order.replies, records, ttl=ANSWER_TTL)
+        except MachineryError as error:
+            logger.debug("order %s cannot be answered: %s", order.kind, error)
+
+    def _carried_out(self, order: ControlOrder) -> tuple[object, str]:
+        """Carry the order out; return the answer, and why it failed."""
+        try:
+            arguments = msgspec.convert(order.args, KINDS[order.kind])
+        except ValueError as error:
+            return None, cut(f"order {order.kind!r}: {error}", MAX_ERROR)
+        try:
+            return msgspec.to_builtins(self._handlers[order.kind](arguments)), ""
+        except Exception as error:  # a wrong order must not end the agent
+            if not isinstance(error, MachineryError):
+                logger.exception("order %s failed", order.kind)
+            return None, cut(f"order {order.kind!r}: {error}", MAX_ERROR)
+
+    def _warn(self, text: str) -> None:
+        if time.monotonic() >= self._warn_at:
+            self._warn_at = time.monotonic() + WARN_EVERY
+            logger.warning("order ignored: %s", text)

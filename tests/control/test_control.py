@@ -1,0 +1,229 @@
+"""Orders and answers over the memory store: what is refused, cut, or comes from a stranger."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from machinery_py import Config, Server
+from machinery_py.brokers.topics import MAX_RECORD
+from machinery_py.control.answers import Answers
+from machinery_py.control.orders import (
+    KINDS,
+    MOST_PIECES,
+    ORDERS,
+    PIECE,
+    AnswerHead,
+    answer_records,
+    decode_answer,
+    matches,
+)
+from machinery_py.errors import BrokerUnavailable
+from machinery_py.testing.waiting import HANG, wait_until
+from machinery_py.worker.steering import Steering
+
+ID = "0123456789abcdef" * 2
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    config = Config(broker="memory://", lock="redis://:secret@host/1")
+    with contextlib.closing(Server(config)) as server:
+        yield server
+
+
+def answered(server: Server, *records: bytes, topic: str = ORDERS) -> list[AnswerHead]:
+    """Return the answers to records that were sent before a ping of ours was answered."""
+    with contextlib.closing(server.broker.subscribe(f"replies.{ID}")) as replies:
+        server.broker.broadcast(topic, records, ttl=HANG)
+        assert server.control.ping(timeout=HANG)
+        return [decode_answer(record)[0] for record in replies.read(0.0)]
+
+
+def order(**changes: Any) -> bytes:
+    return json.dumps({"id": ID, "kind": "ping", "to": [], "args": {}} | changes).encode()
+
+
+HOSTILE = (
+    b"",
+    b"\xff\x00",
+    b"[" * MAX_RECORD,
+    b'{"id": "' + b"a" * (MAX_RECORD - 9),
+    order(id="orders"),
+    order(id=ID + "\n"),
+    order(id=7),
+    order(kind=[]),
+    order(kind="rm -rf"),
+    order(kind="__class__"),
+    order(to="ada"),
+    order(to=["nobody"]),
+    order(to=[None]),
+    order(to=["*a" * 20_000]),
+    order(args=[1]),
+    order(clock=2**63),
+    order(clock=-1),
+)
+
+
+def test_hostile_orders_are_ignored_and_told_once_a_minute(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """T30: who writes to the topic cannot end, slow or lead astray a worker."""
+    with server.new_worker("ada", 1), caplog.at_level(logging.WARNING):
+        assert answered(server, *HOSTILE) == []
+        assert [one.worker for one in answered(server, order(to=["a*"]))] == ["ada"]
+
+    [told] = [one.getMessage() for one in caplog.records]
+    assert told.startswith("order ignored: a record of 0 bytes is no order")
+
+
+def test_wrong_arguments_are_answered_with_the_error(server: Server) -> None:
+    with server.new_worker("ada", 1):
+        [answer] = answered(server, order(args={"loud": True}))
+
+    assert answer.error == "order 'ping': Object contains unknown field `loud`"
+
+
+def test_order_that_fails_is_told_and_the_agent_goes_on(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(Steering, "_stats", fail)
+    with server.new_worker("ada", 1):
+        stats = server.control.workers().stats()
+        assert (stats, stats.missing) == ({}, ())
+        assert stats.errors == {"ada": "order 'stats': broken"}
+        assert set(server.control.ping()) == {"ada"}
+
+
+def test_configuration_is_told_without_its_secrets(server: Server) -> None:
+    with server.new_worker("ada", 1):
+        config = server.control.workers().config()["ada"]
+
+    assert "host/1" in config["lock"]
+    assert "secret" not in str(config)
+
+
+def test_answers_of_strangers_are_left_out(server: Server) -> None:
+    def of(record: bytes) -> Answers[Any]:
+        broadcast = server.broker.broadcast
+
+        def with_more(topic: str, records: list[bytes], *, ttl: float) -> None:
+            broadcast(topic, records, ttl=ttl)
+            if topic == ORDERS:
+                replies = "replies." + json.loads(records[0])["id"]
+                broadcast(replies, [record], ttl=ttl)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(server.broker, "broadcast", with_more)
+            return server.control.workers().stats()
+
+    head = b'{"worker": "eve", "host": "h", "pid": 1}\n'
+    with server.new_worker("ada", 1):
+        for record in (b"", b"\n\n", b"[]\n{}", head[:-2], b'{"pieces": 99}\n', b"\xff\n\xff"):
+            assert set(of(record)) == {"ada"}
+        assert set(of(head + b'{"concurrency": "many"}')) == {"ada"}
+
+
+def test_workers_of_one_name_are_told_apart(server: Server) -> None:
+    head = AnswerHead(worker="ada", host="elsewhere", pid=7)
+    records = answer_records(head, None)
+    with server.new_worker("ada", 1), server.new_worker("bob", 1):
+        workers = server.control.workers()
+        broadcast = server.broker.broadcast
+
+        def with_more(topic: str, sent: list[bytes], *, ttl: float) -> None:
+            if topic == ORDERS:
+                broadcast("replies." + json.loads(sent[0])["id"], records, ttl=ttl)
+            broadcast(topic, sent, ttl=ttl)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(server.broker, "broadcast", with_more)
+            names = set(workers.ping())
+
+    assert {"ada@elsewhere:7", "bob"} < names
+    assert len(names) == 3
+
+
+def test_worker_without_control_is_missing(server: Server) -> None:
+    server.app.config = server.config.replace(control=False)
+    with server.new_worker("ada", 1):
+        answers = server.control.ping(timeout=0.05)
+
+    assert (answers, answers.missing) == ({}, ("ada",))
+
+
+def test_worker_starts_without_orders_when_there_is_no_subscription(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subscribe, tries = server.broker.subscribe, []
+
+    def fail_first(topic: str, **given: float) -> Any:
+        tries.append(topic)
+        if len(tries) == 1:
+            raise BrokerUnavailable("away")
+        return subscribe(topic, **given)
+
+    monkeypatch.setattr(server.broker, "subscribe", fail_first)
+    with server.new_worker("ada", 1) as worker:
+        wait_until(lambda: worker.name in server.control.ping(timeout=0.1))
+
+
+def test_large_answer_comes_in_pieces_and_too_large_a_one_as_an_error() -> None:
+    head = AnswerHead(worker="ada", host="h", pid=1)
+    value = "é" * PIECE
+
+    records = answer_records(head, value)
+    heads, pieces = zip(*map(decode_answer, records), strict=True)
+
+    assert max(map(len, records)) <= MAX_RECORD
+    assert json.loads(b"".join(pieces)) == value
+    assert [(one.piece, one.pieces) for one in heads] == [(0, 3), (1, 3), (2, 3)]
+    [refused] = answer_records(head, "x" * PIECE * MOST_PIECES)
+    assert "(at most" in decode_answer(refused)[0].error
+
+
+@pytest.mark.parametrize(
+    ("name", "patterns", "fits"),
+    [
+        ("web-1", [], True),
+        ("web-1", ["web-1"], True),
+        ("web-1", ["web", "mail"], False),
+        ("web-1", ["mail", "web-*"], True),
+        ("web-1", ["*1"], True),
+        ("web-1", ["*"], True),
+        ("web-1", ["w*b*1"], True),
+        ("web-1", ["w*1*1"], False),
+        ("web-1", ["web-1*1"], False),
+        ("web-1", ["w?b-1"], False),
+        ("web-1", ["[w]eb-1"], False),
+        ("a" * 10_000, ["*a" * 5_000 + "b"], False),
+    ],
+)
+def test_star_in_a_name_stands_for_any_text(name: str, patterns: list[str], fits: bool) -> None:
+    assert matches(name, patterns) is fits
+
+
+def test_every_order_has_a_function_and_a_method(server: Server) -> None:
+    handlers = Steering.handlers
+
+    assert set(KINDS) == set(handlers(_Bare()))
+    assert set(KINDS) <= set(dir(server.control.workers()))
+
+
+class _Bare(Steering):
+    def __init__(self) -> None:
+        pass
+
+
+def test_timeout_that_makes_no_sense_is_refused(server: Server) -> None:
+    for timeout in (0.0, -1.0, float("nan"), 1e9):
+        with pytest.raises(ValueError, match="timeout: found"):
+            server.control.workers(timeout=timeout)
