@@ -13,7 +13,7 @@ from machinery_py.brokers.topics import Subscription
 from machinery_py.control.fleet import FleetState
 from machinery_py.control.publisher import EventPublisher
 from machinery_py.control.records import EVENTS, FleetEvent, kinds_of, unpacked
-from machinery_py.errors import MachineryError
+from machinery_py.errors import MachineryError, Unsupported
 from machinery_py.events import Event, EventBus
 from machinery_py.texts import get_logger
 from machinery_py.threads import LoopThread
@@ -128,10 +128,12 @@ class EventStream(Generic[E]):
             return bool(self._found)
 
     def _records(self, timeout: float) -> list[bytes]:
-        self.open()
-        assert self._subscription is not None
         try:
+            self.open()
+            assert self._subscription is not None
             records = self._subscription.read(timeout)
+        except Unsupported:
+            raise
         except MachineryError as error:
             if not self._is_away:
                 logger.warning("events cannot be read: %s; the stream waits", error)
@@ -265,9 +267,12 @@ class ServerEvents:
 
         Raises:
             ValueError: the seconds are not positive.
+            Unsupported: this broker has no topics.
         """
         if not seconds > 0:
             raise ValueError(f"every: found {seconds!r} seconds (expected more than 0)")
+        if not self._broker().features.topics:
+            self._broker().subscribe(EVENTS)  # raises, in the broker's words
         started = Camera(self.stream(since=since), seconds, camera)
         self._cameras.append(started)
         return started

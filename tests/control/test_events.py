@@ -10,19 +10,22 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from machinery_py import Config, Server, Signature
+from machinery_py.brokers.base import Broker
 from machinery_py.brokers.memory import MemoryBroker, MemorySubscription
 from machinery_py.clock import SYSTEM_CLOCK, UTC, Clock
 from machinery_py.connections.memory import MemoryHub
 from machinery_py.control import publisher
+from machinery_py.control import stream as stream_module
 from machinery_py.control.fleet import FleetState
 from machinery_py.control.lamport import LamportClock
 from machinery_py.control.publisher import EventPublisher
 from machinery_py.control.records import EVENTS, FleetEvent, clock_of, packed, row_of, unpacked
-from machinery_py.control.stream import EventStream
-from machinery_py.errors import BrokerUnavailable
+from machinery_py.control.stream import EventStream, ServerEvents
+from machinery_py.errors import BrokerUnavailable, Unsupported
 from machinery_py.events import (
     Event,
     EventBus,
@@ -321,6 +324,11 @@ class AwayBroker(MemoryBroker):
     is_away = False
     may_answer = threading.Event()
 
+    def subscribe(self, topic: str, *, since: float = 0.0) -> MemorySubscription:
+        if self.is_away:
+            raise BrokerUnavailable("away")
+        return super().subscribe(topic, since=since)
+
     def broadcast(self, topic: str, records: Sequence[bytes], *, ttl: float) -> None:
         if topic == EVENTS:
             assert self.may_answer.wait(HANG)
@@ -555,3 +563,42 @@ def test_camera_is_shown_the_state_of_the_fleet(fleet: Fleet) -> None:
     assert len(shots) == count
     with pytest.raises(ValueError, match=r"found 0 seconds \(expected more than 0\)"):
         server.events.every(0, camera)
+
+
+class WithoutTopics(MemoryBroker):
+    """A broker of somebody who has not made topics."""
+
+    features = msgspec.structs.replace(MemoryBroker.features, topics=False)
+    subscribe = Broker.subscribe  # type: ignore[assignment]  # as they inherit it
+
+
+def test_broker_without_topics_is_refused_in_words() -> None:
+    broker = WithoutTopics(MemoryHub(SYSTEM_CLOCK))
+    bus = EventBus()
+    sender = EventPublisher(bus, LamportClock(), now=SYSTEM_CLOCK.now, broker=lambda: broker)
+    events = ServerEvents(bus, sender, lambda: broker)
+
+    text = "WithoutTopics has no topics; 'events' cannot be used"
+    with pytest.raises(Unsupported, match=text):
+        events.every(1.0, print)
+    with pytest.raises(Unsupported, match=text), events.stream():
+        pass
+    with pytest.raises(Unsupported, match=text):
+        next(events.stream())
+
+
+def test_stream_and_camera_wait_for_a_broker_that_is_away(
+    bare: Bare, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_module, "PAUSE", 0.01)
+    bare.broker.is_away = True
+    stream = EventStream(lambda: bare.broker, [TaskSent])
+    assert stream.read(0.05) == []
+    assert stream.read(0.05) == []
+    assert caplog.text.count("events cannot be read: away; the stream waits") == 1
+
+    bare.broker.is_away = False
+    assert stream.read(0.0) == []
+    bare.emit("a")
+    assert [one.name for one in until(stream, TaskSent)] == ["a"]
+    stream.close()
