@@ -41,6 +41,7 @@ from machinery_py.control.orders import (
     decode_answer,
     matches,
 )
+from machinery_py.errors import MachineryError
 from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
@@ -138,6 +139,77 @@ class ChosenWorkers:
         return self._ask("stack", list[ThreadStack])
 
     stack_async = twin(stack)
+
+    # Orders that change something: all workers that there are do it, or it is an error
+
+    def set_concurrency(self, concurrency: int) -> None:
+        """Run so many tasks at a time from now on; what runs goes on.
+
+        Raises:
+            MachineryError: some workers did not do it, or did not answer; the text names them. Done
+                again, it changes nothing where it was done.
+        """
+        self._tell("set_concurrency", concurrency=concurrency)
+
+    set_concurrency_async = twin(set_concurrency)
+
+    def add_queue(self, name: str) -> None:
+        """Take tasks from this queue, too: after the others, or with weight 1.
+
+        Raises as `set_concurrency`.
+        """
+        self._tell("add_queue", name=name)
+
+    add_queue_async = twin(add_queue)
+
+    def cancel_queue(self, name: str) -> None:
+        """Take no more tasks from this queue; those that are claimed are run.
+
+        Raises as `set_concurrency`; a worker keeps its last queue.
+        """
+        self._tell("cancel_queue", name=name)
+
+    cancel_queue_async = twin(cancel_queue)
+
+    def set_time_limit(self, task: str, seconds: float | None) -> None:
+        """Give a task this time limit, from its next run on; None: no limit.
+
+        The limit of a single call goes before it. Raises as `set_concurrency`.
+        """
+        self._tell("set_time_limit", task=task, seconds=seconds)
+
+    set_time_limit_async = twin(set_time_limit)
+
+    def enable_events(self) -> None:
+        """Send the events of the workers' processes from now on. Raises as `set_concurrency`."""
+        self._tell("enable_events")
+
+    enable_events_async = twin(enable_events)
+
+    def disable_events(self) -> None:
+        """Send no more events. Raises as `set_concurrency`."""
+        self._tell("disable_events")
+
+    disable_events_async = twin(disable_events)
+
+    def log_level(self, level: str) -> None:
+        """Let our loggers log from this level on: "debug", "info", "warning", "error", "critical".
+
+        Raises as `set_concurrency`.
+        """
+        self._tell("log_level", level=level.upper())
+
+    log_level_async = twin(log_level)
+
+    def _tell(self, kind: str, **args: Any) -> None:
+        done = self._ask(kind, object, **args)
+        problems = [f"{name}: {error}" for name, error in done.errors.items()]
+        problems += [f"{name}: no answer in {self._timeout:g} s" for name in done.missing]
+        if not (problems or done):
+            problems = ["there is no such worker"]
+        if problems:
+            said = f" (done by {', '.join(done)})" if done else ""
+            raise MachineryError(f"order {kind!r}: {'; '.join(problems)}{said}")
 
     def _ask(self, kind: str, answer: type[T], **args: Any) -> Answers[T]:
         broker, order_id = self._broker(), uuid.uuid4().hex

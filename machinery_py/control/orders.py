@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from machinery_py.clock import LONGEST
 from machinery_py.control.lamport import MOST
 
 ORDERS = "orders"  # the topic
@@ -24,6 +25,7 @@ ANY = "*"  # in a name: any text
 PIECE = 60_000  # bytes of a value in one record
 MOST_PIECES = 64
 MOST_NAMES = 1000
+MOST_CONCURRENCY = 10_000
 
 Clock = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 Id = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}\\Z")]
@@ -33,6 +35,37 @@ _LINE_END = b"\n"
 
 class NoArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Arguments of an order that has none."""
+
+
+class SetConcurrency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Run so many tasks at a time."""
+
+    concurrency: Annotated[int, msgspec.Meta(ge=1, le=MOST_CONCURRENCY)]
+
+
+class AddQueue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Take tasks from this queue, too: after the others, or with weight 1."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class CancelQueue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Take no more tasks from this queue."""
+
+    name: str
+
+
+class SetTimeLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Give a task this time limit, from its next run on; None: no limit."""
+
+    task: str
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=LONGEST)] | None
+
+
+class LogLevel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Log from this level on."""
+
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 
 
 #: All orders, and what their arguments have to be.
@@ -45,6 +78,13 @@ KINDS: Mapping[str, type[msgspec.Struct]] = {
     "config": NoArguments,
     "queues": NoArguments,
     "stack": NoArguments,
+    "set_concurrency": SetConcurrency,
+    "add_queue": AddQueue,
+    "cancel_queue": CancelQueue,
+    "set_time_limit": SetTimeLimit,
+    "enable_events": NoArguments,
+    "disable_events": NoArguments,
+    "log_level": LogLevel,
 }
 
 

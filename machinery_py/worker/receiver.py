@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import heapq
 import math
+import queue
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 from machinery_py.app import Application
 from machinery_py.brokers.base import Delivery, Fate
@@ -39,6 +41,7 @@ PREFETCH_BYTES = 2**22
 RECEIVE_TIMEOUT = 1.0  # seconds of one waiting claim
 BURST_TIMEOUT = 0.05  # seconds; the same for a worker that ends when nothing is left
 SMOOTHING = 0.1  # weight of the newest run in the average
+CHANGE_TIMEOUT = 5.0  # seconds that a change waits for the end of a claim
 REPORT_TIMEOUT = 5.0  # seconds; longer than handlers of events take
 PROBATION = 2.0  # seconds that nothing begins beside a suspect: a task that kills does so soon
 PATIENCE = 0.2  # seconds that suspects wait for the one in front, before other workers get them
@@ -85,6 +88,7 @@ class Receiver:
 
     Attributes:
         loop: its thread.
+        order: the queues that it claims from; `serve` changes them.
         connected: the last claim worked.
         received_at: monotonic second of the last claim that worked.
         idle_since: nothing to claim and nothing held since then; None: there is.
@@ -109,7 +113,10 @@ class Receiver:
         self._session = session
         self._executors = executors
         self._settler = settler
-        self._order = order
+        self.order = order
+        self._changes: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]] = (
+            queue.SimpleQueue()
+        )
         self._random = random.Random()
         self._worker = name
         self._timeout = BURST_TIMEOUT if burst else RECEIVE_TIMEOUT
@@ -140,6 +147,52 @@ class Receiver:
     def held(self) -> list[Execution]:
         """Return what is claimed and not settled yet."""
         return list(self._held.values())
+
+    def resize(self, concurrency: int) -> None:
+        """Run so many tasks at a time from now on; what runs goes on. Raises as `serve`."""
+        if self._autoscaler is not None:
+            raise MachineryError("autoscale decides how many tasks run at a time")
+        self._between_claims(lambda: self._executors.resize(concurrency))
+
+    def serve(self, order: QueueOrder) -> None:
+        """Claim from these queues from now on. What is held of another one ends as before.
+
+        Any thread but the receiver's may call it.
+
+        Raises:
+            MachineryError: the store refuses it, or no claim came to an end in time.
+        """
+
+        def change() -> None:
+            self._session.consumer.serve(order.names)
+            self.order = order
+
+        self._between_claims(change)
+
+    def _between_claims(self, change: Callable[[], None]) -> None:
+        future: Future[None] = Future()
+        self._changes.put((change, future))
+        self._wake()
+        try:
+            future.result(CHANGE_TIMEOUT)
+        except TimeoutError:
+            if not future.cancel():
+                future.result(CHANGE_TIMEOUT)  # it is being made
+                return
+            raise MachineryError(
+                f"the worker did not come to it in {CHANGE_TIMEOUT:g} s; nothing was changed"
+            ) from None
+
+    def _make_changes(self) -> None:
+        while not self._changes.empty():
+            change, future = self._changes.get()
+            if future.set_running_or_notify_cancel():
+                try:
+                    change()
+                except Exception as error:  # raised where the change was asked for
+                    future.set_exception(error)
+                else:
+                    future.set_result(None)
 
     def hand_back(self, *, started: bool = False) -> list[Execution]:
         """Give back what is held and not begun, and return it.
@@ -193,6 +246,7 @@ class Receiver:
 
     def _work(self) -> None:
         while not self.loop.is_stopping():
+            self._make_changes()
             if self._suspects:
                 self._run_suspects()
             if self._autoscaler is not None:
@@ -205,7 +259,7 @@ class Receiver:
                 self._back_off()
                 # The first claim does not wait: the worker is ready when it has returned.
                 timeout = self._patience() if self.connected else 0.0
-                order = self._order.draw(self._random) if self._order.weights else ()
+                order = self.order.draw(self._random) if self.order.weights else ()
                 deliveries = self._session.receive(free, timeout, order)
                 if self._autoscaler is not None:
                     self._autoscaler.claimed(time.monotonic(), is_full=len(deliveries) >= free)

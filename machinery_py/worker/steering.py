@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import sys
@@ -10,6 +11,8 @@ import time
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+import msgspec
 
 from machinery_py.app import Application
 from machinery_py.connections import proc
@@ -20,20 +23,28 @@ from machinery_py.control.answers import (
     WorkerQueue,
     WorkerStats,
 )
-from machinery_py.queues import QueueOrder
-from machinery_py.texts import cut
+from machinery_py.control.orders import AddQueue, CancelQueue, SetTimeLimit
+from machinery_py.errors import MachineryError
+from machinery_py.names import check_queue
+from machinery_py.queues import PLAIN, QueueOrder
+from machinery_py.texts import cut, quoted
 from machinery_py.version import __version__
 from machinery_py.worker.agent import Handlers
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.receiver import Receiver
 
+PACKAGE = "machinery_py"  # the logger of all our modules
 MAX_STACK = 20_000  # bytes of one thread's stack
 MAX_STACKS = 200  # threads
 
 
 class Steering:
-    """The orders that one worker carries out. Belongs to the thread of its agent."""
+    """The orders that one worker carries out. Belongs to the thread of its agent.
+
+    Args:
+        on_queues: called with the new queues of the worker.
+    """
 
     def __init__(
         self,
@@ -41,14 +52,14 @@ class Steering:
         receiver: Receiver,
         executors: Executors,
         *,
-        order: QueueOrder,
+        on_queues: Callable[[QueueOrder], None],
         pool: str,
         processed: Callable[[], int],
     ) -> None:
         self._app = app
         self._receiver = receiver
         self._executors = executors
-        self._order = order
+        self._on_queues = on_queues
         self._pool = pool
         self._processed = processed
         self._host = proc.hostname()
@@ -66,6 +77,13 @@ class Steering:
             "config": lambda _: self._app.config.redacted(),
             "queues": self._queues,
             "stack": self._stack,
+            "set_concurrency": lambda given: self._receiver.resize(given.concurrency),
+            "add_queue": self._add_queue,
+            "cancel_queue": self._cancel_queue,
+            "set_time_limit": self._set_time_limit,
+            "enable_events": lambda _: self._app.publisher.enable(),
+            "disable_events": lambda _: self._app.publisher.disable(),
+            "log_level": lambda given: logging.getLogger(PACKAGE).setLevel(given.level),
         }
 
     def _stats(self, _: object) -> WorkerStats:
@@ -107,10 +125,11 @@ class Steering:
         return [HeldTask(**_task_of(one)) for one in waiting]
 
     def _queues(self, _: object) -> list[WorkerQueue]:
-        weights = self._order.weights or [0.0] * len(self._order.names)
+        order = self._receiver.order
+        weights = order.weights or [0.0] * len(order.names)
         return [
             WorkerQueue(name=name, weight=weight)
-            for name, weight in zip(self._order.names, weights, strict=True)
+            for name, weight in zip(order.names, weights, strict=True)
         ]
 
     def _stack(self, _: object) -> list[ThreadStack]:
@@ -128,6 +147,31 @@ class Steering:
             )
             for number, frame in list(sys._current_frames().items())[:MAX_STACKS]
         ]
+
+    def _add_queue(self, given: AddQueue) -> None:
+        order = self._receiver.order
+        check_queue(given.name)
+        if given.name not in order.names:
+            weights = (*order.weights, PLAIN) if order.weights else ()
+            self._serve(QueueOrder((*order.names, given.name), weights))
+
+    def _cancel_queue(self, given: CancelQueue) -> None:
+        order = self._receiver.order
+        if given.name not in order.names:
+            return
+        if len(order.names) == 1:
+            raise MachineryError(f"{quoted(given.name)} is the only queue of this worker")
+        kept = [number for number, name in enumerate(order.names) if name != given.name]
+        weights = tuple(order.weights[number] for number in kept) if order.weights else ()
+        self._serve(QueueOrder(tuple(order.names[number] for number in kept), weights))
+
+    def _serve(self, order: QueueOrder) -> None:
+        self._receiver.serve(order)
+        self._on_queues(order)
+
+    def _set_time_limit(self, given: SetTimeLimit) -> None:
+        task = self._app.registry.get(given.task)
+        task.settings = msgspec.structs.replace(task.settings, time_limit=given.seconds)
 
 
 def _task_of(execution: Execution) -> dict[str, Any]:

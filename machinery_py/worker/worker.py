@@ -354,10 +354,15 @@ class Worker:
             self.app,
             self._receiver,
             self._executors,
-            order=self.order,
+            on_queues=self._on_queues,
             pool=self.pool,
             processed=lambda: self.processed,
         )
+
+    def _on_queues(self, order: QueueOrder) -> None:
+        self.order, self.queues = order, order.names
+        if self._signs is not None and self._session is not None:
+            self._signs.keep(self._session.consumer, self.queues, self.app.config)
 
     def quit(self) -> None:
         """Ask the worker to end when the running tasks are done; return at once.

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from machinery_py import Config, Server
+from machinery_py import Config, MachineryError, Server
 from machinery_py.brokers.topics import MAX_RECORD
 from machinery_py.control.answers import Answers
 from machinery_py.control.orders import (
@@ -221,6 +221,58 @@ def test_every_order_has_a_function_and_a_method(server: Server) -> None:
 class _Bare(Steering):
     def __init__(self) -> None:
         pass
+
+
+def test_weighted_queues_are_added_and_cancelled(server: Server) -> None:
+    with server.new_worker("ada", 1, queues={"a": 5, "b": 2}) as worker:
+        workers = server.control.workers("ada")
+        workers.add_queue("c")
+        workers.add_queue("c")
+        workers.cancel_queue("a")
+        workers.cancel_queue("a")
+
+        found = workers.queues()["ada"]
+        assert [(one.name, one.weight) for one in found] == [("b", 2.0), ("c", 1.0)]
+        assert worker.queues == ("b", "c")
+
+
+def test_time_limit_events_and_log_level_are_set(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = logging.getLogger("machinery_py")
+    monkeypatch.setattr(ours, "level", ours.level)
+    task = server.register_task("nap", lambda: None)
+    with server.new_worker("ada", 1):
+        workers = server.control.workers()
+        workers.set_time_limit("nap", 2.5)
+        assert task.settings.time_limit == 2.5
+        workers.set_time_limit("nap", None)
+        assert task.settings.time_limit is None
+        workers.enable_events()
+        assert workers.stats()["ada"].events
+        workers.disable_events()
+        assert not workers.stats()["ada"].events
+        workers.log_level("error")
+        assert ours.level == logging.ERROR
+        ours.setLevel(logging.NOTSET)
+
+
+def test_change_that_a_worker_refuses_is_an_error(server: Server) -> None:
+    with server.new_worker("ada", 1, autoscale=(1, 2)):
+        workers = server.control.workers("*", "gone")
+        for act, text in (
+            (lambda: workers.set_concurrency(3), "ada: .*autoscale decides"),
+            (lambda: workers.set_concurrency(0), "ada: .*Expected `int` >= 1"),
+            (lambda: workers.set_time_limit("unknown", 1), "ada: .*'unknown' is not registered"),
+            (lambda: workers.set_time_limit("unknown", float("inf")), "ada: "),
+            (lambda: workers.add_queue("a" * 5000), "ada: "),
+            (lambda: workers.log_level("loud"), "ada: .*LOUD"),
+            (workers.enable_events, r"gone: no answer in .* \(done by ada\)"),
+        ):
+            with pytest.raises(MachineryError, match=f"^order '.*': .*{text}"):
+                act()
+    with pytest.raises(MachineryError, match="there is no such worker"):
+        server.control.workers().enable_events()
 
 
 def test_timeout_that_makes_no_sense_is_refused(server: Server) -> None:

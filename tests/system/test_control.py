@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from machinery_py import Config, Server
+from machinery_py import Config, MachineryError, Server
 from machinery_py.testing.waiting import HANG, wait_until
 
 _numbers = itertools.count(1)
@@ -57,6 +57,30 @@ class Control:
                 assert workers.registered() == {"ada": ["wait"]}
                 [stack] = [one for one in workers.stack()["ada"] if one.task == active.uuid]
                 assert (stack.thread, "gate.wait" in stack.stack) == (active.place, True)
+            finally:
+                gate.set()
+
+    def test_worker_is_changed_while_it_runs(self, open_server: OpenServer) -> None:
+        """T06, T08, T09: concurrency and queues, from another process."""
+        own, asking, gate = open_server(), open_server(), threading.Event()
+        wait = own.register_task("wait", lambda: gate.wait(HANG))
+        with own.new_worker("ada", 1) as ada:
+            workers = asking.control.workers("ada", timeout=HANG)
+            try:
+                wait.send()
+                elsewhere = wait.options(queue="other").send()
+                wait_until(lambda: ada.active == 1)
+                workers.set_concurrency(2)
+                workers.add_queue("other")
+                wait_until(lambda: ada.active == 2)
+                assert {one.uuid for one in workers.active()["ada"]} >= {elsewhere.uuid}
+
+                workers.cancel_queue("machinery_tasks")
+                assert [one.name for one in workers.queues()["ada"]] == ["other"]
+                [info] = asking.broker.workers()
+                assert list(info.queues) == ["other"]
+                with pytest.raises(MachineryError, match="ada: .* is the only queue"):
+                    workers.cancel_queue("other")
             finally:
                 gate.set()
 
