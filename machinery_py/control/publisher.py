@@ -23,6 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from machinery_py.brokers.base import Broker
@@ -187,19 +188,27 @@ class EventPublisher:
             is_last = loop.pause(GATHER)
             self._news.clear()
             try:
-                self._send([self._rows.popleft() for _ in range(len(self._rows))])
+                self._send(self._gathered())
                 self._tell_clock(at_once=is_last)
             except Exception:  # the loop must live on: without it no event is sent any more
                 logger.exception("events could not be sent")
             if is_last:
                 return
 
+    def _gathered(self) -> list[Row]:
+        rows: list[Row] = []
+        with suppress(IndexError):  # the thread that `close` has left takes some, too
+            while len(rows) < QUEUE:
+                rows.append(self._rows.popleft())
+        return rows
+
     def _send(self, rows: list[Row]) -> None:
         records, refused = packed(rows, host=socket.gethostname(), pid=self._pid)
         if refused:
             self._lose(refused, "they cannot be written as JSON, or are too large")
         try:
-            self._broker().broadcast(EVENTS, records, ttl=EVENTS_TTL)
+            if records:
+                self._broker().broadcast(EVENTS, records, ttl=EVENTS_TTL)
         except MachineryError as error:
             self._lose(len(rows) - refused, str(error))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import pty
@@ -9,6 +10,12 @@ import subprocess
 import sys
 import termios
 
+from machinery_py import Config, Server
+from machinery_py.brokers.base import QueueStats, WorkerInfo
+from machinery_py.cli.watch import View
+from machinery_py.control.fleet import FleetState
+from machinery_py.control.records import FleetEvent
+from machinery_py.events import WorkerHeartbeat
 from machinery_py.testing.waiting import wait_until
 from tests.cli.app import HANG, TASKS, App, app_in_a_folder
 
@@ -134,3 +141,30 @@ def test_top_redraws_until_q_is_pressed(app: App) -> None:
     assert termios.tcgetattr(its) == before
     os.close(own)
     os.close(its)
+
+
+def test_top_shows_stalled_and_lost_workers_and_a_broker_that_is_away() -> None:
+    """T46, T47."""
+    server = Server(Config(broker="memory://"))
+    now, beat = server.now(), WorkerHeartbeat(worker="gone", active=2, interval=2.5)
+    state = FleetState()
+    state.apply([FleetEvent(at=now, host="h", pid=7, worker="gone", clock=1, event=beat)])
+    stalled = WorkerInfo(
+        session="s",
+        name="busy",
+        host="h",
+        pid=8,
+        queues=("q",),
+        started_at=now,
+        beat_at=now,
+        stalled=True,
+    )
+    view = View(server, argparse.Namespace(json=False), in_place=False)
+
+    text = view.text(state, [QueueStats(queue="q", paused=True)], [stalled], "Redis is away")
+
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "the broker cannot be asked: Redis is away" in lines
+    assert any(line.startswith("busy h 8 stalled - - - ") for line in lines)
+    assert any(line.startswith("gone h 7 lost - - - ") for line in lines)
+    assert "q (paused) 0 0 0 0 0.0" in lines
