@@ -7,6 +7,7 @@ import datetime as dt
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -284,9 +285,10 @@ def test_thread_that_a_cancelled_read_left_behind_takes_nothing_away(
             while not reader.locked():
                 await asyncio.sleep(0)
             waiting.cancel()
+            next_one = asyncio.create_task(anext(stream))
+            await asyncio.to_thread(int)  # a thread has taken up `next_one` before
             await server.send_task_async(Signature(name="a"))
-            server.app.publisher.close()
-            return str((await anext(stream)).name)
+            return str((await next_one).name)
 
     assert asyncio.run(asyncio.wait_for(read(), HANG)) == "a"
 
@@ -585,6 +587,20 @@ def test_broker_without_topics_is_refused_in_words() -> None:
         pass
     with pytest.raises(Unsupported, match=text):
         next(events.stream())
+
+
+def test_rates_are_counted_from_the_past_only_where_the_broker_keeps_it(
+    bare: Bare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for keeps, since in (True, 60.0), (False, 0.0):
+        features = msgspec.structs.replace(MemoryBroker.features, keeps_topics=keeps)
+        monkeypatch.setattr(AwayBroker, "features", features)
+        shown: list[float] = []
+        begun = time.monotonic()
+        events = ServerEvents(bare.bus, bare.publisher, lambda: bare.broker)
+        with events.every(0.01, lambda state: shown.append(state.since), since=60.0):  # noqa: B023
+            wait_until(lambda: shown)  # noqa: B023
+        assert 0 <= shown[0] - (begun - since) < 30
 
 
 def test_stream_and_camera_wait_for_a_broker_that_is_away(
