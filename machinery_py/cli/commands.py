@@ -13,6 +13,7 @@ from machinery_py.cli.options import (
     ALL,
     APP,
     CHANGE,
+    CONTROL,
     DEAD,
     EVENTS,
     FAILURE,
@@ -199,6 +200,20 @@ _MODULES: Mapping[str, Sequence[Command]] = {
             "show queues, workers, rates, running and failing tasks; redraws until q is pressed",
             options=TOP,
             examples=("tasks", "tasks --once"),
+        ),
+    ),
+    "control": (
+        Command(
+            "control",
+            "ask workers what they do, or change them while they run",
+            words="ORDER [ARGUMENT …]",
+            options=CONTROL,
+            examples=(
+                "tasks ping",
+                "tasks active --worker 'web-*'",
+                "tasks stack --worker web-1",
+                "tasks set-concurrency 8",
+            ),
         ),
     ),
     "dead_letters": (

@@ -231,6 +231,16 @@ EVENTS: Options = (
     _time("--since", "begin with the events of this time, where the broker keeps them: 30, 5m"),
     _count("--limit", "end after so many events", 1),
 )
+CONTROL: Options = (
+    _option(
+        "--worker",
+        "only workers of this name; * is any text; may be repeated",
+        action="append",
+        default=[],
+        metavar="NAME",
+    ),
+    _time("--timeout", "longest wait for answers; default: 2 s", 2.0),
+)
 TOP: Options = (
     _time("--since", "as for `machinery events`; default: 10 s", 10.0),
     _switch("--once", "print once and end"),

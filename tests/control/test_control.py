@@ -21,6 +21,7 @@ from machinery_py.control.orders import (
     AnswerHead,
     answer_records,
     decode_answer,
+    decode_order,
     matches,
 )
 from machinery_py.errors import BrokerUnavailable
@@ -49,7 +50,7 @@ def order(**changes: Any) -> bytes:
     return json.dumps({"id": ID, "kind": "ping", "to": [], "args": {}} | changes).encode()
 
 
-HOSTILE = (
+UNREADABLE = (
     b"",
     b"\xff\x00",
     b"[" * MAX_RECORD,
@@ -58,15 +59,19 @@ HOSTILE = (
     order(id=ID + "\n"),
     order(id=7),
     order(kind=[]),
-    order(kind="rm -rf"),
-    order(kind="__class__"),
     order(to="ada"),
-    order(to=["nobody"]),
     order(to=[None]),
-    order(to=["*a" * 20_000]),
+    order(to=["x"] * 1001),
     order(args=[1]),
     order(clock=2**63),
     order(clock=-1),
+)
+HOSTILE = (
+    *UNREADABLE,
+    order(kind="rm -rf"),
+    order(kind="__class__"),
+    order(to=["nobody"]),
+    order(to=["*a" * 20_000]),
 )
 
 
@@ -80,6 +85,12 @@ def test_hostile_orders_are_ignored_and_told_once_a_minute(
 
     [told] = [one.getMessage() for one in caplog.records]
     assert told.startswith("order ignored: a record of 0 bytes is no order")
+
+
+@pytest.mark.parametrize("record", UNREADABLE)
+def test_record_that_is_no_order_is_not_read(record: bytes) -> None:
+    with pytest.raises(ValueError):
+        decode_order(record)
 
 
 def test_wrong_arguments_are_answered_with_the_error(server: Server) -> None:
@@ -160,7 +171,7 @@ def test_worker_without_control_is_missing(server: Server) -> None:
     assert (answers, answers.missing) == ({}, ("ada",))
 
 
-def test_worker_starts_without_orders_when_there_is_no_subscription(
+def test_worker_starts_when_it_cannot_subscribe_to_orders(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subscribe, tries = server.broker.subscribe, []
@@ -176,7 +187,7 @@ def test_worker_starts_without_orders_when_there_is_no_subscription(
         wait_until(lambda: worker.name in server.control.ping(timeout=0.1))
 
 
-def test_large_answer_comes_in_pieces_and_too_large_a_one_as_an_error() -> None:
+def test_large_answer_comes_in_pieces_or_as_an_error() -> None:
     head = AnswerHead(worker="ada", host="h", pid=1)
     value = "é" * PIECE
 

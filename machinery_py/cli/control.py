@@ -1,0 +1,83 @@
+"""Command that gives orders to workers: control."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from machinery_py.cli.output import clean, clean_lines, length, note, shorten, to_json
+from machinery_py.control.answers import Pong, ThreadStack
+from machinery_py.control.orders import KINDS
+from machinery_py.errors import ArgumentError, nearest
+
+if TYPE_CHECKING:
+    from machinery_py.server import Server
+
+
+def control(server: Server, args: argparse.Namespace) -> int:
+    """Run `machinery control`; 1 if a worker has not answered, or could not do it."""
+    name, *words = args.rest
+    kind, given = name.replace("-", "_"), _arguments(name, words)
+    workers = server.control.workers(*args.worker, timeout=args.timeout)
+    answers = getattr(workers, kind)(**given)
+    if answers is None:  # a change, which all have made
+        print(to_json({"done": True}) if args.json else "done")
+        return 0
+    if args.json:
+        found = {"answers": answers, "missing": answers.missing, "errors": answers.errors}
+        print(to_json(msgspec.to_builtins(found)))
+    else:
+        for worker, value in answers.items():
+            print(f"{clean(worker)}:")
+            print("\n".join(f"  {line}" for line in _lines(value)))
+        for worker, error in answers.errors.items():
+            note(f"{worker}: {error}")
+        for worker in answers.missing:
+            note(f"{worker}: no answer in {length(args.timeout)}")
+        if not (answers or answers.errors or answers.missing):
+            note("there is no such worker")
+    return 1 if answers.missing or answers.errors or not answers else 0
+
+
+def _arguments(name: str, words: list[str]) -> dict[str, Any]:
+    """Return the arguments of an order by name.
+
+    Raises:
+        ArgumentError: there is no such order, or it takes others.
+    """
+    known = [kind.replace("_", "-") for kind in KINDS]
+    if name not in known:
+        raise ArgumentError(
+            f"no order is called {name!r}{nearest(name, known)} (known: {', '.join(known)})"
+        )
+    shape = KINDS[name.replace("-", "_")]
+    fields = shape.__struct_fields__
+    if len(words) != len(fields):
+        expected = " ".join(field.upper() for field in fields) or "no argument"
+        raise ArgumentError(f"order {name!r}: found {len(words)} arguments (expected {expected})")
+    given = dict(zip(fields, words, strict=True))
+    if "level" in given:
+        given["level"] = given["level"].upper()
+    try:
+        return msgspec.structs.asdict(msgspec.convert(given, shape, strict=False))
+    except msgspec.ValidationError as error:
+        raise ArgumentError(f"order {name!r}: {error}") from error
+
+
+def _lines(value: object) -> list[str]:
+    """Return an answer as lines of text."""
+    if isinstance(value, list):
+        return [line for item in value for line in _lines(item)] or ["none"]
+    if isinstance(value, Pong):
+        return [length(value.seconds)]
+    if isinstance(value, ThreadStack):
+        task = f" runs {value.task}" if value.task else ""
+        return [clean(f"{value.thread}{task}"), *clean_lines(value.stack.rstrip())]
+    if isinstance(value, dict):
+        return [clean(f"{key} = {shorten(str(one))}") for key, one in value.items()]
+    if isinstance(value, msgspec.Struct):
+        facts = msgspec.to_builtins(value)
+        return [clean("  ".join(f"{key}={shorten(str(one))}" for key, one in facts.items()))]
+    return [clean(str(value))]

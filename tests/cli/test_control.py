@@ -1,0 +1,31 @@
+"""`machinery control`, as a user types it."""
+
+from __future__ import annotations
+
+import json
+
+from tests.cli.app import App, app_in_a_folder
+
+app = app_in_a_folder
+
+
+def test_workers_are_asked_and_changed_from_a_shell(app: App) -> None:
+    app.worker("-n", "web-1", "-c", "1")
+
+    assert app.run("control", "tasks", "set-concurrency", "3", "--timeout", "30").stdout == "done\n"
+    facts = app.json("control", "tasks", "stats", "--worker", "web-*", "--timeout", "30")
+    assert facts["answers"]["web-1"]["concurrency"] == 3
+    text = app.run("control", "tasks", "stack", "--timeout", "30").stdout
+    assert text.startswith("web-1:\n")
+    assert "web-1-agent" in text
+
+
+def test_order_that_cannot_be_given_is_refused_in_words(app: App) -> None:
+    unknown = app.run("control", "tasks", "pong", code=2)
+    assert "no order is called 'pong'" in unknown.stderr
+    wrong = app.run("control", "tasks", "set-concurrency", "many", code=2)
+    assert "order 'set-concurrency': Expected `int`" in wrong.stderr
+    few = app.run("control", "tasks", "set-concurrency", code=2)
+    assert "found 0 arguments (expected CONCURRENCY)" in few.stderr
+    nobody = app.run("control", "tasks", "ping", "--worker", "gone", "--json", code=1)
+    assert json.loads(nobody.stdout)["missing"] == ["gone"]
