@@ -189,6 +189,25 @@ MEASUREMENTS: Sequence[Measurement] = (
         ],
     ),
     Measurement(
+        name="drain_logged",
+        schemes=("sqlite", "redis", "amqp", "mongodb"),
+        sizes=(20_000, 500),
+        figures=[
+            Figure(
+                name="drain logged",
+                what="run {n:,} no-op tasks, one process, two log lines each",
+                unit=PER_SECOND,
+                more_is_better=True,
+            ),
+            Figure(
+                name="cost of the log",
+                what="… more worker CPU than without lines",
+                unit="%",
+                targets={"": 10.0},
+            ),
+        ],
+    ),
+    Measurement(
         name="latency",
         sizes=(500, 30),
         figures=[

@@ -22,7 +22,14 @@ from typing import Any
 
 from benchmarks import raw_mongo
 from benchmarks.raw_sqlite import RawSender, drain_raw
-from benchmarks.workers import THREADS, helper_drain, helper_serve, idle_worker, work_off_by
+from benchmarks.workers import (
+    THREADS,
+    helper_drain,
+    helper_logged,
+    helper_serve,
+    idle_worker,
+    work_off_by,
+)
 from benchmarks.workload import (
     BULK,
     WAIT,
@@ -207,6 +214,25 @@ def drain_two(url: str, count: int) -> Figures:
     return {"drain by two": count / seconds}
 
 
+def drain_logged(url: str, count: int) -> Figures:
+    """Drain with a log and without one, in turn, since the machine has its moods."""
+    server = make_server(url)
+    used: dict[str, list[float]] = {"helper_logged": [], "helper_drain": []}
+    rates: list[float] = []
+    for by in (*used, *reversed(used)):
+        uuids = fill(server, count)
+        [run] = work_off_by(server, url, count, workers=1, by=by)
+        check_all_succeeded(server, uuids)
+        used[by].append(run["cpu"])
+        if by == "helper_logged":
+            rates.append(count / (run["ended"] - run["began"]))
+    logged, silent = (statistics.median(one) for one in used.values())
+    return {
+        "drain logged": statistics.median(rates),
+        "cost of the log": 100.0 * (logged / silent - 1.0),
+    }
+
+
 def latency(url: str, count: int) -> Figures:
     server = make_server(url)
     task = server.get_registered_task("noop")
@@ -361,6 +387,7 @@ COMMANDS: dict[str, Callable[[str, int], Figures]] = {
         drain,
         drain_events,
         drain_two,
+        drain_logged,
         latency,
         chain,
         long_chain,
@@ -370,6 +397,7 @@ COMMANDS: dict[str, Callable[[str, int], Figures]] = {
         idle,
         starting,
         helper_drain,
+        helper_logged,
         helper_serve,
     )
 }

@@ -6,6 +6,7 @@ import contextlib
 import json
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -128,6 +129,15 @@ def helper_drain(url: str, count: int) -> Figures:
     return work_off(server, count)
 
 
+def helper_logged(url: str, count: int) -> Figures:
+    """The same, with a log as the command line writes it, to a file."""
+    from machinery_py.cli import logs
+
+    with tempfile.TemporaryFile("w", buffering=1) as sys.stderr:
+        logs.configure("info", "text")
+        return helper_drain(url, count)
+
+
 def helper_serve(url: str, _count: int) -> Figures:
     """Run a worker until standard input ends."""
     server = make_server(url)
@@ -150,14 +160,14 @@ def idle_worker(server: Any, url: str) -> Iterator[None]:
         yield
 
 
-def work_off_by(server: Any, url: str, count: int, *, workers: int) -> list[Figures]:
+def work_off_by(
+    server: Any, url: str, count: int, *, workers: int, by: str = "helper_drain"
+) -> list[Figures]:
     if not is_shared(url):
         runs = [work_off(server, count)]
     else:
         with contextlib.ExitStack() as stack:
-            children = [
-                stack.enter_context(helper("helper_drain", url, count)) for _ in range(workers)
-            ]
+            children = [stack.enter_context(helper(by, url, count)) for _ in range(workers)]
             for child in children:
                 go(child)
             runs = [json.loads(said(child)) for child in children]

@@ -10,6 +10,7 @@ MAX_QUOTED      a name or value that an error text repeats
 from __future__ import annotations
 
 import logging
+import math
 import traceback as tb
 
 MAX_ERROR = 8_192  # bytes of UTF-8, as the others
@@ -27,6 +28,26 @@ def cut(text: str, limit: int) -> str:
         return text
     note = f"… ({len(text):,} characters)"
     return encoded[: limit - len(note) - 2].decode("utf-8", "ignore") + note
+
+
+def length(seconds: float) -> str:
+    """Return a length of time for people: `4 ms`, `0.4 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
+    if seconds < 0.1:
+        return f"{max(1, round(seconds * 1000)) if seconds > 0 else 1} ms"
+    if not math.isfinite(seconds):
+        return "-"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for size, unit, smaller, part in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
+        if whole >= size:
+            rest = whole % size // smaller
+            return f"{whole // size} {unit}" + (f" {rest} {part}" if rest else "")
+    return f"{whole} s"
 
 
 def printable(text: str) -> str:

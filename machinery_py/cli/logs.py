@@ -11,7 +11,10 @@ import datetime as dt
 import json
 import logging
 import os
+import stat
 import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, TextIO
 
 from machinery_py.cli.output import clean, clean_lines
@@ -19,6 +22,9 @@ from machinery_py.texts import cut
 
 TASK_FIELDS = ("task_uuid", "task_name", "attempt")
 
+_TASKS = "machinery_py.tasks"  # the logger of worker/task_log.py
+PIPE_BLOCK = 4_000  # characters of one write: a pipe keeps up to 4,096 bytes together
+LARGE_BLOCK = 1_000_000  # of one to a file: each may cost the interpreter's lock
 _LONGEST = 2_000  # bytes of one line of the library's own log, in text
 
 _COLOURS = {
@@ -60,6 +66,24 @@ class TextFormatter(logging.Formatter):
     def __init__(self, *, colours: bool) -> None:
         super().__init__()
         self._colours = colours
+        self._second = -1.0
+        self._before = self._after = ""  # of a line of a task, in this second
+
+    def lines(self, lines: Iterable[Any]) -> Iterator[str]:
+        """Yield lines of worker/task_log.py as `format` would, in a fifth of its time."""
+        for line in lines:
+            if line.level != logging.INFO:
+                yield self.format(line.record())
+                continue
+            second, rest = divmod(line.at, 1.0)
+            if second != self._second:
+                self._second = second
+                when = dt.datetime.fromtimestamp(second).isoformat(sep=" ")
+                self._before, self._after = f"{when}.", f" INFO    {_TASKS}: "
+            text = line.text
+            if not text.isprintable():
+                text = clean(text)
+            yield f"{self._before}{int(rest * 1000):03}{self._after}{text}"
 
     def format(self, record: logging.LogRecord) -> str:
         when = dt.datetime.fromtimestamp(record.created).isoformat(sep=" ", timespec="milliseconds")
@@ -68,7 +92,7 @@ class TextFormatter(logging.Formatter):
             level = f"\x1b[{_COLOURS[record.levelno]}m{level}\x1b[0m"
         line = f"{when} {level} {clean(record.name)}: {clean(record.getMessage())}"
         found = vars(record)
-        if found.get("task_uuid"):
+        if found.get("task_uuid") and record.name != _TASKS:
             name, attempt = found.get("task_name", ""), found.get("attempt", "")
             parts = (found["task_uuid"], name, f"#{attempt}" if attempt else "")
             line += f"  [{clean(' '.join(str(part) for part in parts if part))}]"
@@ -80,6 +104,10 @@ class TextFormatter(logging.Formatter):
 
 class JSONFormatter(logging.Formatter):
     """Lines for programs: one JSON object each, with the fields of `extra`."""
+
+    def lines(self, lines: Iterable[Any]) -> Iterator[str]:
+        """Yield lines of worker/task_log.py as `format` would."""
+        return (self.format(line.record()) for line in lines)
 
     def format(self, record: logging.LogRecord) -> str:
         extra = {name: value for name, value in vars(record).items() if name not in _STANDARD}
@@ -98,6 +126,33 @@ class JSONFormatter(logging.Formatter):
             return json.dumps({**{str(name): repr(value) for name, value in extra.items()}, **line})
 
 
+class LinesHandler(logging.StreamHandler[TextIO]):
+    """Writes what a worker says of its tasks as one text for many lines; else as its base."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._block = LARGE_BLOCK if _is_file(stream) else PIPE_BLOCK
+
+    def write_lines(self, lines: Sequence[Any]) -> None:
+        """Write lines of worker/task_log.py. Blocks of whole lines stay whole in a pipe, too."""
+        formatter = self.formatter
+        assert isinstance(formatter, TextFormatter | JSONFormatter)
+        try:
+            block: list[str] = []
+            size = 0
+            with self.lock or nullcontext():
+                for text in formatter.lines(lines):
+                    size += len(text) + 1
+                    if size > self._block and block:
+                        self.stream.write("\n".join(block) + "\n")
+                        block, size = [], len(text) + 1
+                    block.append(text)
+                self.stream.write("\n".join(block) + "\n")
+                self.flush()
+        except Exception:  # as in every handler: a log that fails must end nothing
+            self.handleError(lines[0].record())
+
+
 class _ShortFormatter(logging.Formatter):
     """Lines of commands that end at once: warnings look like errors."""
 
@@ -107,9 +162,18 @@ class _ShortFormatter(logging.Formatter):
 
 def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> str:
     trace = ""
-    if record.exc_info and record.exc_info[0]:
-        trace = record.exc_text or formatter.formatException(record.exc_info)
+    if record.exc_text:
+        trace = record.exc_text
+    elif record.exc_info and record.exc_info[0]:
+        trace = formatter.formatException(record.exc_info)
     return "\n".join(filter(None, (trace, record.stack_info)))
+
+
+def _is_file(stream: TextIO) -> bool:
+    try:
+        return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+    except (OSError, ValueError):
+        return False
 
 
 def _has_colours(stream: TextIO) -> bool:
@@ -132,7 +196,7 @@ def _to_stderr(formatter: logging.Formatter, level: str) -> None:
     root = logging.getLogger()
     for old in [one for one in root.handlers if getattr(one, "of_machinery", False)]:
         root.removeHandler(old)
-    handler = logging.StreamHandler(sys.stderr)
+    handler = LinesHandler(sys.stderr)
     handler.of_machinery = True  # type: ignore[attr-defined]  # found if main() is called twice
     handler.setFormatter(formatter)
     root.addHandler(handler)

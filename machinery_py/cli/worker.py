@@ -64,6 +64,8 @@ def _work(args: argparse.Namespace, link: ParentLink) -> int:
         report()  # also the files of an app that is broken
     if args.events:
         server.events.enable()
+    if args.no_log_tasks:
+        server.app.config = server.config.replace(log_tasks=False)
     one = _new_worker(server, args, link)
     if not args.no_banner:
         say(args, banner(server, one, args.processes))

@@ -146,6 +146,7 @@ class Config(Section):
         "prefixes of headers that tasks hand on to what they send: `tenant,x-`; "
         "trace context always goes on",
     )
+    log_tasks: bool = option(True, "a worker logs each task, and not final failures alone")
     require_server: bool = option(
         False, "refuse the stores that need no server (sqlite, memory, eager)"
     )

@@ -98,6 +98,7 @@ Outcome = Succeeded | Failed | Postponed | Retried | Lost
 WORKER_LOST = "WorkerLost"  # error type of a lost run; errors.WorkerLost
 POSTPONED = "machinery_py.errors.RetryTaskLater"  # error type at its limit
 REVOKED = Failed(error="revoked", error_type="Revoked", retryable=False)
+NOT_ITS_FAILURE = ("Revoked", "Expired")  # somebody ended it, or it ended as it was asked to
 
 
 class Arrived(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -32,6 +32,7 @@ from machinery_py.errors import (
 from machinery_py.names import check_queue
 from machinery_py.registry.options import TaskSettings, settings_of_call
 from machinery_py.registry.outcomes import (
+    NOT_ITS_FAILURE,
     POSTPONED,
     REVOKED,
     WORKER_LOST,
@@ -58,7 +59,6 @@ logger = get_logger(__name__)
 
 KILL_AFTER = 5.0  # seconds, by default
 REASON_UNSTORABLE = "unstorable"
-_NOT_ITS_FAILURE = ("Revoked", "Expired")  # somebody ended it, or it ended as it was asked to
 _PLAIN = TaskSettings()
 _NAMELESS: Signature[Any] = Signature(name="")
 
@@ -88,6 +88,8 @@ class Execution:
     committed: bool = False  # the settler has it
     acked: bool = False  # its message is gone before its end
     revoked: bool = False  # as far as is known here
+    start_is_logged: bool = False
+    error_is_handled: bool = False  # by the error handler, in place of the log
     error: Exception | None = None
     received_at: float = 0.0  # monotonic second; set for the autoscaler
     started_at: dt.datetime | None = None
@@ -195,12 +197,7 @@ class Execution:
 
     def lose(self, text: str) -> bool:
         """End it as cut off, for good. False: it has ended."""
-        failed = self._cut_off(text)
-        if not self.finish(failed):
-            return False
-        uuid, name = self.signature.uuid, self.signature.name
-        logger.error("task %s (%s) failed: %s", uuid, name, failed.error, extra={"task_uuid": uuid})
-        return True
+        return self.finish(self._cut_off(text))
 
     def _cut_off(self, text: str) -> Failed:
         why = "ack='early'" if self.settings.ack == "early" else "on_worker_lost='fail'"
@@ -442,7 +439,7 @@ class Execution:
         wanted = (
             self.settings.on_failure == "dead_letter" or self.signature.stop_task_deletion_on_error
         )
-        is_its_own = not self.revoked and then.error_type not in _NOT_ITS_FAILURE
+        is_its_own = not self.revoked and then.error_type not in NOT_ITS_FAILURE
         return wanted and then.state is State.FAILURE and is_its_own
 
     def _kept(self, then: FollowUp) -> bytes:

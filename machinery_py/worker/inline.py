@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from machinery_py.app import Application
 from machinery_py.revocation import revoked_among
 from machinery_py.stores.base import Session
+from machinery_py.worker import task_log
 from machinery_py.worker.chords import settle_ready_groups
 from machinery_py.worker.end_hooks import call_end_handlers
 from machinery_py.worker.event_loop import EventLoopThread
@@ -97,6 +98,7 @@ class Inline:
         if execution.settlement is not None:
             [verdict] = session.settle([execution.settlement])
             report_end(self._app, execution, verdict)
+            task_log.write([*task_log.ends(self._app, [execution], [verdict])])
             release(self._app, [execution], [verdict])
             if execution.guard is not None:
                 self._app.locks.flush()  # the next task may want the same lock

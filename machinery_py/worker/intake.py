@@ -122,13 +122,6 @@ def _poison(execution: Execution) -> None:
     how = execution.signature.headers.get(HEADER_LOST_HOW)
     how = cut(how, MAX_HOW) if isinstance(how, str) else "its worker was lost"
     error = f"{how}, {strikes} times while it ran (max_strikes = {limit})"
-    logger.error(
-        "task %s (%s) goes to the dead letters: %s",
-        execution.signature.uuid,
-        execution.signature.name,
-        error,
-        extra={"task_uuid": execution.signature.uuid},
-    )
     execution.finish(
         Failed(error=error, error_type="Poison", retryable=False),
         fate=Fate.DEAD,
@@ -149,7 +142,6 @@ def _unknown(execution: Execution) -> None:
             f"task {signature.name!r} is not registered, and no worker that knows it came within "
             f"{waited:,.0f} s (registered here: {names})"
         )
-        logger.error("%s", error, extra={"task_uuid": signature.uuid})
         execution.finish(
             Failed(error=error, error_type="TaskNotRegistered", retryable=False),
             fate=Fate.DEAD,

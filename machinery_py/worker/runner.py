@@ -261,28 +261,14 @@ def _end(execution: Execution, outcome: Outcome) -> None:
         return  # it was over before, or its arguments were wrong
     hooks, uuid = execution.hooks, execution.signature.uuid
     failed = execution.is_final and not isinstance(outcome, Succeeded)
-    if failed and execution.error is not None:
-        _report_error(execution, execution.error)
+    if failed and execution.error is not None and hooks.error is not None:
+        execution.error_is_handled = True
+        try:
+            hooks.error(execution.error)
+        except BaseException:  # user code
+            logger.exception("the error handler failed after task %s", uuid)
     if hooks.post_task is not None:
         try:
             hooks.post_task(execution.signature)
         except BaseException:  # user code; sys.exit() there must not end the thread
             logger.exception("the post-task handler failed after task %s", uuid)
-
-
-def _report_error(execution: Execution, error: Exception) -> None:
-    """Hand a final failure to the error handler, or to the log."""
-    uuid, name = execution.signature.uuid, execution.signature.name
-    if execution.hooks.error is None:
-        logger.error(
-            "task %s (%s) failed for good: %s",
-            uuid,
-            name,
-            execution.settlement.error if execution.settlement is not None else error,
-            extra={"task_uuid": uuid, "task_name": name},
-        )
-        return
-    try:
-        execution.hooks.error(error)
-    except BaseException:  # user code
-        logger.exception("the error handler failed after task %s", uuid)

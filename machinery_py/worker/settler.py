@@ -32,6 +32,7 @@ from machinery_py.texts import get_logger
 from machinery_py.threads import LoopThread
 from machinery_py.unique import tidy
 from machinery_py.values.json_values import shown
+from machinery_py.worker import task_log
 from machinery_py.worker.chords import settle_ready_groups
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.go_groups import GoGroupPoller
@@ -146,6 +147,8 @@ class Settler:
                 over.append(execution)
         for execution in late:
             execution.queued = False
+        if late and self._has_lines():
+            task_log.write([*task_log.starts(late)])
         marks = [mark for execution in late if (mark := execution.mark()) is not None]
         if not over and not marks:
             return marked
@@ -171,6 +174,12 @@ class Settler:
                 if settlement is not None and settlement.arrivals:
                     self._groups.note(settlement.arrivals)
             report_end(self._app, execution, verdict)
+        if self._has_lines() or not all(map(_has_succeeded, over)):
+            task_log.write([*task_log.ends(self._app, over, verdicts)])
+
+    def _has_lines(self) -> bool:
+        """Return whether tasks that start and succeed have lines in the log."""
+        return self._app.config.log_tasks and task_log.logger.isEnabledFor(task_log.INFO)
 
     def _settle_groups(self) -> None:
         try:
@@ -259,6 +268,15 @@ class Settler:
                 logger.error(
                     "there is no dead letter of task %s, only its state: %s", message.uuid, trouble
                 )
+
+
+def _has_succeeded(execution: Execution) -> bool:
+    settlement = execution.settlement
+    return (
+        settlement is not None
+        and bool(settlement.states)
+        and settlement.states[0].state is State.SUCCESS
+    )
 
 
 def _settlements(over: Sequence[Execution]) -> list[Settlement]:

@@ -1,0 +1,193 @@
+"""Lines of the log for each task: started, succeeded, failed and again, failed for good.
+
+They are made in the thread that commits: of a run that has started before its commit, of an end
+after it. One batch is one list of lines. A handler with `write_lines` (the command line's) gets the
+list, and writes it at once; any other handler gets a record for each, as from any logger.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from machinery_py.app import Application
+from machinery_py.backends.base import FENCED, Verdict
+from machinery_py.brokers.base import Fate
+from machinery_py.errors import RetryTaskLater
+from machinery_py.registry.outcomes import NOT_ITS_FAILURE, REVOKED
+from machinery_py.tasks.signature import UNLIMITED
+from machinery_py.tasks.states import State, TaskState
+from machinery_py.texts import MAX_LINE, cut, get_logger, length
+from machinery_py.worker.execution import Execution
+
+NAME = "machinery_py.tasks"
+INFO = logging.INFO
+logger = get_logger(NAME)
+_OWN_FILTERS = len(logger.filters)
+
+
+class TaskLine(msgspec.Struct, frozen=True, gc=False):
+    """One line. `at`: unix seconds; `error`: as it was raised, if that was in this process."""
+
+    level: int
+    at: float
+    text: str
+    execution: Execution
+    runtime: float | None = None
+    error: BaseException | None = None
+    traceback: str = ""
+
+    def fields(self) -> dict[str, Any]:
+        """Return what a record has as `extra`."""
+        execution = self.execution
+        signature = execution.signature
+        return {
+            "task_uuid": signature.uuid,
+            "task_name": signature.name,
+            "attempt": signature.attempt,
+            "queue": execution.delivery.queue,
+            "worker": execution.worker,
+            "runtime": self.runtime,
+        }
+
+    def record(self) -> logging.LogRecord:
+        error = self.error
+        info = None if error is None else (type(error), error, error.__traceback__)
+        make = logging.getLogRecordFactory()
+        record = make(NAME, self.level, __file__, 0, self.text, None, info)
+        record.created, record.msecs = self.at, self.at % 1 * 1000
+        if error is None and self.traceback:
+            record.exc_text = self.traceback.rstrip("\n")
+        record.__dict__.update(self.fields())
+        return record
+
+
+def is_on(app: Application) -> bool:
+    """Return whether tasks that start and succeed have lines; final failures always have one."""
+    return app.config.log_tasks and logger.isEnabledFor(INFO)
+
+
+def starts(executions: Sequence[Execution]) -> Iterator[TaskLine]:
+    """Yield the lines of those that have started, run on, and were not yielded before."""
+    for execution in executions:
+        has_started = execution.phase is State.STARTED and not execution.is_over
+        if has_started and not execution.start_is_logged:
+            execution.start_is_logged = True
+            yield _started(execution)
+
+
+def ends(
+    app: Application, executions: Sequence[Execution], verdicts: Sequence[Verdict]
+) -> Iterator[TaskLine]:
+    """Yield the lines of committed ends, each after that of its start if it has none yet."""
+    told = is_on(app)
+    for execution, verdict in zip(executions, verdicts, strict=True):
+        settlement = execution.settlement
+        if settlement is None or not settlement.states or verdict is FENCED:
+            continue
+        state = settlement.states[0]
+        if told and state.started_at is not None and not execution.start_is_logged:
+            execution.start_is_logged = True
+            yield _started(execution)
+        if state.state is State.FAILURE:
+            if not execution.error_is_handled:
+                yield _failed(execution, state)
+        elif not app.config.log_tasks:
+            continue
+        elif state.state is State.RETRY:
+            yield _retried(execution, state)
+        elif told:
+            yield _succeeded(execution, state)
+
+
+def _started(execution: Execution) -> TaskLine:
+    signature, sent_at, at = execution.signature, execution.delivery.sent_at, execution.started_at
+    assert at is not None
+    waited = ""
+    if sent_at is not None:
+        eta = signature.eta
+        since = sent_at if eta is None or eta < sent_at else eta
+        waited = f", waited {length((at - since).total_seconds())}"
+    attempt = signature.attempt if signature.headers else 1
+    text = f"task {signature.name} {signature.uuid} started (attempt {attempt}{waited})"
+    return TaskLine(INFO, at.timestamp(), text, execution)
+
+
+def _succeeded(execution: Execution, state: TaskState) -> TaskLine:
+    signature, runtime = execution.signature, execution.runtime
+    text = f"task {signature.name} {signature.uuid} succeeded in {length(runtime)}"
+    return TaskLine(INFO, state.created_at.timestamp(), text, execution, runtime)
+
+
+def _retried(execution: Execution, state: TaskState) -> TaskLine:
+    signature, left = execution.signature, execution.signature.retry_count
+    pause = (state.eta - state.created_at).total_seconds() if state.eta else 0.0
+    if isinstance(execution.error, RetryTaskLater) or not state.error_type:
+        what = "postponed"
+    else:
+        total = "" if left == UNLIMITED else f" of {signature.attempt + left}"
+        what = f"failed (try {signature.attempt}{total})"
+    text = f"task {signature.name} {signature.uuid} {what}, again in {length(pause)}"
+    text = cut(f"{text}: {_error_text(state)}", MAX_LINE)
+    at = state.created_at.timestamp()
+    return TaskLine(logging.WARNING, at, text, execution, execution.runtime)
+
+
+def _failed(execution: Execution, state: TaskState) -> TaskLine:
+    signature = execution.signature
+    tries = signature.attempt - (state.started_at is None)
+    after = f" after {tries:,} {'try' if tries == 1 else 'tries'}" if tries else ""
+    text = f"task {signature.name} {signature.uuid} failed for good{after}: {_error_text(state)}"
+    if execution.settlement is not None and execution.settlement.fate is Fate.DEAD:
+        text += "; its message is a dead letter"
+    level = logging.ERROR
+    if state.error_type in NOT_ITS_FAILURE:
+        level = INFO if state.error_type == REVOKED.error_type else logging.WARNING
+    error = execution.error
+    return TaskLine(
+        level,
+        state.created_at.timestamp(),
+        cut(text, MAX_LINE),
+        execution,
+        execution.runtime or None,
+        error if error is not None and error.__traceback__ is not None else None,
+        state.traceback,
+    )
+
+
+def _error_text(state: TaskState) -> str:
+    kind = state.error_type.rpartition(".")[2]
+    return f"{kind}: {state.error}" if kind else state.error
+
+
+def write(lines: Sequence[TaskLine]) -> None:
+    """Hand the lines to the handlers of the logger, and of those above it."""
+    lines = [one for one in lines if one.level == INFO or logger.isEnabledFor(one.level)]
+    if not lines:
+        return
+    found = False
+    one: logging.Logger | None = logger
+    while one is not None:
+        for handler in one.handlers:
+            found = True
+            if not isinstance(handler, logging.NullHandler):  # the package has one
+                _hand(handler, lines)
+        one = one.parent if one.propagate else None
+    if not found and logging.lastResort is not None:  # as for any logger
+        _hand(logging.lastResort, lines)
+
+
+def _hand(handler: logging.Handler, lines: Sequence[TaskLine]) -> None:
+    if handler.level > INFO:
+        lines = [line for line in lines if line.level >= handler.level]
+    write_lines = getattr(handler, "write_lines", None)
+    if write_lines is not None and len(logger.filters) == _OWN_FILTERS and not handler.filters:
+        write_lines(lines)
+        return
+    for line in lines:
+        record = line.record()
+        if logger.filter(record):
+            handler.handle(record)

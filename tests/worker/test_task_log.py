@@ -1,0 +1,300 @@
+"""Lines of the log for each task: their texts, levels, fields, and where they go."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from machinery_py import Config, RetryTaskLater, Server, Signature, TaskFailed
+from machinery_py.cli.logs import JSONFormatter, LinesHandler, TaskRecord, TextFormatter
+from machinery_py.tasks.signature import HEADER_EXPIRES
+from machinery_py.testing.waiting import HANG, wait_until
+from machinery_py.worker import task_log
+
+LENGTH = r"(\d+ ms|\d+\.\d s)"
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server("memory://")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def records(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """Records of the tasks, from INFO on."""
+    caplog.set_level("INFO", task_log.NAME)
+    return caplog
+
+
+def run_all(server: Server) -> None:
+    server.new_worker("w", concurrency=1, burst=True).launch(signals=False)
+
+
+def texts(records: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    return [
+        (one.levelname, re.sub(r"task_[0-9a-f-]{36}", "UUID", one.getMessage()))
+        for one in records.records
+        if one.name == task_log.NAME
+    ]
+
+
+def _return() -> int:
+    return 1
+
+
+def _raise() -> None:
+    raise ConnectionError("refused")
+
+
+def _later() -> None:
+    raise RetryTaskLater("busy", delay=3600.0)
+
+
+def _hang() -> None:
+    while True:
+        time.sleep(0.005)
+
+
+STARTED = ("INFO", rf"task t UUID started \(attempt 1, waited {LENGTH}\)")
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "expected"),
+    [
+        (_return, {}, [STARTED, ("INFO", f"task t UUID succeeded in {LENGTH}")]),
+        (
+            _raise,
+            {"retries": 8, "backoff": [4.1]},
+            [
+                STARTED,
+                (
+                    "WARNING",
+                    r"task t UUID failed \(try 1 of 9\), again in 4.1 s: ConnectionError: refused",
+                ),
+            ],
+        ),
+        (
+            _raise,
+            {"retries": None, "backoff": [4.1]},
+            [STARTED, ("WARNING", r"task t UUID failed \(try 1\), again in 4.1 s: Connection.*")],
+        ),
+        (_later, {}, [STARTED, ("WARNING", "task t UUID postponed, again in 1 h: busy .*")]),
+        (
+            _raise,
+            {},
+            [
+                STARTED,
+                ("ERROR", "task t UUID failed for good after 1 try: ConnectionError: refused"),
+            ],
+        ),
+        (
+            _raise,
+            {"on_failure": "dead_letter"},
+            [STARTED, ("ERROR", "task t UUID failed .* refused; its message is a dead letter")],
+        ),
+        (
+            _hang,
+            {"time_limit": 0.02},
+            [
+                STARTED,
+                (
+                    "ERROR",
+                    "task t UUID failed for good after 1 try: "
+                    "TimeLimitExceeded: ran longer than its time limit of 0.02 s",
+                ),
+            ],
+        ),
+    ],
+)
+def test_a_task_has_these_lines(
+    server: Server,
+    records: pytest.LogCaptureFixture,
+    function: Any,
+    options: Any,
+    expected: list[tuple[str, str]],
+) -> None:
+    server.task("t", **options)(function).send()
+
+    run_all(server)
+
+    found = texts(records)
+    assert len(found) == len(expected), found
+    for (level, text), (wanted, pattern) in zip(found, expected, strict=True):
+        assert level == wanted
+        assert re.fullmatch(pattern, text), text
+
+
+def test_task_that_never_ran_failed_without_a_try(
+    server: Server, records: pytest.LogCaptureFixture
+) -> None:
+    server.task("t")(_return)
+    server.send_task(Signature(name="t", headers={HEADER_EXPIRES: "1"}))
+
+    run_all(server)
+
+    expired = "task t UUID failed for good: Expired: expired before it was started"
+    assert texts(records) == [("WARNING", expired)]
+
+
+def test_record_has_the_facts_and_the_exception(
+    server: Server, records: pytest.LogCaptureFixture
+) -> None:
+    result = server.task("t", queue="machinery_tasks")(_raise).send()
+
+    run_all(server)
+
+    error = [one for one in records.records if one.name == task_log.NAME][-1]
+    fields = vars(error)
+    assert {name: fields[name] for name in ("task_uuid", "task_name", "attempt", "queue")} == {
+        "task_uuid": result.uuid,
+        "task_name": "t",
+        "attempt": 1,
+        "queue": "machinery_tasks",
+    }
+    assert fields["worker"] == "w"
+    assert 0 < fields["runtime"] < HANG
+    assert error.exc_info is not None
+    assert error.exc_info[0] is ConnectionError
+    assert error.exc_info[2] is not None
+
+
+def test_long_task_has_its_line_while_it_runs(
+    server: Server, records: pytest.LogCaptureFixture
+) -> None:
+    gate: list[int] = []
+
+    @server.task
+    def t() -> None:
+        wait_until(lambda: bool(gate), HANG)
+
+    with server.new_worker(concurrency=1):
+        result = t.send()
+        wait_until(lambda: len(texts(records)) == 1, HANG, what="the line of its start")
+        gate.append(1)
+        result.get(timeout=HANG)
+
+    assert [text.split()[3] for _, text in texts(records)] == ["started", "succeeded"]
+
+
+def test_without_log_tasks_only_final_failures_have_lines(
+    records: pytest.LogCaptureFixture,
+) -> None:
+    server = Server(Config(broker="memory://", log_tasks=False))
+    server.task("good")(_return).send()
+    server.task("again", retries=1, backoff=[3600.0])(_raise).send()
+    server.task("bad")(_raise).send()
+
+    run_all(server)
+
+    assert [(level, text.split()[1]) for level, text in texts(records)] == [("ERROR", "bad")]
+    server.close()
+
+
+def test_error_handler_replaces_the_line_of_a_failure(
+    server: Server, records: pytest.LogCaptureFixture
+) -> None:
+    told: list[Exception] = []
+    bad = server.task("bad")(_raise)
+    worker = server.new_worker(concurrency=1)
+    worker.set_error_handler(told.append)
+
+    with worker, pytest.raises(TaskFailed):
+        bad.send().get(timeout=HANG)
+
+    assert len(told) == 1
+    assert [level for level, _ in texts(records)] == ["INFO"]
+
+
+# The handler of the command line
+
+
+@pytest.mark.parametrize("formatter", [TextFormatter(colours=False), JSONFormatter()])
+def test_lines_are_written_as_records_would_be(
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    records: pytest.LogCaptureFixture,
+    formatter: Any,
+) -> None:
+    logging.setLogRecordFactory(TaskRecord)
+    lines: list[task_log.TaskLine] = []
+    monkeypatch.setattr(task_log, "write", lines.extend)
+    server.task("t")(_return).send()
+    server.task("t")(_return).send()
+    records.set_level("INFO", task_log.NAME)
+    run_all(server)
+    out = io.StringIO()
+    handler = LinesHandler(out)
+    handler.setFormatter(formatter)
+
+    handler.write_lines(lines)
+    logging.setLogRecordFactory(logging.LogRecord)
+
+    quick, out = out.getvalue(), io.StringIO()
+    handler.setStream(out)
+    for line in lines:
+        handler.handle(line.record())
+    assert len(lines) == 4
+    if isinstance(formatter, JSONFormatter):
+        assert [json.loads(one) for one in quick.split("\n")[:-1]] == [
+            json.loads(one) for one in out.getvalue().split("\n")[:-1]
+        ]
+    else:
+        assert quick == out.getvalue()
+
+
+def test_block_of_a_pipe_has_whole_lines_only(server: Server) -> None:
+    writes: list[str] = []
+
+    class Pipe(io.StringIO):
+        def write(self, text: str, /) -> int:
+            writes.append(text)
+            return len(text)
+
+    handler = LinesHandler(Pipe())
+    handler.setFormatter(TextFormatter(colours=False))
+    logger = logging.getLogger(task_log.NAME)
+    logger.addHandler(handler)
+    level, logger.propagate = logger.level, False
+    logger.setLevel("INFO")
+    try:
+        task = server.task("t")(_return)
+        for _ in range(200):
+            task.send()
+        run_all(server)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = True
+
+    assert sum(text.count("\n") for text in writes) == 400
+    assert all(text.endswith("\n") and len(text) <= 4_096 for text in writes)
+    assert len(writes) < 200
+
+
+def test_handler_that_fails_ends_nothing(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handler = LinesHandler(io.StringIO())
+    handler.setFormatter(TextFormatter(colours=False))
+    handler.stream.close()
+    logger = logging.getLogger(task_log.NAME)
+    logger.addHandler(handler)
+    logger.setLevel("INFO")
+    try:
+        result = server.task("t")(_return).send()
+        run_all(server)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel("NOTSET")
+
+    assert result.touch() == 1
+    assert "Logging error" in capsys.readouterr().err
