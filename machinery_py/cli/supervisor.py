@@ -262,6 +262,7 @@ class Supervisor:
                 self._keeper.hear(child.pid, value)
             elif word == "ready":
                 child.is_ready = slot.has_been_ready = True
+                self._keeper.know(child.pid)
                 with suppress(ValueError):  # user code has written into the socket
                     self._grace, self._stall_timeout = map(float, value.split())
                 self._orders.grace = f" (at most {self._grace:g} s; once more to stop now)"

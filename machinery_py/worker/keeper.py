@@ -124,6 +124,11 @@ class Keeper:
         with self._lock:
             self._processes.setdefault(pid, ToldProcess(pid, self._patience)).hear(sign)
 
+    def know(self, pid: int) -> None:
+        """Expect signs of a process from now on: its silence counts, also before the first one."""
+        with self._lock:
+            self._processes.setdefault(pid, ToldProcess(pid, self._patience))
+
     def forget(self, pid: int) -> None:
         """Beat no more for a process: it has ended."""
         with self._lock:

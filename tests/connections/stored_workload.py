@@ -111,6 +111,7 @@ def run(
         if broker.startswith("redis"):
             server.app.stores.lock.go().lock("machinery_lock_app", time.time_ns() + 10**9)
         wait_until(lambda: deadly.get_state().started_at is not None, HANG)
+        server.broker.broadcast("news", [b"a record"], ttl=60.0)
         time.sleep(1.0)
         look()
         wait_until(lambda: held.group[1].get_state().started_at is not None, HANG)

@@ -48,6 +48,7 @@ _KINDS = {
     "z": "zset",
     "h": "hash",
     "s": "set",
+    "x": "stream",
 }  # of an event's first letter
 _STRINGS = {"set", "incrby", "incr", "getset", "append", "setrange"}
 _ANY_KIND = {

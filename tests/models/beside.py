@@ -24,6 +24,7 @@ for i, key in ipairs(redis.call('KEYS', '*')) do
   if kind == 'string' then holds = {redis.call('GET', key)}
   elseif kind == 'list' then holds = redis.call('LRANGE', key, 0, -1)
   elseif kind == 'set' then holds = redis.call('SMEMBERS', key)
+  elseif kind == 'stream' then holds = {tostring(redis.call('XLEN', key))}
   elseif kind == 'zset' then holds = redis.call('ZRANGE', key, 0, -1, 'WITHSCORES')
   else holds = redis.call('HGETALL', key) end
   found[i] = {key, kind, redis.call('PTTL', key), holds}
@@ -104,7 +105,7 @@ class Beside:
         for key, kind, left, holds in found:
             pairs = zip(holds[::2], holds[1::2], strict=True) if kind in ("zset", "hash") else ()
             match kind:
-                case "string":
+                case "string" | "stream":
                     keys[key] = holds[0]
                 case "list":
                     keys[key] = holds

@@ -104,7 +104,7 @@ def test_each_lua_file_is_a_script_or_included() -> None:
 #: Listings for people, and records behind one compare-and-swap: the conformance suites hold them.
 WITHOUT_MODEL = {
     "broker": {
-        *("BURY", "DEAD", "LATE", "LATE_NAMES", "PENDING"),
+        *("BROADCAST", "BURY", "DEAD", "LATE", "LATE_NAMES", "PENDING"),
         *("PURGE", "STATS", "TAKE_DEAD", "WORKERS"),
     },
     "backend": {"AMEND", "RECORDS", "RELEASE"},
@@ -208,6 +208,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "broker RESUME": (QUEUES[0],),
     "broker DEAD": (QUEUES, 10),
     "broker BURY": (NOW, QUEUES[0], raw(b"head"), raw(b"label"), raw(b"body")),
+    "broker BROADCAST": (NOW, "machinery:topic:news", 1000, [raw(b"record")]),
     "broker TAKE_DEAD": ([(QUEUES[0], "4"), (QUEUES[1], "1")],),
     "backend APPLY": (NOW, 3600, *changes(arrivals=[ARRIVAL], outbox=b"out")),
     "backend BEGIN": ([("task_2", 0), ("task_1", 0)],),
@@ -423,6 +424,7 @@ NEEDS_ROOM = {
     "locks ACQUIRE",
     "backend AMEND",
     "settlement AMEND",
+    "broker BROADCAST",
     "broker BURY",
 }
 

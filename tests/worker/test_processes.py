@@ -380,15 +380,23 @@ def test_process_that_died_while_idle_costs_no_task_anything(
 def test_outcome_counts_though_its_process_ended_behind_it(
     worker: Worker, retried: list[TaskRetried], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits = TaskProcess._wait
+    calls, reads = TaskProcess._call, FrameReader.read
+    called: list[TaskProcess] = []
 
-    def ends_behind_its_reply(self: TaskProcess, *call: Any) -> Any:
-        wait_until(self._replies.has_some, HANG, what="the reply")
-        os.kill(self.pid, signal.SIGKILL)
-        wait_until(lambda: not is_alive(self.pid), HANG, what="its end")
-        return waits(self, *call)
+    def call(self: TaskProcess, *job: Any) -> Any:
+        called.append(self)
+        return calls(self, *job)
 
-    monkeypatch.setattr(TaskProcess, "_wait", ends_behind_its_reply)
+    def read_behind_its_end(self: FrameReader[Any], *deadline: Any) -> Any:
+        if called and called[-1]._replies is self:
+            wait_until(self.has_some, HANG, what="the reply")
+            process = called.pop()
+            os.kill(process.pid, signal.SIGKILL)
+            wait_until(lambda: not is_alive(process.pid), HANG, what="its end")
+        return reads(self, *deadline)
+
+    monkeypatch.setattr(TaskProcess, "_call", call)
+    monkeypatch.setattr(FrameReader, "read", read_behind_its_end)
     first = pooled.where.send().get(HANG)
 
     assert not is_alive(first)
