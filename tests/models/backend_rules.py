@@ -14,7 +14,7 @@ from machinery_py.connections.redis.client import raw
 from machinery_py.stores import redis as settlement_scripts
 from machinery_py.tasks.signature import Arg
 from machinery_py.tasks.states import ZERO_TIME, Arrival, GroupMeta, State, TaskState
-from machinery_py.wire.states import encode_state
+from machinery_py.wire.states import encode_group, encode_state
 from tests.models import backend, settlement
 from tests.models.broker_rules import Arrivals, keys_in, packed
 from tests.models.machine import (
@@ -125,6 +125,11 @@ class StateRules(ScriptMachine):
         if len(state.task_uuid) > 2 and state.task_uuid not in QUEUES:
             text = encode_state(state).decode("latin-1")
             self.beside.both("SET", state.task_uuid, text, "EX", "3600")
+
+    @rule(group=GroupUuid.filter(lambda uuid: len(uuid) > 2), triggered=st.booleans())
+    def go_writes_a_group(self, group: str, triggered: bool) -> None:
+        meta = GroupMeta(group_uuid=group, task_uuids=TASKS[:2], chord_triggered=triggered)
+        self.beside.both("SET", group, encode_group(meta).decode(), "EX", "3600")
 
     @rule(
         key=st.sampled_from(["task_1", "group_1", "group_2"]),

@@ -19,7 +19,6 @@ from tests.models.messages import (
 )
 from tests.models.redis import Redis, WrongType
 from tests.models.states import (
-    GOS_MUTEX,
     Batch,
     Change,
     Plan,
@@ -28,7 +27,7 @@ from tests.models.states import (
     commit,
     decide,
     finish,
-    may_fire,
+    leave_to_go,
     row_of,
 )
 
@@ -142,8 +141,7 @@ def fire(
     check_documents(redis, [change])
     verdict, plan = decide(redis, batch, change)
     if verdict != "s":
-        if change.fires and not redis.exists(GOS_MUTEX) and not may_fire(redis, change.fires):
-            redis.unscore("mpy:ready", change.fires)
+        leave_to_go(redis, change, expire)
         return None
     commit(redis, batch, change, plan, int(now), expire)
     finish(redis, batch, int(now))

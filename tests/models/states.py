@@ -280,6 +280,16 @@ def fire(redis: Redis, group: str, expire: int) -> None:
         redis.expire(key, expire)
 
 
+def leave_to_go(redis: Redis, change: Change, expire: int) -> None:
+    """If Go has settled the group that the change may not fire, it is ready no more."""
+    if change.fires and not redis.exists(GOS_MUTEX) and not may_fire(redis, change.fires):
+        hash_key, set_key = group_keys(change.fires)
+        redis.expect(set_key, set)
+        redis.unscore("mpy:ready", change.fires)
+        redis.expire(hash_key, expire)
+        redis.expire(set_key, expire)
+
+
 def leave_incomplete(redis: Redis, group: str) -> None:
     """What is complete can do without: where somebody keeps something else, that stays."""
     if isinstance(redis.keys.get("mpy:partial"), Zset):
@@ -360,6 +370,9 @@ def apply_all(redis: Redis, batch: Batch, changes: Sequence[Change], now: int, e
     """Decide about all, then write; a letter each."""
     check_documents(redis, changes)
     decided = [decide(redis, batch, change) for change in changes]
+    for change, (verdict, _) in zip(changes, decided, strict=True):
+        if verdict != "s":
+            leave_to_go(redis, change, expire)
     for change, (verdict, plan) in zip(changes, decided, strict=True):
         if verdict == "s":
             commit(redis, batch, change, plan, now, expire)

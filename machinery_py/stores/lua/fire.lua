@@ -9,7 +9,7 @@ local now, to_wake = now_of(text), {}
 check(queues, messages, now)
 local verdict, plan = decide_first()
 if verdict ~= 's' then
-  if C[1 + $FIRES] ~= '' then settled_elsewhere(C[1 + $FIRES]) end
+  leave_to_go(1, expire)
   return false
 end
 commit(1, plan, now, expire)

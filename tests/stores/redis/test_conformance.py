@@ -8,13 +8,14 @@ import pytest
 from machinery_py.backends.base import Change
 from machinery_py.backends.redis.backend import RedisBackend
 from machinery_py.brokers.redis.broker import RedisBroker
+from machinery_py.connections.redis import keys as redis_keys
 from machinery_py.tasks.states import State, TaskState
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
 from machinery_py.testing.conformance.settlement import SettlementConformance
 from machinery_py.wire.states import encode_group
 from machinery_py.worker.go_groups import GoGroupPoller
-from tests.stores.left_behind import GROUP, SOON, LeftBehind, ended, look_until_idle
+from tests.stores.left_behind import GROUP, SOON, LeftBehind, arrival, ended, look_until_idle
 from tests.stores.record_stores import InRedis, RedisTime
 from tests.stores.redis.case import Drivers, ServerClock, clock, open_driver
 
@@ -83,3 +84,21 @@ class TestChordsThatAreLeftBehindInRedis(LeftBehind):
         assert backend.ready_groups(9) == []
         clock.advance(1000.0)
         assert backend.partial_groups(9) == []
+
+    def test_a_ready_chord_that_go_has_settled_is_ready_no_more(
+        self, backend: RedisBackend, clock: ServerClock
+    ) -> None:
+        backend.apply([ended("task_2", arrival("task_2"))])
+        backend.driver.ask(b"SET", redis_keys.GO_MUTEX, b"go", doing="testing")
+        assert backend.trigger_chord("group_1") is False
+        assert [one.group_uuid for one in backend.ready_groups(9)] == ["group_1"]  # Go may die yet
+
+        settled = encode_group(msgspec.structs.replace(GROUP, chord_triggered=True))
+        backend.driver.ask(b"SET", b"group_1", settled, doing="testing")
+        backend.driver.ask(b"DEL", redis_keys.GO_MUTEX, doing="testing")
+
+        assert backend.trigger_chord("group_1") is False
+        assert backend.ready_groups(9) == []
+        clock.advance(backend.expire_in + 1.0)
+        kept = backend.driver.ask(b"KEYS", b"mpy:[gh]:*", doing="testing")
+        assert kept == []

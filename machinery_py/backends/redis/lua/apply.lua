@@ -10,6 +10,9 @@ listable(changes)
 look_at(changes)
 for i, c in ipairs(changes) do verdicts[i], plans[i] = decide(c) end
 for i, c in ipairs(changes) do
+  if not plans[i] then leave_to_go(c, expire) end
+end
+for i, c in ipairs(changes) do
   if plans[i] then commit(c, plans[i], now, expire) end
 end
 note_states(now)

@@ -18,6 +18,8 @@
 -- decide: what a change would write, and its verdict (s, a, f); writes nothing, and the next change
 -- sees it in `known`.
 -- decide_first: decides the change at place 1, if there is one.
+-- leave_to_go: of a change that may not fire its group: if Go has settled the group, it is ready no
+-- more, and expires.
 -- listable: raises, before anything is written, if a set from which these changes are to be found
 -- again is something else.
 -- commit: writes it. note_states: writes the listings and the groups, once for all that a script
@@ -189,8 +191,14 @@ local function may_fire(uuid)
   if doc and string.find(doc, '"ChordTriggered":true', 1, true) then return false end
   return call('EXISTS', 'TriggerChordMutex') == 0
 end
-local function settled_elsewhere(uuid)
-  if call('EXISTS', 'TriggerChordMutex') == 0 and not may_fire(uuid) then call('ZREM', 'mpy:ready', uuid) end
+local function leave_to_go(c, expire)
+  local uuid = C[c + $FIRES]
+  if uuid == '' or call('EXISTS', 'TriggerChordMutex') == 1 or may_fire(uuid) then return end
+  local g, h = group_keys(uuid)
+  key_type(h, 'set')
+  call('ZREM', 'mpy:ready', uuid)
+  call('EXPIRE', g, int(expire))
+  call('EXPIRE', h, int(expire))
 end
 local function decide(c)
   local key, mark, epoch, force, fires = C[c + $KEY], C[c + $MARK], C[c + $EPOCH], C[c + $FORCE], C[c + $FIRES]
