@@ -189,5 +189,8 @@ def _hand(handler: logging.Handler, lines: Sequence[TaskLine]) -> None:
         return
     for line in lines:
         record = line.record()
-        if logger.filter(record):
-            handler.handle(record)
+        try:
+            if logger.filter(record):
+                handler.handle(record)
+        except Exception:  # a filter of user code: the thread that commits must live on
+            handler.handleError(record)

@@ -298,3 +298,29 @@ def test_handler_that_fails_ends_nothing(
 
     assert result.touch() == 1
     assert "Logging error" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["filter", "emit"])
+def test_filter_or_handler_of_the_user_that_raises_ends_nothing(
+    server: Server, capsys: pytest.CaptureFixture[str], where: str
+) -> None:
+    def fail(*_: object) -> bool:
+        raise RuntimeError("no log today")
+
+    handler = logging.StreamHandler(io.StringIO())
+    if where == "filter":
+        handler.addFilter(fail)
+    else:
+        handler.emit = fail  # type: ignore[assignment, method-assign]
+    logger = logging.getLogger(task_log.NAME)
+    logger.addHandler(handler)
+    logger.setLevel("INFO")
+    try:
+        results = [server.task(name)(_return).send() for name in ("t", "u")]
+        run_all(server)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel("NOTSET")
+
+    assert [result.touch() for result in results] == [1, 1]
+    assert "no log today" in capsys.readouterr().err
