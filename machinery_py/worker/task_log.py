@@ -59,7 +59,7 @@ class TaskLine(msgspec.Struct, frozen=True, gc=False):
         make = logging.getLogRecordFactory()
         record = make(NAME, self.level, __file__, 0, self.text, None, info)
         record.created, record.msecs = self.at, self.at % 1 * 1000
-        if error is None and self.traceback:
+        if self.traceback:  # as it is stored, where every text can be written in UTF-8
             record.exc_text = self.traceback.rstrip("\n")
         record.__dict__.update(self.fields())
         return record

@@ -324,3 +324,18 @@ def test_filter_or_handler_of_the_user_that_raises_ends_nothing(
 
     assert [result.touch() for result in results] == [1, 1]
     assert "no log today" in capsys.readouterr().err
+
+
+def test_error_that_is_no_utf8_can_be_written(
+    server: Server, records: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise ValueError("a lone surrogate: \ud800")
+
+    server.task("t")(fail).send()
+
+    run_all(server)
+
+    [record] = [one for one in records.records if one.exc_info]
+    for formatter in (logging.Formatter(), TextFormatter(colours=False), JSONFormatter()):
+        assert "a lone surrogate: ?" in formatter.format(record).encode().decode()
