@@ -44,7 +44,8 @@ def test_a_quick_run_measures_every_figure_on_memory_and_sqlite(tmp_path: Path) 
         "chord",
         "delayed",
     } <= memory.keys()
-    assert memory.keys() | {"drain by two", "ready", "raw send", "raw drain"} == sqlite.keys()
+    of_processes = {"drain by two", "ready", "drain logged", "cost of the log"}
+    assert memory.keys() | of_processes | {"raw send", "raw drain"} == sqlite.keys()
     assert report["figures"][""]["import"] > 0
     assert all(
         value > 0 for name, value in (*memory.items(), *sqlite.items()) if name != "idle cpu"
