@@ -66,6 +66,7 @@ class Context:
         report: Report | None,
         epoch: int = 0,
         state: Mapping[str, Any] = NO_STATE,
+        noted: dict[str, str] | None = None,
     ) -> None:
         self.signature = signature
         self.state = state
@@ -77,7 +78,7 @@ class Context:
         self._cancelled = False
         self._time_is_up = False
         self._last_report = 0.0
-        self.noted: dict[str, str] = {}
+        self.noted = {} if noted is None else noted
 
     @property
     def uuid(self) -> str:
@@ -165,15 +166,6 @@ class Context:
         if new and self._report is not None:
             self._report(None)
 
-    @property
-    def notes_json(self) -> str:
-        """Notes as TaskState keeps them."""
-        if not self.noted:
-            return ""
-        return (
-            "{" + ",".join([f"{name}:{value}" for name, value in self.noted.copy().items()]) + "}"
-        )
-
     def track(self, items: Iterable[T], total: float | None = None) -> Iterator[T]:
         """The items, one by one, with progress reported after each.
 
@@ -185,6 +177,13 @@ class Context:
         for done, item in enumerate(items, 1):
             yield item
             self.progress(done, max(done, total))
+
+
+def notes_json(noted: Mapping[str, str]) -> str:
+    """Return what was noted as TaskState keeps it; other threads may note meanwhile."""
+    if not noted:
+        return ""
+    return "{" + ",".join([f"{name}:{value}" for name, value in dict(noted).items()]) + "}"
 
 
 def _as_json(name: str, value: Any) -> str:

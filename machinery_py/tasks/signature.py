@@ -378,22 +378,22 @@ class Signature(msgspec.Struct, Step[R], frozen=True, kw_only=True, gc=False):
     @property
     def attempt(self) -> int:
         """Number of this try: 1 for the first. Go workers do not count: they leave it as it was."""
-        return _number(self.headers, HEADER_ATTEMPT, 1)
+        return _number(self.headers, HEADER_ATTEMPT, 1) if self.headers else 1
 
     @property
     def postponed(self) -> int:
         """How many runs of this task ended in RetryTaskLater."""
-        return _number(self.headers, HEADER_POSTPONED, 0)
+        return _number(self.headers, HEADER_POSTPONED, 0) if self.headers else 0
 
     @property
     def run(self) -> int:
         """How many runs of this task ended in RETRY before this one."""
-        return _number(self.headers, HEADER_RUN, 0)
+        return _number(self.headers, HEADER_RUN, 0) if self.headers else 0
 
     @property
     def strikes(self) -> int:
         """How many task processes were lost while they ran it."""
-        return _number(self.headers, HEADER_LOST, 0)
+        return _number(self.headers, HEADER_LOST, 0) if self.headers else 0
 
 
 COUNTED = (HEADER_DELAY, HEADER_EXPIRES_IN)
@@ -430,8 +430,6 @@ def _length(signature: Signature[Any], key: str) -> float | None:
 
 
 def _number(headers: Mapping[str, Any], key: str, default: int) -> int:
-    if not headers:
-        return default
     text = headers.get(key)
     return (
         int(text)

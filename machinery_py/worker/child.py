@@ -199,9 +199,7 @@ class JobLoop:
             if run.is_late:  # no signal, nor the call
                 raise run.exceeded()
         else:
-            assert execution.context is not None
-            noted = execution.context.noted
-            self._reply(Progress(run.job.number, execution.progress, noted))
+            self._reply(Progress(run.job.number, execution.progress, execution.noted))
 
     def _reply(self, record: Done | Progress) -> None:
         if descriptors.broken():

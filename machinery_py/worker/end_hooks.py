@@ -36,7 +36,7 @@ def call_end_handlers(execution: Execution) -> None:
     if settlement is None or not has_handlers(app, execution):
         return
     state = settlement.states[0]
-    context = execution.context_of_its_end()
+    context = execution.new_context()  # the time of the run's own may be up, or there is none
     token = enter(context)
     try:
         is_good = state.state is State.SUCCESS

@@ -48,7 +48,7 @@ from machinery_py.registry.outcomes import (
 )
 from machinery_py.registry.task import Task
 from machinery_py.stores.base import REASON_FAILED, Mark, Session, Settlement, in_place_of
-from machinery_py.tasks.context import Context, on_behalf_of
+from machinery_py.tasks.context import Context, Report, notes_json, on_behalf_of
 from machinery_py.tasks.signature import Signature
 from machinery_py.tasks.states import FINISHED, Arrival, State, TaskState
 from machinery_py.texts import get_logger
@@ -82,7 +82,9 @@ class Execution:
     guard: ExecutionGuard | None = None
     phase: State | None = None  # RECEIVED, STARTED: what a mark would say
     queued: bool = False  # a mark for it is on its way to the settler
+    in_process: bool = False  # a task process makes the call
     progress: tuple[float, float] | None = None
+    noted: dict[str, str] = field(default_factory=dict)  # as Context.noted, which it is
     settlement: Settlement | None = None
     sends: Sequence[Signature[Any]] = ()  # what the settlement publishes
     committed: bool = False  # the settler has it
@@ -119,11 +121,6 @@ class Execution:
             headers, settings = self.signature.headers, task.settings
             self.settings = settings_of_call(settings, headers) if headers else settings
 
-    def is_in_process(self, by_default: bool) -> bool:
-        """Return whether the call is made in a task process; `by_default`: if it does not say."""
-        pool = self.settings.pool
-        return pool == "process" if pool else by_default
-
     @property
     def kill_after(self) -> float:
         """Seconds after the time limit until the process of a process task is killed."""
@@ -156,9 +153,19 @@ class Execution:
         if self.context is not None:
             self.context.cancel(time_is_up=time_is_up)
 
-    @property
-    def notes_json(self) -> str:
-        return self.context.notes_json if self.context is not None else ""
+    def new_context(self, report: Report | None = None) -> Context:
+        """Return a context of this run."""
+        delivery = self.delivery
+        return Context(
+            self.signature,
+            queue=delivery.queue,
+            delivery=delivery.fence,
+            epoch=delivery.epoch,
+            worker=self.worker,
+            state=self.hooks.state,
+            noted=self.noted,
+            report=report,
+        )
 
     # Its end: the first one to settle it wins
 
@@ -233,20 +240,6 @@ class Execution:
             self.finish(self.failed(error))
 
     # Another end, because the store refuses this one. In the settler's thread
-
-    def context_of_its_end(self) -> Context:
-        """Return a context for handlers: the time of the run's own may be up, or there is none."""
-        context = Context(
-            self.signature,
-            queue=self.delivery.queue,
-            delivery=self.delivery.fence,
-            epoch=self.delivery.epoch,
-            worker=self.worker,
-            state=self.hooks.state,
-            report=None,
-        )
-        context.noted = self.context.noted if self.context is not None else {}
-        return context
 
     def refuse_sends(self, error: MachineryError) -> None:
         """Keep its end, and fail the tasks that it sends."""
@@ -398,7 +391,8 @@ class Execution:
         signature = self.signature
         final = then.state is not State.RETRY
         spared = self.settings.ignore_result and not self.is_collected
-        if fate is Fate.DONE and self._is_kept_dead(then):
+        failed = then.state is State.FAILURE
+        if failed and fate is Fate.DONE and self._is_kept_dead(then):
             fate, reason = Fate.DEAD, REASON_FAILED
         state = TaskState(
             task_uuid=signature.uuid,
@@ -416,9 +410,9 @@ class Execution:
             started_at=self.started_at,
             finished_at=now if final else None,
             progress=self.progress,
-            notes_json=self.notes_json,
+            notes_json=notes_json(self.noted) if self.noted else "",
             eta=then.retry.eta if then.retry is not None else None,
-            message=self._kept(then),
+            message=b"" if then.state is State.SUCCESS else self._kept(then),
         )
         out, arrivals = self._following(then)
         self.sends = out.signatures
@@ -435,12 +429,12 @@ class Execution:
         )
 
     def _is_kept_dead(self, then: FollowUp) -> bool:
-        """Return whether the message becomes a dead letter because the task has failed."""
+        """Return whether the message of the failed task becomes a dead letter."""
         wanted = (
             self.settings.on_failure == "dead_letter" or self.signature.stop_task_deletion_on_error
         )
         is_its_own = not self.revoked and then.error_type not in NOT_ITS_FAILURE
-        return wanted and then.state is State.FAILURE and is_its_own
+        return wanted and is_its_own
 
     def _kept(self, then: FollowUp) -> bytes:
         if then.retry is not None:
@@ -476,7 +470,7 @@ class Execution:
                 created_at=self.app.clock.now(),
                 started_at=self.started_at,
                 progress=self.progress,
-                notes_json=self.notes_json,
+                notes_json=notes_json(self.noted) if self.noted else "",
             ),
         )
 

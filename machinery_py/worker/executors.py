@@ -89,6 +89,8 @@ class Executors:
         one that gave its token, or a new one. To count threads that look idle is not enough: one
         may have taken an execution and not be marked busy yet.
         """
+        pool = execution.settings.pool
+        execution.in_process = pool == "process" if pool else self._processes.by_default
         if not self._is_full():
             try:
                 self._idle.get(block=False)
@@ -188,7 +190,7 @@ class Executors:
             return True
         self._running[id(execution)] = execution
         self._consumer.run_begins(execution.delivery)
-        if execution.is_async and not execution.is_in_process(self._processes.by_default):
+        if execution.is_async and not execution.in_process:
             self._start_coroutine(execution)
             return True
         try:
@@ -200,7 +202,7 @@ class Executors:
     @is_boundary
     def _run(self, execution: Execution) -> None:
         try:
-            if execution.is_in_process(self._processes.by_default):
+            if execution.in_process:
                 run_elsewhere(execution, self._report, self._processes.call)
             else:
                 run(execution, self._report)
@@ -211,10 +213,8 @@ class Executors:
 
     def _report(self, execution: Execution) -> None:
         """Note that it has started, or how far it is."""
-        if execution.progress is None and not execution.notes_json:
-            if execution.time_limit is not None and not execution.is_in_process(
-                self._processes.by_default
-            ):
+        if execution.progress is None and not execution.noted:
+            if execution.time_limit is not None and not execution.in_process:
                 self._limits.watch(execution)
             events = execution.app.events
             if TaskStarted in events.wanted:

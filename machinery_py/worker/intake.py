@@ -88,15 +88,16 @@ def accept(execution: Execution, revoked: Mapping[str, bool]) -> bool:
     """
     if execution.is_over:
         return False
-    signature = execution.signature
+    signature, delivery = execution.signature, execution.delivery
     execution.take(execution.app.registry.find(signature.name))
-    if execution.delivery.fence > 1 and execution.runs_once and end_if_begun(execution):
+    if delivery.fence > 1 and execution.runs_once and end_if_begun(execution):
         return False
-    if execution.strikes >= execution.app.config.max_strikes:
+    headers, limit = signature.headers, execution.app.config.max_strikes
+    if (headers or delivery.strikes) and execution.strikes >= limit:
         _poison(execution)
     elif signature.uuid in revoked:
         execution.withdraw(is_over=revoked[signature.uuid])
-    elif _is_expired(signature, execution.app.clock.now()):
+    elif headers and _is_expired(signature, execution.app.clock.now()):
         execution.finish(
             Failed(error="expired before it was started", error_type="Expired", retryable=False)
         )
@@ -167,7 +168,7 @@ def _parked_for(parks: int) -> float:
 
 
 def _is_expired(signature: Signature[Any], now: dt.datetime) -> bool:
-    text = signature.headers.get(HEADER_EXPIRES) if signature.headers else None
+    text = signature.headers.get(HEADER_EXPIRES)
     if not isinstance(text, str):
         return False
     try:

@@ -76,7 +76,8 @@ def run_elsewhere(
         if isinstance(found, Failed):
             _end(execution, found)
             return
-    token = enter(_new_context(execution, None))
+    execution.context = execution.new_context()
+    token = enter(execution.context)
     _has_started(execution, report)
     outcome: Outcome | None
     try:
@@ -157,7 +158,8 @@ def _begin(execution: Execution, report: Report | None) -> _Begun | Failed:
     if isinstance(found, Failed):
         return found
     args, kwargs = found
-    context = _new_context(execution, report)
+    told = None if report is None else functools.partial(_progress, execution, report)
+    execution.context = context = execution.new_context(told)
     if task.call.takes_context:
         args.insert(0, context)
     _has_started(execution, report)
@@ -180,20 +182,6 @@ def _arguments(execution: Execution) -> tuple[list[Any], dict[str, Any]] | Faile
     except ArgumentError as error:
         # As Go: wrong arguments will not get better, so there is no retry.
         return _misfit(_as_go_says(execution, error))
-
-
-def _new_context(execution: Execution, report: Report | None) -> Context:
-    delivery = execution.delivery
-    execution.context = Context(
-        execution.signature,
-        queue=delivery.queue,
-        delivery=delivery.fence,
-        epoch=delivery.epoch,
-        worker=execution.worker,
-        state=execution.hooks.state,
-        report=None if report is None else functools.partial(_progress, execution, report),
-    )
-    return execution.context
 
 
 def _has_started(execution: Execution, report: Report | None) -> None:
@@ -260,11 +248,11 @@ def _end(execution: Execution, outcome: Outcome) -> None:
     if not execution.finish(outcome) or execution.phase is not State.STARTED:
         return  # it was over before, or its arguments were wrong
     hooks, uuid = execution.hooks, execution.signature.uuid
-    failed = execution.is_final and not isinstance(outcome, Succeeded)
-    if failed and execution.error is not None and hooks.error is not None:
+    error = None if isinstance(outcome, Succeeded) else execution.error
+    if error is not None and hooks.error is not None and execution.is_final:
         execution.error_is_handled = True
         try:
-            hooks.error(execution.error)
+            hooks.error(error)
         except BaseException:  # user code
             logger.exception("the error handler failed after task %s", uuid)
     if hooks.post_task is not None:

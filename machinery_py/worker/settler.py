@@ -27,7 +27,7 @@ from machinery_py.events import (
 from machinery_py.registry.outcomes import REVOKED
 from machinery_py.revocation import let_go
 from machinery_py.stores.base import AWAY, Mark, Session, Settlement
-from machinery_py.tasks.states import State
+from machinery_py.tasks.states import FINISHED, State
 from machinery_py.texts import get_logger
 from machinery_py.threads import LoopThread
 from machinery_py.unique import tidy
@@ -165,16 +165,20 @@ class Settler:
 
     def _report(self, over: Sequence[Execution], verdicts: Sequence[Verdict]) -> None:
         """Count, log and emit what has become true, or has not."""
+        has_lines = self._has_lines()
         for execution, verdict in zip(over, verdicts, strict=True):
             settlement = execution.settlement
+            states = settlement.states if settlement is not None else ()
+            state = states[0].state if states else None
+            has_lines = has_lines or state is not State.SUCCESS
             if verdict is FENCED:
                 _log_fenced(execution)
             else:
-                self.processed += execution.is_final
+                self.processed += state in FINISHED
                 if settlement is not None and settlement.arrivals:
                     self._groups.note(settlement.arrivals)
             report_end(self._app, execution, verdict)
-        if self._has_lines() or not all(map(_has_succeeded, over)):
+        if has_lines:
             task_log.write([*task_log.ends(self._app, over, verdicts)])
 
     def _has_lines(self) -> bool:
@@ -268,15 +272,6 @@ class Settler:
                 logger.error(
                     "there is no dead letter of task %s, only its state: %s", message.uuid, trouble
                 )
-
-
-def _has_succeeded(execution: Execution) -> bool:
-    settlement = execution.settlement
-    return (
-        settlement is not None
-        and bool(settlement.states)
-        and settlement.states[0].state is State.SUCCESS
-    )
 
 
 def _settlements(over: Sequence[Execution]) -> list[Settlement]:

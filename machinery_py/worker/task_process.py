@@ -189,8 +189,7 @@ class TaskProcess:
                     return done
                 case Progress() as progress if progress.number == job.number:
                     execution.progress = progress.progress
-                    if execution.context is not None:
-                        execution.context.noted = progress.noted
+                    execution.noted.update(progress.noted)
                     report(execution)
                 case None if not is_asked:
                     is_asked = True

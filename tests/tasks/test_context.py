@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from machinery_py.errors import ArgumentError
-from machinery_py.tasks.context import MAX_NOTES, Context
+from machinery_py.tasks.context import MAX_NOTES, Context, notes_json
 from machinery_py.tasks.signature import Signature
 from machinery_py.tasks.states import TaskState
 
@@ -20,7 +20,7 @@ def context_of(reports: list[object] | None = None) -> Context:
 
 
 def read(context: Context) -> dict[str, Any]:
-    return TaskState(task_uuid="task_1", notes_json=context.notes_json).notes
+    return TaskState(task_uuid="task_1", notes_json=notes_json(context.noted)).notes
 
 
 DEEP: list[Any] = []
@@ -67,7 +67,7 @@ def test_notes_have_4_kb_in_all() -> None:
     context.note(third="ü" * 1_000)
 
     assert read(context) == {"step": "", "other": "ü" * 500, "third": "ü" * 1_000}
-    assert len(context.notes_json.encode()) <= MAX_NOTES
+    assert len(notes_json(context.noted).encode()) <= MAX_NOTES
 
 
 def test_noted_value_that_changes_later_stays_as_it_was() -> None:
