@@ -1,0 +1,50 @@
+"""Cost of a plain task, counted, since time cannot be asserted on a shared machine."""
+
+import threading
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import machinery_py
+from machinery_py import Server
+from machinery_py.config.config import Config
+
+TASKS = 1_000
+MOST = (
+    64  # Python calls for a task, 60 when this was written; look at benchmarks before you raise it
+)
+
+PACKAGE = str(Path(machinery_py.__file__).parent)
+STORE = tuple(f"{PACKAGE}/{folder}/" for folder in ("brokers", "backends", "connections"))
+
+
+def test_plain_task_makes_few_python_calls() -> None:
+    """With late ack, in a thread, no hooks, no events, no log lines; without the store's calls."""
+    server = Server(config=Config(broker="memory://", result_backend="memory://", log_tasks=False))
+
+    @server.task
+    def no_op(number: int) -> int:
+        return number
+
+    for number in range(TASKS):
+        no_op.send(number)
+    calls: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        file = frame.f_code.co_filename
+        if event == "call" and file.startswith(PACKAGE) and not file.startswith(STORE):
+            calls[f"{Path(file).name}:{frame.f_code.co_name}"] += 1
+
+    worker = server.new_worker("w", concurrency=4, burst=True)
+    thread = threading.Thread(target=lambda: worker.launch(signals=False))
+    threading.setprofile(count)
+    try:
+        thread.start()
+        thread.join()
+    finally:
+        threading.setprofile(None)
+
+    each = {name: number / TASKS for name, number in calls.most_common() if number >= TASKS / 4}
+    assert each["runner.py:run"] == 1
+    assert sum(calls.values()) / TASKS <= MOST, each
