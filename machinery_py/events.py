@@ -223,5 +223,5 @@ class EventBus:
             for handler in self._handlers.get(base, ()):
                 try:
                     handler(event)
-                except Exception:  # user code: its fault must not become the task's
+                except (Exception, SystemExit):  # user code; sys.exit() must end no worker
                     logger.exception("event handler %r failed on %s", handler, type(event).__name__)

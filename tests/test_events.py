@@ -76,11 +76,14 @@ def test_subscription_can_be_ended_during_its_call() -> None:
     assert len(calls) == 3
 
 
-def test_failing_handler_is_logged_and_stops_no_other(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
+def test_failing_handler_is_logged_and_stops_no_other(
+    caplog: pytest.LogCaptureFixture, error: type[BaseException]
+) -> None:
     bus, calls = EventBus(), []  # type: ignore[var-annotated]
 
     def broken(event: TaskSent) -> None:
-        raise RuntimeError("mine")
+        raise error("mine")
 
     bus.subscribe(TaskSent, broken)
     bus.subscribe(TaskSent, calls.append)

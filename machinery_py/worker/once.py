@@ -118,7 +118,7 @@ def _begin_all(batch: Sequence[Execution]) -> list[Execution]:
             states = _states_of(batch)
             batch = [one for one in batch if not _end_if_begun_by_another(one, states)]
         for one in batch:
-            one.phase, one.started_at = State.STARTED, app.clock.now()
+            one.started_at, one.phase = app.clock.now(), State.STARTED
         marked = [(one, mark) for one in batch if (mark := one.mark()) is not None]
         batch = [one for one, _ in marked]  # without those that have ended while they waited
         if not batch:

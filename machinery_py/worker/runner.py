@@ -185,8 +185,9 @@ def _arguments(execution: Execution) -> tuple[list[Any], dict[str, Any]] | Faile
 
 
 def _has_started(execution: Execution, report: Report | None) -> None:
-    execution.phase = State.STARTED
+    # The phase last: the settler takes a run that is STARTED for one that has a moment.
     execution.started_at = execution.started_at or execution.app.clock.now()
+    execution.phase = State.STARTED
     if report is not None:
         report(execution)
     execution.call_started = time.perf_counter()

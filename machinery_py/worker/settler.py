@@ -148,7 +148,7 @@ class Settler:
         for execution in late:
             execution.queued = False
         if late and self._has_lines():
-            task_log.write([*task_log.starts(late)])
+            task_log.write(task_log.starts(late))
         marks = [mark for execution in late if (mark := execution.mark()) is not None]
         if not over and not marks:
             return marked
@@ -158,7 +158,10 @@ class Settler:
             self._settle_groups()
         if over:
             self._on_settled(over)
-            self._report(over, verdicts)
+            try:
+                self._report(over, verdicts)
+            except Exception:  # what is committed must be released, and this loop live on
+                logger.exception("ended tasks could not be reported")
             self._on_reported()
             release(self._app, over, verdicts)
         return marked
@@ -179,7 +182,7 @@ class Settler:
                     self._groups.note(settlement.arrivals)
             report_end(self._app, execution, verdict)
         if has_lines:
-            task_log.write([*task_log.ends(self._app, over, verdicts)])
+            task_log.write(task_log.ends(self._app, over, verdicts))
 
     def _has_lines(self) -> bool:
         """Return whether tasks that start and succeed have lines in the log."""

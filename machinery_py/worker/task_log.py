@@ -8,7 +8,7 @@ list, and writes it at once; any other handler gets a record for each, as from a
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -163,9 +163,15 @@ def _error_text(state: TaskState) -> str:
     return f"{kind}: {state.error}" if kind else state.error
 
 
-def write(lines: Sequence[TaskLine]) -> None:
-    """Hand the lines to the handlers of the logger, and of those above it."""
-    lines = [one for one in lines if one.level == INFO or logger.isEnabledFor(one.level)]
+def write(made: Iterable[TaskLine]) -> None:
+    """Hand the lines to the handlers of the logger, and of those above it. Raises nothing."""
+    try:
+        _write([one for one in made if one.level == INFO or logger.isEnabledFor(one.level)])
+    except Exception:  # ours, or of a record factory: the thread that commits must live on
+        get_logger(__name__).exception("lines of tasks could not be logged")
+
+
+def _write(lines: Sequence[TaskLine]) -> None:
     if not lines:
         return
     found = False

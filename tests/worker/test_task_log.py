@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import io
 import json
 import logging
 import re
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from machinery_py import Config, RetryTaskLater, Server, Signature, TaskFailed
 from machinery_py.cli.logs import JSONFormatter, LinesHandler, TaskRecord, TextFormatter
+from machinery_py.clock import SystemClock
 from machinery_py.tasks.signature import HEADER_EXPIRES
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.worker import task_log
@@ -185,6 +188,28 @@ def test_long_task_has_its_line_while_it_runs(
     assert [text.split()[3] for _, text in texts(records)] == ["started", "succeeded"]
 
 
+class SlowStart(SystemClock):
+    """A clock that tells the moment of a start only when the run's first mark is committed."""
+
+    def __init__(self, is_marked: Callable[[], bool]) -> None:
+        self._is_marked = is_marked
+
+    def now(self) -> dt.datetime:
+        if sys._getframe(1).f_code.co_name == "_has_started":
+            wait_until(self._is_marked, HANG, what="the mark")
+        return super().now()
+
+
+def test_run_that_is_about_to_start_has_no_line_yet(records: pytest.LogCaptureFixture) -> None:
+    server = Server("memory://", clock=SlowStart(lambda: result.get_state().state != "PENDING"))
+    result = server.task("t")(_return).send()
+
+    with server.new_worker(concurrency=1):
+        assert result.get(timeout=HANG) == 1
+
+    assert [text.split()[3] for _, text in texts(records)] == ["started", "succeeded"]
+
+
 def test_without_log_tasks_only_final_failures_have_lines(
     records: pytest.LogCaptureFixture,
 ) -> None:
@@ -300,16 +325,25 @@ def test_handler_that_fails_ends_nothing(
     assert "Logging error" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("where", ["filter", "emit"])
+@pytest.mark.parametrize("where", ["filter", "emit", "factory"])
 def test_filter_or_handler_of_the_user_that_raises_ends_nothing(
-    server: Server, capsys: pytest.CaptureFixture[str], where: str
+    server: Server,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    where: str,
 ) -> None:
     def fail(*_: object) -> bool:
         raise RuntimeError("no log today")
 
+    def make(*args: Any) -> logging.LogRecord:
+        return logging.LogRecord(*args) if args[0] != task_log.NAME else fail()  # type: ignore[return-value]
+
+    factory = logging.getLogRecordFactory()
     handler = logging.StreamHandler(io.StringIO())
     if where == "filter":
         handler.addFilter(fail)
+    elif where == "factory":
+        logging.setLogRecordFactory(make)
     else:
         handler.emit = fail  # type: ignore[assignment, method-assign]
     logger = logging.getLogger(task_log.NAME)
@@ -319,11 +353,12 @@ def test_filter_or_handler_of_the_user_that_raises_ends_nothing(
         results = [server.task(name)(_return).send() for name in ("t", "u")]
         run_all(server)
     finally:
+        logging.setLogRecordFactory(factory)
         logger.removeHandler(handler)
         logger.setLevel("NOTSET")
 
     assert [result.touch() for result in results] == [1, 1]
-    assert "no log today" in capsys.readouterr().err
+    assert "no log today" in capsys.readouterr().err + caplog.text
 
 
 def test_error_that_is_no_utf8_can_be_written(
