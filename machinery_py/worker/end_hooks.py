@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from machinery_py.app import Application
 from machinery_py.errors import TaskFailed
 from machinery_py.tasks.context import enter, leave
 from machinery_py.tasks.states import State, TaskState
@@ -20,29 +20,34 @@ logger = get_logger(__name__)
 MOST_WAITING = 1_000  # ended tasks whose handlers are not called yet, until no new tasks are taken
 
 
-def has_handlers(app: Application, execution: Execution) -> bool:
-    """Return whether any handler wants to know of this end."""
+def handlers_of(execution: Execution) -> Sequence[Callable[..., object]]:
+    """Return the handlers that want to know of this end."""
     settlement = execution.settlement
-    return (
-        settlement is not None
-        and bool(settlement.states)
-        and settlement.states[0].state in app.hooks.on_end
-    )
+    states = settlement.states if settlement is not None else ()
+    return execution.app.hooks.on_end.get(states[0].state, ()) if states else ()
 
 
 def call_end_handlers(execution: Execution) -> None:
     """Call the handlers of an end that was committed, in this thread, as if in the task."""
-    settlement, app = execution.settlement, execution.app
-    if settlement is None or not has_handlers(app, execution):
+    handlers, settlement = handlers_of(execution), execution.settlement
+    if not handlers or settlement is None:
         return
     state = settlement.states[0]
+    kind = f"on_{state.state.lower()}"
     context = execution.new_context()  # the time of the run's own may be up, or there is none
     token = enter(context)
     try:
         is_good = state.state is State.SUCCESS
         given = _result_of(execution, state) if is_good else error_of(execution, state)
-        kind = f"on_{state.state.lower()}"
-        call_handlers(kind, app.hooks.on_end[state.state], execution.hooks, context, given)
+        call_handlers(kind, handlers, execution.hooks, context, given)
+    except Exception:  # of the type of a result; the next ends have handlers, too
+        logger.exception(
+            "%s handlers are not called: task %s %s",
+            kind,
+            context.name,
+            context.uuid,
+            extra={"task_uuid": context.uuid},
+        )
     finally:
         leave(token)
 
@@ -66,8 +71,7 @@ class EndHooks:
     The thread starts with the first of them: a handler that blocks keeps no task from its end.
     """
 
-    def __init__(self, app: Application, hooks: WorkerHooks, *, name: str) -> None:
-        self._app = app
+    def __init__(self, hooks: WorkerHooks, *, name: str) -> None:
         self._hooks = hooks
         self._queue: queue.SimpleQueue[Execution | None] = queue.SimpleQueue()
         self._loop = LoopThread(f"{name}-hooks", self._work)
@@ -75,7 +79,7 @@ class EndHooks:
 
     def put(self, execution: Execution) -> None:
         """Call its handlers, if there are any. For the thread that commits."""
-        if has_handlers(self._app, execution):
+        if handlers_of(execution):
             self._queue.put(execution)
             if not self._has_started:
                 self._has_started = True

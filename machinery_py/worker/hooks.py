@@ -63,9 +63,9 @@ def call_handlers(
             found = handler(context, *given)
             if inspect.iscoroutine(found):
                 hooks.run_coroutine(found)
-        except TimeLimitExceeded:
-            raise
-        except BaseException:  # user code; sys.exit() must not end the worker either
+        except BaseException as error:  # user code; sys.exit() must not end the worker either
+            if isinstance(error, TimeLimitExceeded) and context.cancelled:
+                raise
             _log_failure(kind, handler, context)
 
 

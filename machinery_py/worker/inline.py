@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from machinery_py.app import Application
 from machinery_py.revocation import revoked_among
 from machinery_py.stores.base import Session
+from machinery_py.tasks.context import RUNNING
 from machinery_py.worker import task_log
 from machinery_py.worker.chords import settle_ready_groups
 from machinery_py.worker.end_hooks import call_end_handlers
@@ -44,8 +45,8 @@ class Inline:
 
         Inside a task it does nothing: the drain that runs the task runs what the task sends.
         """
-        if self._owner == threading.get_ident():
-            return []
+        if self._owner == threading.get_ident() or (self._owner and RUNNING.get() is not None):
+            return []  # the second: in a thread of a task, as of `send_async`
         with self._lock:
             self._owner = threading.get_ident()
             loop = EventLoopThread(self._name)

@@ -112,7 +112,7 @@ class Surroundings:
         self._hooks = hooks
         self._name = name
         self.loop = EventLoopThread(name)
-        self._ends = EndHooks(app, hooks, name=name)
+        self._ends = EndHooks(hooks, name=name)
         hooks.run_coroutine, hooks.ended, hooks.is_behind = self.loop.run, self._ends.put, None
         self._left = threading.Event()
         self._has_entered = False

@@ -166,7 +166,8 @@ def _error_text(state: TaskState) -> str:
 def write(made: Iterable[TaskLine]) -> None:
     """Hand the lines to the handlers of the logger, and of those above it. Raises nothing."""
     try:
-        _write([one for one in made if one.level == INFO or logger.isEnabledFor(one.level)])
+        levels = [one for one in (INFO, logging.WARNING, logging.ERROR) if logger.isEnabledFor(one)]
+        _write([one for one in made if one.level in levels])
     except Exception:  # ours, or of a record factory: the thread that commits must live on
         get_logger(__name__).exception("lines of tasks could not be logged")
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,15 @@ def server() -> Iterator[Server]:
     server = Server("memory://")
     yield server
     server.close()
+
+
+@dataclass
+class Even:
+    number: int
+
+    def __post_init__(self) -> None:
+        if self.number % 2:
+            raise ValueError("odd")
 
 
 def note_calls(server: Server, calls: list[str]) -> None:
@@ -173,13 +184,57 @@ def test_failure_handler_of_a_task_that_ran_too_long_may_send(server: Server) ->
     def tell(ctx: Context, error: BaseException) -> None:
         mail.send()
         told.append(error)
+        raise error
 
     slow = server.task("slow", time_limit=0.02)(_hang)
     with server.new_worker(concurrency=1) as one:
-        slow.send()
-        wait_until(lambda: one.processed == 2, what="the mail")
+        for count in (2, 4):
+            slow.send()
+            wait_until(lambda count=count: one.processed == count, what="the mail")
 
-    assert [type(error) for error in told] == [TimeLimitExceeded]
+    assert [type(error) for error in told] == [TimeLimitExceeded] * 2
+
+
+def test_success_handler_is_not_called_with_a_result_that_no_caller_gets(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    given: list[object] = []
+    server.on_success(lambda ctx, result: given.append(result))
+
+    @server.task
+    def make(number: int) -> Even:
+        even = Even(0)
+        even.number = number
+        return even
+
+    for number in (1, 2):
+        make.send(number)
+    server.new_worker(concurrency=1, burst=True).launch(signals=False)
+
+    assert given == [Even(2)]
+    assert "on_success handlers are not called: task make" in caplog.text
+
+
+def test_eager_coroutines_may_send_without_blocking_the_loop() -> None:
+    with contextlib.closing(Server("eager://")) as server:
+        calls: list[str] = []
+
+        @server.task
+        def mail(text: str) -> None:
+            calls.append(text)
+
+        @server.on_success
+        async def tell(ctx: Context, result: object) -> None:
+            if ctx.name == "work":
+                await mail.send_async("from the handler")
+
+        @server.task
+        async def work() -> None:
+            await mail.send_async("from the task")
+
+        work.send().get(timeout=HANG)
+
+    assert sorted(calls) == ["from the handler", "from the task"]
 
 
 def test_coroutine_task_has_its_handlers_on_its_loop(server: Server) -> None:

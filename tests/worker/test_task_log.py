@@ -14,7 +14,15 @@ from typing import Any
 
 import pytest
 
-from machinery_py import Config, RetryTaskLater, Server, Signature, TaskFailed
+from machinery_py import (
+    Config,
+    RetryTaskLater,
+    Server,
+    Signature,
+    State,
+    TaskFailed,
+    current_task,
+)
 from machinery_py.cli.logs import JSONFormatter, LinesHandler, TaskRecord, TextFormatter
 from machinery_py.clock import SystemClock
 from machinery_py.tasks.signature import HEADER_EXPIRES
@@ -146,6 +154,27 @@ def test_task_that_never_ran_failed_without_a_try(
 
     expired = "task t UUID failed for good: Expired: expired before it was started"
     assert texts(records) == [("WARNING", expired)]
+
+
+@pytest.mark.parametrize(("level", "lines"), [("INFO", 2), ("WARNING", 0)])
+def test_revoked_task_has_a_line_at_info_alone(
+    server: Server, records: pytest.LogCaptureFixture, level: str, lines: int
+) -> None:
+    records.set_level(level, task_log.NAME)
+    records.handler.setLevel(0)
+
+    @server.task
+    def t() -> None:
+        result = server.result(current_task().uuid)
+        wait_until(lambda: result.get_state().state is State.STARTED, what="its state")
+        result.revoke()
+        wait_until(lambda: current_task().cancelled, what="the revocation")
+        raise RetryTaskLater("busy", delay=3600.0)
+
+    t.send()
+    run_all(server)
+
+    assert len(texts(records)) == lines
 
 
 def test_record_has_the_facts_and_the_exception(
