@@ -12,10 +12,12 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from machinery_py import Config, Server
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.support import private_mongo
 from tests.support.private import free_port
@@ -31,6 +33,11 @@ from tests.support.servers import (
 )
 
 GIVEN_MONGODB = os.environ.get("MACHINERY_TEST_MONGODB_URL", "")
+
+#: Each kind of broker, and the fixture with its URL.
+BROKERS = {"redis": "redis_url", "mongodb": "mongodb_url", "amqp": "amqp_url"}
+
+OpenServer = Callable[[], Server]
 
 _databases = itertools.count()
 
@@ -210,3 +217,28 @@ def open_proxy() -> Iterator[Callable[[int], Proxy]]:
     """Opens a proxy to a port; closed after the test."""
     with ExitStack() as proxies:
         yield lambda port: proxies.enter_context(Proxy(port))
+
+
+@pytest.fixture(params=["memory", "sqlite", *BROKERS])
+def broker_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of a broker of each kind, with nothing in it."""
+    match request.param:
+        case "memory":
+            return f"memory://broker-{next(_databases)}"
+        case "sqlite":
+            return f"sqlite:///{tmp_path}/store.db?synchronous=normal"
+        case other:
+            return str(request.getfixturevalue(BROKERS[other]))
+
+
+@pytest.fixture
+def open_server(broker_url: str) -> Iterator[OpenServer]:
+    """Opens a Server with connections of its own, as another process would; closed after it."""
+    with ExitStack() as servers:
+
+        def open_one() -> Server:
+            server = Server(Config(broker=broker_url, result_backend="memory://"))
+            servers.callback(server.close)
+            return server
+
+        yield open_one

@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-from machinery_py import Config, MachineryError, Server
+from machinery_py import MachineryError
 from machinery_py.testing.waiting import HANG, wait_until
-
-_numbers = itertools.count(1)
-
-OpenServer = Callable[[], Server]
+from tests.support.fixtures import OpenServer
 
 
-@pytest.fixture
-def open_server(url: str) -> Iterator[OpenServer]:
-    """Opens a Server with connections of its own, as another process would."""
-    opened: list[Server] = []
-
-    def open_one() -> Server:
-        opened.append(Server(Config(broker=url, result_backend="memory://")))
-        return opened[-1]
-
-    yield open_one
-    for server in opened:
-        server.close()
-
-
-class Control:
-    """Tests over each broker, which `url` is of."""
+class TestControl:
+    """Tests over each broker."""
 
     def test_workers_of_another_process_answer(self, open_server: OpenServer) -> None:
         """L32, T01, T05: each that lives answers; one that does not is named."""
@@ -96,33 +76,3 @@ class Control:
 
         assert (answers, answers.missing) == ({}, ("nobody", "deaf"))
         assert asking.control.ping() == {}
-
-
-class TestMemory(Control):
-    @pytest.fixture
-    def url(self) -> str:
-        return f"memory://control-{next(_numbers)}"
-
-
-class TestSQLite(Control):
-    @pytest.fixture
-    def url(self, tmp_path: Path) -> str:
-        return f"sqlite:///{tmp_path}/store.db?synchronous=normal"
-
-
-class TestRedis(Control):
-    @pytest.fixture
-    def url(self, redis_url: str) -> str:
-        return redis_url
-
-
-class TestMongo(Control):
-    @pytest.fixture
-    def url(self, mongodb_url: str) -> str:
-        return mongodb_url
-
-
-class TestAMQP(Control):
-    @pytest.fixture
-    def url(self, amqp_url: str) -> str:
-        return amqp_url

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from machinery_py import Config, Server
 from machinery_py.brokers.topics import TOPIC_LENGTH
 from machinery_py.control.records import EVENTS, FleetEvent
 from machinery_py.control.stream import EventStream
 from machinery_py.events import TaskEvent, TaskSucceeded, WorkerOffline, WorkerOnline
 from machinery_py.registry.task import Task
 from machinery_py.testing.waiting import HANG, wait_until
+from tests.support.fixtures import OpenServer
 from tests.support.proxy import Proxy
 from tests.support.servers import RabbitMQServer, RedisServer, require
-
-_numbers = itertools.count(1)
-
-OpenServer = Callable[[], Server]
 
 
 def until(
@@ -37,22 +31,8 @@ def is_end(event: FleetEvent[Any]) -> bool:
     return isinstance(event.event, TaskSucceeded)
 
 
-@pytest.fixture
-def open_server(url: str) -> Iterator[OpenServer]:
-    """Opens a Server with connections of its own, as another process would."""
-    opened: list[Server] = []
-
-    def open_one() -> Server:
-        opened.append(Server(Config(broker=url, result_backend="memory://")))
-        return opened[-1]
-
-    yield open_one
-    for server in opened:
-        server.close()
-
-
-class Events:
-    """Tests over each broker, which `url` is of."""
+class TestEvents:
+    """Tests over each broker."""
 
     def test_fleet_is_watched_from_another_process_when_it_is_switched_on(
         self, open_server: OpenServer
@@ -118,36 +98,6 @@ def _add(a: int, b: int) -> int:
     return a + b
 
 
-class TestMemory(Events):
-    @pytest.fixture
-    def url(self) -> str:
-        return f"memory://events-{next(_numbers)}"
-
-
-class TestSQLite(Events):
-    @pytest.fixture
-    def url(self, tmp_path: Path) -> str:
-        return f"sqlite:///{tmp_path}/store.db?synchronous=normal"
-
-
-class TestRedis(Events):
-    @pytest.fixture
-    def url(self, redis_url: str) -> str:
-        return redis_url
-
-
-class TestMongo(Events):
-    @pytest.fixture
-    def url(self, mongodb_url: str) -> str:
-        return mongodb_url
-
-
-class TestAMQP(Events):
-    @pytest.fixture
-    def url(self, amqp_url: str) -> str:
-        return amqp_url
-
-
 # Outages
 
 
@@ -188,7 +138,7 @@ class TestRedisRestart:
             yield redis
 
     @pytest.fixture
-    def url(self, redis: RedisServer) -> str:
+    def broker_url(self, redis: RedisServer) -> str:
         return redis.url
 
     def test_events_go_on_after_a_restart_of_the_server(
@@ -204,7 +154,7 @@ class TestAMQPOutage:
             yield proxy
 
     @pytest.fixture
-    def url(self, proxy: Proxy, amqp_url: str) -> str:
+    def broker_url(self, proxy: Proxy, amqp_url: str) -> str:
         return proxy.through(amqp_url)
 
     def test_events_go_on_after_an_outage(self, open_server: OpenServer, proxy: Proxy) -> None:
