@@ -9,7 +9,7 @@ import msgspec
 
 from machinery_py.cli.output import clean, clean_lines, length, note, shorten, to_json
 from machinery_py.control.answers import Pong, ThreadStack
-from machinery_py.control.orders import KINDS
+from machinery_py.control.orders import KINDS, arguments
 from machinery_py.errors import ArgumentError, nearest
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def control(server: Server, args: argparse.Namespace) -> int:
     """Run `machinery control`; 1 if a worker has not answered, or could not do it."""
     name, *words = args.rest
-    kind, given = name.replace("-", "_"), _arguments(name, words)
+    kind, given = _order(name, words)
     workers = server.control.workers(*args.worker, timeout=args.timeout)
     answers = getattr(workers, kind)(**given)
     if answers is None:  # a change, which all have made
@@ -41,29 +41,25 @@ def control(server: Server, args: argparse.Namespace) -> int:
     return 1 if answers.missing or answers.errors or not answers else 0
 
 
-def _arguments(name: str, words: list[str]) -> dict[str, Any]:
-    """Return the arguments of an order by name.
+def _order(name: str, words: list[str]) -> tuple[str, dict[str, Any]]:
+    """Return an order, and its arguments by name.
 
     Raises:
         ArgumentError: there is no such order, or it takes others.
     """
-    known = [kind.replace("_", "-") for kind in KINDS]
+    kind, known = name.replace("-", "_"), [one.replace("_", "-") for one in KINDS]
     if name not in known:
         raise ArgumentError(
             f"no order is called {name!r}{nearest(name, known)} (known: {', '.join(known)})"
         )
-    shape = KINDS[name.replace("-", "_")]
-    fields = shape.__struct_fields__
+    fields = KINDS[kind].__struct_fields__
     if len(words) != len(fields):
         expected = " ".join(field.upper() for field in fields) or "no argument"
         raise ArgumentError(f"order {name!r}: found {len(words)} arguments (expected {expected})")
     given = dict(zip(fields, words, strict=True))
     if "level" in given:
         given["level"] = given["level"].upper()
-    try:
-        return msgspec.structs.asdict(msgspec.convert(given, shape, strict=False))
-    except msgspec.ValidationError as error:
-        raise ArgumentError(f"order {name!r}: {error}") from error
+    return kind, msgspec.structs.asdict(arguments(kind, given, strict=False))
 
 
 def _lines(value: object) -> list[str]:

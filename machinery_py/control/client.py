@@ -14,8 +14,7 @@ import contextlib
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -36,9 +35,11 @@ from machinery_py.control.orders import (
     ANY,
     MOST_NAMES,
     ORDERS,
-    AnswerHead,
+    Answer,
     ControlOrder,
+    arguments,
     decode_answer,
+    decoded,
     matches,
 )
 from machinery_py.errors import MachineryError
@@ -51,23 +52,6 @@ LONGEST = 3600.0  # seconds; a topic keeps nothing for longer
 
 Place = tuple[str, str, int]  # name, host and pid of a worker
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class _Gathered:
-    """The pieces of one worker's answer."""
-
-    head: AnswerHead
-    seconds: float  # until the last of them
-    pieces: dict[int, bytes] = field(default_factory=dict)
-
-    @property
-    def is_whole(self) -> bool:
-        return len(self.pieces) == self.head.pieces
-
-    @property
-    def body(self) -> bytes:
-        return b"".join(self.pieces[number] for number in sorted(self.pieces))
 
 
 class ChosenWorkers:
@@ -146,6 +130,7 @@ class ChosenWorkers:
         """Run so many tasks at a time from now on; what runs goes on.
 
         Raises:
+            ArgumentError: no worker was asked.
             MachineryError: some workers did not do it, or did not answer; the text names them. Done
                 again, it changes nothing where it was done.
         """
@@ -214,7 +199,11 @@ class ChosenWorkers:
     def _ask(self, kind: str, answer: type[T], **args: Any) -> Answers[T]:
         broker, order_id = self._broker(), uuid.uuid4().hex
         order = ControlOrder(
-            id=order_id, kind=kind, to=self._patterns, args=args, clock=self._lamport.forward()
+            id=order_id,
+            kind=kind,
+            to=self._patterns,
+            args=msgspec.structs.asdict(arguments(kind, args)),
+            clock=self._lamport.forward(),
         )
         # Before the order: its answers must find somebody.
         with contextlib.closing(broker.subscribe(order.replies)) as replies:
@@ -223,63 +212,59 @@ class ChosenWorkers:
                 for one in broker.workers()
                 if matches(one.name, self._patterns)
             }
-            gathered: dict[Place, _Gathered] = {}
+            gathered: dict[Place, tuple[Answer, float]] = {}
             if expected:
                 begun = time.monotonic()
                 broker.broadcast(ORDERS, [msgspec.json.encode(order)], ttl=self._timeout)
-                while left := _left(begun + self._timeout, expected, gathered):
+                left = self._timeout
+                while left > 0 and not expected <= gathered.keys():
                     for record in replies.read(left):
                         _take(record, gathered, seconds=time.monotonic() - begun)
+                    left = begun + self._timeout - time.monotonic()
         return self._answers(answer, expected, gathered)
 
     def _answers(
-        self, answer: type[T], expected: Iterable[Place], gathered: dict[Place, _Gathered]
+        self,
+        answer: type[T],
+        expected: set[Place],
+        gathered: Mapping[Place, tuple[Answer, float]],
     ) -> Answers[T]:
         found: dict[str, T] = {}
         errors: dict[str, str] = {}
-        names = Counter(name for name, _, _ in {*expected, *gathered})
+        places = sorted(expected | gathered.keys())
+        names = Counter(name for name, _, _ in places)
         missing = [name for name in self._patterns if ANY not in name and not names[name]]
-        for place in sorted({*expected, *gathered}):
+        for place in places:
             name, host, pid = place
             label = name if names[name] == 1 else f"{name}@{host}:{pid}"
-            one = gathered.get(place)
-            if one is None or not one.is_whole:
+            if place not in gathered:
                 missing.append(label)
                 continue
-            self._lamport.adjust(one.head.clock)
-            if one.head.error:
-                errors[label] = one.head.error
+            one, seconds = gathered[place]
+            self._lamport.adjust(one.clock)
+            if one.error:
+                errors[label] = one.error
                 continue
             try:
-                found[label] = _value(one, answer)
+                found[label] = _value(one, seconds, answer)
             except ValueError as error:  # of another version, or a stranger's
                 errors[label] = f"its answer cannot be read: {error}"
         return Answers(found, missing=missing, errors=errors)
 
 
-def _left(end: float, expected: set[Place], gathered: dict[Place, _Gathered]) -> float:
-    """Return how long to wait for answers that are missing; 0: there are none, or no time."""
-    if all(place in gathered and gathered[place].is_whole for place in expected):
-        return 0.0
-    return max(0.0, end - time.monotonic())
-
-
-def _take(record: bytes, gathered: dict[Place, _Gathered], *, seconds: float) -> None:
+def _take(record: bytes, gathered: dict[Place, tuple[Answer, float]], *, seconds: float) -> None:
     try:
-        head, piece = decode_answer(record)
+        answer = decode_answer(record)
     except ValueError as error:
         logger.debug("a record among the answers of workers is none: %s", error)
-        return
-    one = gathered.setdefault((head.worker, head.host, head.pid), _Gathered(head, seconds))
-    if not one.is_whole and head.pieces == one.head.pieces and head.piece < head.pieces:
-        one.pieces[head.piece] = piece
-        one.seconds = seconds
+    else:
+        gathered.setdefault((answer.worker, answer.host, answer.pid), (answer, seconds))
 
 
-def _value(gathered: _Gathered, answer: type[T]) -> T:
+def _value(one: Answer, seconds: float, answer: type[T]) -> T:
     if answer is Pong:
-        return msgspec.convert({"clock": gathered.head.clock, "seconds": gathered.seconds}, answer)
-    return msgspec.json.decode(gathered.body, type=answer)
+        return msgspec.convert({"clock": one.clock, "seconds": seconds}, answer)
+    return decoded(msgspec.json.Decoder(answer), one.value)
 
 
 class Control:

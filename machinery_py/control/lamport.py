@@ -25,7 +25,7 @@ class Stamp(NamedTuple):
 
 
 class LamportClock:
-    """The logical clock of one application. Any thread may use it."""
+    """The logical clock of one application. Any thread may use it. It stands still at MOST."""
 
     def __init__(self, value: int = 0) -> None:
         if not 0 <= value <= MOST:
@@ -40,7 +40,7 @@ class LamportClock:
     def forward(self) -> int:
         """Count one event, and return its clock."""
         with self._lock:
-            self._value += 1
+            self._value = min(self._value + 1, MOST)
             return self._value
 
     def adjust(self, other: int) -> int:
@@ -50,7 +50,8 @@ class LamportClock:
             other: 0 if it came without one; so counts what cannot be a clock.
         """
         with self._lock:
-            self._value = max(self._value, other if 0 <= other <= MOST else 0) + 1
+            received = other if 0 <= other <= MOST else 0
+            self._value = min(max(self._value, received) + 1, MOST)
             return self._value
 
     def __str__(self) -> str:

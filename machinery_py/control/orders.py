@@ -1,8 +1,8 @@
 """Orders to workers and their answers, as records of topics.
 
-    orders           an ControlOrder as JSON
-    replies.<id>     answers for the caller of one order: AnswerHead as a line of JSON, then a piece
-                     of the value's JSON
+    orders           a ControlOrder as JSON
+    replies.<id>     for the caller of one order, one Answer of each worker as JSON; compressed by
+                     zlib if it is too large for a record
 
 Workers carry out the orders of KINDS and no others: an order names no code, and its arguments are
 checked before anything is done. What cannot be read is ignored: everybody who can write to the
@@ -12,25 +12,29 @@ store can write to a topic.
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from machinery_py.brokers.topics import MAX_RECORD
 from machinery_py.clock import LONGEST
 from machinery_py.control.lamport import MOST
+from machinery_py.errors import ArgumentError
 
 ORDERS = "orders"  # the topic
 ANY = "*"  # in a name: any text
-PIECE = 60_000  # bytes of a value in one record
-MOST_PIECES = 64
+MOST_BYTES = 2**22  # of an answer
 MOST_NAMES = 1000
 MOST_CONCURRENCY = 10_000
 
 Clock = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 Id = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}\\Z")]
 
-_LINE_END = b"\n"
+NOTHING = msgspec.Raw(b"null")
+
+T = TypeVar("T")
 
 
 class NoArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -109,26 +113,40 @@ class ControlOrder(msgspec.Struct, frozen=True, kw_only=True):
         return f"replies.{self.id}"
 
 
-class AnswerHead(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts of an answer, in each of its records.
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's answer.
 
     Attributes:
-        error: why the order was not carried out; "": it was.
         clock: the worker's logical clock.
-        piece, pieces: the number of this record, and of all; from 0.
+        value: what the order has returned, as JSON.
+        error: why it was not carried out; "": it was.
     """
 
     worker: str
     host: str
     pid: int
     clock: Clock = 0
+    value: msgspec.Raw = NOTHING
     error: str = ""
-    piece: Annotated[int, msgspec.Meta(ge=0, lt=MOST_PIECES)] = 0
-    pieces: Annotated[int, msgspec.Meta(ge=1, le=MOST_PIECES)] = 1
 
 
 _order = msgspec.json.Decoder(ControlOrder)
-_head = msgspec.json.Decoder(AnswerHead)
+_answer = msgspec.json.Decoder(Answer)
+
+
+def arguments(kind: str, given: Mapping[str, Any], *, strict: bool = True) -> msgspec.Struct:
+    """Return the arguments of an order.
+
+    Args:
+        strict: False: text is read as the number that it may have to be.
+
+    Raises:
+        ArgumentError: they do not fit.
+    """
+    try:
+        return msgspec.convert(given, KINDS[kind], strict=strict)
+    except ValueError as error:
+        raise ArgumentError(f"order {kind!r}: {error}") from error
 
 
 def decode_order(record: bytes) -> ControlOrder:
@@ -137,32 +155,46 @@ def decode_order(record: bytes) -> ControlOrder:
     Raises:
         ValueError: it is none.
     """
-    return _order.decode(record)
+    return decoded(_order, record)
 
 
-def answer_records(head: AnswerHead, value: object) -> list[bytes]:
-    """Return the records of an answer; in place of too large a value, an error says so."""
-    body = msgspec.json.encode(value)
-    pieces = [body[place : place + PIECE] for place in range(0, len(body), PIECE)]
-    if len(pieces) > MOST_PIECES:
-        error = f"the answer has {len(body):,} bytes (at most {PIECE * MOST_PIECES:,})"
-        return answer_records(msgspec.structs.replace(head, error=error), None)
-    return [
-        msgspec.json.encode(msgspec.structs.replace(head, piece=number, pieces=len(pieces)))
-        + _LINE_END
-        + piece
-        for number, piece in enumerate(pieces)
-    ]
+def encode_answer(answer: Answer) -> bytes:
+    """Return the record of an answer; if it is too large, one whose error says so."""
+    record = msgspec.json.encode(answer)
+    if len(record) <= MAX_RECORD:
+        return record
+    packed = zlib.compress(record)
+    if len(packed) <= MAX_RECORD and len(record) <= MOST_BYTES:
+        return packed
+    error = f"the answer has {len(record):,} bytes, {len(packed):,} compressed (at most "
+    error += f"{MOST_BYTES:,}, {MAX_RECORD:,})"
+    return msgspec.json.encode(msgspec.structs.replace(answer, value=NOTHING, error=error))
 
 
-def decode_answer(record: bytes) -> tuple[AnswerHead, bytes]:
-    """Return the facts of a record, and its piece of the value.
+def decode_answer(record: bytes) -> Answer:
+    """Return the answer of a record.
 
     Raises:
-        ValueError: it is no part of an answer.
+        ValueError: it is none.
     """
-    head, _, piece = record.partition(_LINE_END)
-    return _head.decode(head), piece
+    if not record.startswith(b"{"):
+        try:
+            record = zlib.decompressobj().decompress(record, MOST_BYTES)
+        except zlib.error as error:
+            raise ValueError(str(error)) from error
+    return decoded(_answer, record)
+
+
+def decoded(decoder: msgspec.json.Decoder[T], record: bytes | msgspec.Raw) -> T:
+    """Return what a record holds.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        return decoder.decode(record)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:

@@ -16,15 +16,17 @@ from typing import Any
 import msgspec
 
 from machinery_py.app import Application
-from machinery_py.brokers.topics import MAX_RECORD, Subscription
+from machinery_py.brokers.topics import Subscription
 from machinery_py.connections import proc
 from machinery_py.control.orders import (
     KINDS,
+    NOTHING,
     ORDERS,
-    AnswerHead,
+    Answer,
     ControlOrder,
-    answer_records,
+    arguments,
     decode_order,
+    encode_answer,
     matches,
 )
 from machinery_py.errors import MachineryError
@@ -125,32 +127,28 @@ class Agent:
             return
         self._app.lamport.adjust(order.clock)
         value, problem = self._carried_out(order)
-        head = AnswerHead(
+        answer = Answer(
             worker=self._name,
             host=self._host,
             pid=os.getpid(),
             clock=self._app.lamport.forward(),
+            value=value,
             error=problem,
         )
-        records = answer_records(head, value)
-        assert all(len(one) <= MAX_RECORD for one in records)
         try:
-            self._app.store.broker.broadcast(order.replies, records, ttl=ANSWER_TTL)
+            self._app.store.broker.broadcast(order.replies, [encode_answer(answer)], ttl=ANSWER_TTL)
         except MachineryError as error:
             logger.debug("order %s cannot be answered: %s", order.kind, error)
 
-    def _carried_out(self, order: ControlOrder) -> tuple[object, str]:
+    def _carried_out(self, order: ControlOrder) -> tuple[msgspec.Raw, str]:
         """Carry the order out; return the answer, and why it failed."""
         try:
-            arguments = msgspec.convert(order.args, KINDS[order.kind])
-        except ValueError as error:
-            return None, cut(f"order {order.kind!r}: {error}", MAX_ERROR)
-        try:
-            return msgspec.to_builtins(self._handlers[order.kind](arguments)), ""
+            value = self._handlers[order.kind](arguments(order.kind, order.args))
+            return msgspec.Raw(msgspec.json.encode(value)), ""
         except Exception as error:  # a wrong order must not end the agent
             if not isinstance(error, MachineryError):
                 logger.exception("order %s failed", order.kind)
-            return None, cut(f"order {order.kind!r}: {error}", MAX_ERROR)
+            return NOTHING, cut(str(error), MAX_ERROR)
 
     def _warn(self, text: str) -> None:
         if time.monotonic() >= self._warn_at:

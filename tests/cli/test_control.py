@@ -24,7 +24,7 @@ def test_order_that_cannot_be_given_is_refused_in_words(app: App) -> None:
     unknown = app.run("control", "tasks", "pong", code=2)
     assert "no order is called 'pong'" in unknown.stderr
     wrong = app.run("control", "tasks", "set-concurrency", "many", code=2)
-    assert "order 'set-concurrency': Expected `int`" in wrong.stderr
+    assert "order 'set_concurrency': Expected `int`" in wrong.stderr
     few = app.run("control", "tasks", "set-concurrency", code=2)
     assert "found 0 arguments (expected CONCURRENCY)" in few.stderr
     nobody = app.run("control", "tasks", "ping", "--worker", "gone", "--json", code=1)

@@ -44,6 +44,12 @@ def test_number_that_cannot_be_a_clock_counts_as_none(foreign: int) -> None:
     assert clock.adjust(foreign) == 4
 
 
+def test_clock_stands_still_at_the_greatest_number() -> None:
+    clock = LamportClock(MOST - 1)
+
+    assert (clock.adjust(MOST), clock.forward()) == (MOST, MOST)
+
+
 @given(GRAPHS)
 def test_cause_has_a_smaller_clock_than_its_effect(events: list[tuple[int, int | None]]) -> None:
     """L01, L02, L08: in any graph of messages, without a look at a wall clock."""
