@@ -54,6 +54,7 @@ from machinery_py.tasks.states import FINISHED, Arrival, State, TaskState
 from machinery_py.texts import get_logger
 from machinery_py.worker.admission import ExecutionGuard
 from machinery_py.worker.hooks import WorkerHooks, text_of, traceback_of, type_name_of
+from machinery_py.worker.timer import TimerEntry
 
 logger = get_logger(__name__)
 
@@ -79,6 +80,7 @@ class Execution:
     settings: TaskSettings = _PLAIN  # of the task, or of this call
     session: Session | None = None  # that has the delivery
     context: Context | None = None
+    alarm: TimerEntry | None = None  # of its time limit
     guard: ExecutionGuard | None = None
     phase: State | None = None  # RECEIVED, STARTED: what a mark would say
     queued: bool = False  # a mark for it is on its way to the settler

@@ -7,11 +7,9 @@ with the first coroutine. A process task has a thread, too, which waits for its 
 from __future__ import annotations
 
 import contextlib
-import heapq
-import itertools
+import functools
 import queue
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,16 +18,15 @@ from machinery_py.errors import TimeLimitExceeded
 from machinery_py.events import TaskStarted
 from machinery_py.stores.base import Session
 from machinery_py.texts import get_logger
-from machinery_py.threads import LoopThread
 from machinery_py.worker.event_loop import EventLoopThread
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.interrupts import interrupt, is_boundary
 from machinery_py.worker.processes import ProcessPool
 from machinery_py.worker.runner import Report, run, run_async, run_elsewhere
+from machinery_py.worker.timer import Timer
 
 logger = get_logger(__name__)
 
-SWEEP = 1000  # deadlines that are kept before those of ended tasks are removed
 RETRY = 0.02  # seconds to the next try when a thread must not be interrupted
 END_TIMEOUT = 2.0  # seconds for an idle thread to end
 
@@ -61,7 +58,8 @@ class Executors:
         self._on_done = on_done
         self._on_mark = on_mark
         self._processes = processes or ProcessPool(name)
-        self._limits = TimeLimits(self, name=name)
+        self._limits = Timer(f"{name}-limits")
+        self._limits.start()
         self._queue: queue.SimpleQueue[Execution | None] = queue.SimpleQueue()
         # A queue of tokens is a semaphore that costs a tenth of threading's.
         self._slots: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -214,8 +212,11 @@ class Executors:
     def _report(self, execution: Execution) -> None:
         """Note that it has started, or how far it is."""
         if execution.progress is None and not execution.noted:
-            if execution.time_limit is not None and not execution.in_process:
-                self._limits.watch(execution)
+            limit = execution.settings.time_limit
+            if limit is not None and not execution.in_process:
+                execution.alarm = self._limits.after(
+                    limit, functools.partial(self._time_out, execution, limit)
+                )
             events = execution.app.events
             if TaskStarted in events.wanted:
                 events.emit(TaskStarted(signature=execution.signature, worker=execution.worker))
@@ -235,6 +236,8 @@ class Executors:
 
     def _leave(self, execution: Execution) -> bool:
         """Move it from running to ending; `_report_done` follows. False: it was moved before."""
+        if execution.alarm is not None:
+            execution.alarm.cancel()
         place = id(execution), threading.get_ident()
         self._ending[place] = execution  # first, so that `busy` cannot miss it
         if self._running.pop(id(execution), None) is None:
@@ -245,6 +248,15 @@ class Executors:
     def _report_done(self, execution: Execution) -> None:
         self._on_done(execution)
         del self._ending[id(execution), threading.get_ident()]
+
+    def _time_out(self, execution: Execution, limit: float) -> None:
+        if execution.time_out(limit):
+            self.abandon(execution)
+            self._interrupt_stuck()
+
+    def _interrupt_stuck(self) -> None:
+        if not self.interrupt():
+            self._limits.after(RETRY, self._interrupt_stuck)
 
     def abandon(self, execution: Execution) -> None:
         """Stop waiting for it: its time is up, it is settled, and its own end counts no more."""
@@ -309,7 +321,7 @@ class Executors:
         if self._closed:
             return
         self._closed = True
-        self._limits.close()
+        self._limits.stop()  # without waiting for it: it may be interrupting a task
         self._processes.close()
         for _ in self._threads:
             self._queue.put(None)
@@ -319,66 +331,3 @@ class Executors:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=0.0 if stuck else END_TIMEOUT)
-
-
-class TimeLimits:
-    """Watch over runs with a time limit: a thread sleeps until the next one's time is up.
-
-    It starts with the first of them.
-    """
-
-    def __init__(self, executors: Executors, *, name: str) -> None:
-        self._sweep_at = SWEEP
-        self._executors = executors
-        self._deadlines: list[tuple[float, int, Execution]] = []
-        self._numbers = itertools.count()
-        self._changed = threading.Condition()
-        self._loop = LoopThread(f"{name}-limits", self._work, wake=self._wake)
-        self._has_started = False
-
-    def watch(self, execution: Execution) -> None:
-        """Count the time limit of an execution from now."""
-        limit = execution.time_limit
-        if limit is None:
-            return
-        with self._changed:
-            heapq.heappush(
-                self._deadlines, (time.monotonic() + limit, next(self._numbers), execution)
-            )
-            if len(self._deadlines) >= self._sweep_at:
-                self._sweep()
-            if not self._has_started:
-                self._has_started = True
-                self._loop.start()
-            self._changed.notify()
-
-    def _sweep(self) -> None:
-        """Remove ended tasks: behind one that runs for hours a million others may have ended."""
-        self._deadlines = [one for one in self._deadlines if not one[2].is_over]
-        heapq.heapify(self._deadlines)
-        self._sweep_at = max(SWEEP, 2 * len(self._deadlines))
-
-    def _work(self) -> None:
-        while True:
-            all_told = self._executors.interrupt()
-            with self._changed:
-                while self._deadlines and self._deadlines[0][2].is_over:
-                    heapq.heappop(self._deadlines)
-                if self._loop.is_stopping():
-                    return
-                pause = self._deadlines[0][0] - time.monotonic() if self._deadlines else None
-                if pause is None or pause > 0:
-                    self._changed.wait(pause if all_told else min(pause or RETRY, RETRY))
-                    continue
-                _, _, execution = heapq.heappop(self._deadlines)
-            limit = execution.time_limit
-            if limit is not None and execution.time_out(limit):
-                self._executors.abandon(execution)
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify()
-
-    def close(self) -> None:
-        """End the thread, without waiting for it: it may be interrupting a task."""
-        self._loop.stop()

@@ -11,17 +11,19 @@ from machinery_py.errors import MachineryError
 from machinery_py.revocation import revoked_among
 from machinery_py.stores.base import Session
 from machinery_py.texts import get_logger
-from machinery_py.threads import LoopThread
 from machinery_py.worker.chords import settle_ready_groups
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.go_groups import GoGroupPoller
 from machinery_py.worker.receiver import Receiver
 from machinery_py.worker.settler import Settler
+from machinery_py.worker.timer import Timer
 
 logger = get_logger(__name__)
 
 STALE = 1.0  # seconds a claimed task may wait for a slot before other workers may have it
 LONGEST_SLEEP = 0.5  # seconds; bounds how late a running task is asked to stop
+SHORTEST_SLEEP = 0.02  # seconds between two looks
+AFTER_FAILURE = 1.0  # seconds to the next try when the store could not be tended
 GROUPS_EVERY = 5.0  # seconds between two searches for groups that nobody settled
 
 
@@ -52,34 +54,13 @@ class Maintenance:
         self._groups = groups
         self._on_beat = on_beat
         self.beat_every = app.config.lease / 4
-        self.loop = LoopThread(f"{name}-maintenance", self._work)
-        self._beat_at = 0.0
-        self._tend_at = 0.0
-        self._groups_at = time.monotonic() + GROUPS_EVERY
+        self.timer = Timer(f"{name}-maintenance", on_error=_told)
+        self.timer.every(self.beat_every, self._beat, first=0.0)
+        self.timer.after(0.0, self._tend)
+        self.timer.every(GROUPS_EVERY, self._adopt_groups)
+        self.timer.after(0.0, self._look)
 
-    def _work(self) -> None:
-        while not self.loop.is_stopping():
-            try:
-                self._beat_if_due()
-                self._tend_if_due()
-                self._look_after()
-                if self._groups.due_in() == 0.0 and self._groups.poll():
-                    settle_ready_groups(self._app)
-            except MachineryError as error:
-                logger.debug("maintenance could not be done: %s", error)
-            except Exception:  # the loop must live on, whatever a store or a handler does
-                logger.exception("maintenance failed")
-            now = time.monotonic()
-            pause = min(
-                self._beat_at - now, self._tend_at - now, LONGEST_SLEEP, self._groups.due_in()
-            )
-            self.loop.pause(max(0.02, pause))
-
-    def _beat_if_due(self) -> None:
-        now = time.monotonic()
-        if now < self._beat_at:
-            return
-        self._beat_at = now + self.beat_every
+    def _beat(self) -> None:
         try:
             if not self._session.beat():
                 logger.warning(
@@ -92,15 +73,25 @@ class Maintenance:
         finally:
             self._on_beat()  # alive, whatever the store says
 
-    def _tend_if_due(self) -> None:
-        now = time.monotonic()
-        if now >= self._tend_at:
-            self._tend_at = now + 1.0  # if `tend` fails
-            self._tend_at = time.monotonic() + self._app.store.tend()
-        if now >= self._groups_at:
-            self._groups_at = now + GROUPS_EVERY
-            settle_ready_groups(self._app)
-            self._groups.adopt()
+    def _tend(self) -> None:
+        pause = AFTER_FAILURE
+        try:
+            pause = self._app.store.tend()
+        finally:
+            self.timer.after(pause, self._tend)
+
+    def _adopt_groups(self) -> None:
+        settle_ready_groups(self._app)
+        self._groups.adopt()
+
+    def _look(self) -> None:
+        try:
+            self._look_after()
+            if self._groups.due_in() == 0.0 and self._groups.poll():
+                settle_ready_groups(self._app)
+        finally:
+            pause = min(LONGEST_SLEEP, max(SHORTEST_SLEEP, self._groups.due_in()))
+            self.timer.after(pause, self._look)
 
     def _look_after(self) -> None:
         """Cancel what was lost or revoked while it ran; give back what waits behind long tasks."""
@@ -134,3 +125,11 @@ class Maintenance:
                 execution.context is not None and execution.context.cancelled
             ):
                 self._executors.cancel(execution)
+
+
+def _told(error: BaseException) -> None:
+    """Log what went wrong; it is done again at its next time."""
+    if isinstance(error, MachineryError):
+        logger.debug("maintenance could not be done: %s", error)
+    else:
+        logger.error("maintenance failed", exc_info=error)

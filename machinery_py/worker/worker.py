@@ -342,7 +342,7 @@ class Worker:
         app.publisher.catch_up()
         app.events.emit(WorkerOnline(worker=self.name))
         self._settler.start(self._receiver.settled, self._receiver.reported)
-        self._maintenance.loop.start()
+        self._maintenance.timer.start()
         self._receiver.loop.start()
         self._agent.start(self._steering().handlers())
         if self._declared is not None:
@@ -412,8 +412,8 @@ class Worker:
                 )
             if not self._settler.close(timeout=max(5.0, self.shutdown_timeout)):
                 logger.error("some results could not be stored; their tasks will run again")
-            self._maintenance.loop.stop()
-            self._maintenance.loop.join(LOOP_WAIT)
+            self._maintenance.timer.stop()
+            self._maintenance.timer.join(LOOP_WAIT)
             if self._scheduler is not None:
                 self._scheduler.join(LOOP_WAIT)
             self._executors.close()

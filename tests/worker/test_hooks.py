@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,8 +29,6 @@ from machinery_py.brokers.base import Message
 from machinery_py.events import TaskStarted
 from machinery_py.tasks.context import RUNNING
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.worker import executors
-from machinery_py.worker.executors import Executors, TimeLimits
 from machinery_py.worker.worker import Worker
 
 SLOTS = 2
@@ -308,30 +305,6 @@ def test_a_task_is_interrupted_in_code_that_another_task_calls(
         outer.send().get(timeout=HANG)
     assert ended.wait(HANG)
     has_all_slots(server)
-
-
-class Ended:
-    """An execution with an hour of time that has ended."""
-
-    is_over = True
-    time_limit = 3600.0
-
-
-def test_deadlines_of_ended_tasks_are_dropped() -> None:
-    class Running(Ended):
-        is_over = False
-
-    session: Any = SimpleNamespace(consumer=None)
-    watch = TimeLimits(
-        Executors(1, session, name="test", on_done=leave, on_mark=leave), name="test"
-    )
-    try:
-        watch.watch(Running())  # type: ignore[arg-type]  # what it looks at of an Execution
-        for _ in range(10 * executors.SWEEP):
-            watch.watch(Ended())  # type: ignore[arg-type]
-        assert len(watch._deadlines) <= executors.SWEEP
-    finally:
-        watch.close()
 
 
 # Chords
