@@ -86,7 +86,7 @@ HOSTILE = (
 def test_hostile_orders_are_ignored_and_told_once_a_minute(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """T30: who writes to the topic cannot end, slow or lead astray a worker."""
+    """Who writes to the topic cannot end, slow or lead astray a worker."""
     with server.new_worker("ada", 1), caplog.at_level(logging.WARNING):
         assert [one.clock for one in answered(server, *HOSTILE)] == [MOST]
         assert [one.worker for one in answered(server, order(to=["a*"]))] == ["ada"]
@@ -308,3 +308,17 @@ def test_timeout_that_makes_no_sense_is_refused(server: Server) -> None:
     for timeout in (0.0, -1.0, float("nan"), 1e9):
         with pytest.raises(ValueError, match="timeout: found"):
             server.control.workers(timeout=timeout)
+
+
+def test_order_and_answer_carry_the_clocks_of_their_processes() -> None:
+    """L05, L12, L13: an answer that names no clock counts as 0."""
+    own, asking = Server("memory://clocks"), Server("memory://clocks")
+    with contextlib.closing(own), contextlib.closing(asking), own.new_worker("ada", 1):
+        asking.app.lamport.adjust(100)
+        pong = asking.control.ping(timeout=HANG)["ada"]
+        assert 101 < pong.clock == own.app.lamport.value < asking.app.lamport.value
+
+        own.app.lamport.adjust(1000)
+        assert asking.control.ping(timeout=HANG)["ada"].clock < asking.app.lamport.value
+
+    assert decode_answer(b'{"worker": "eve", "host": "h", "pid": 1}').clock == 0

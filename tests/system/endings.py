@@ -6,6 +6,7 @@ other task queues do.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -235,6 +236,8 @@ ENDINGS = (
 )
 
 
+#: Rows that a setting answers; the names of the tests have them.
+NUMBERS = {"letter": "F68-M68 letter", "early": "F64 early", "late": "F65 late"}
 #: Tests that hold the other rows of the checklist.
 TESTS = {
     "F36": "test_retry_may_change_queue_arguments_and_moment",
@@ -274,6 +277,13 @@ OTHERWISE = {
 }
 #: All of them: "F32" to "F72", "F85" to "F89", and two more.
 CHECKLIST = {f"F{n}" for n in (*range(32, 73), *range(85, 90))} | {"X04", "M68"}
+
+
+def answered() -> set[str]:
+    """Return the numbers that have a test or an answer."""
+    played = {number for one in ENDINGS for number in one.numbers.split("-")} - {""}
+    played |= {number for text in NUMBERS.values() for number in re.findall(r"[FMX]\d\d", text)}
+    return played | set(TESTS) | set(OTHERWISE)
 
 
 def differing() -> list[tuple[Ending, str]]:

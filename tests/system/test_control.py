@@ -16,7 +16,7 @@ class TestControl:
     """Tests over each broker."""
 
     def test_workers_of_another_process_answer(self, open_server: OpenServer) -> None:
-        """L32, T01, T05: each that lives answers; one that does not is named."""
+        """L14, L28: each that lives answers; one that does not is named."""
         own, asking, gate = open_server(), open_server(), threading.Event()
         wait = own.register_task("wait", lambda: gate.wait(HANG))
         with own.new_worker("ada", 1) as ada, own.new_worker("bob-1", 3, queues=["other"]):
@@ -41,7 +41,7 @@ class TestControl:
                 gate.set()
 
     def test_worker_is_changed_while_it_runs(self, open_server: OpenServer) -> None:
-        """T06, T08, T09: concurrency and queues, from another process."""
+        """Concurrency and queues, from another process."""
         own, asking, gate = open_server(), open_server(), threading.Event()
         wait = own.register_task("wait", lambda: gate.wait(HANG))
         with own.new_worker("ada", 1) as ada:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import os
 import pathlib
-import re
 import signal
 import subprocess
 import sys
@@ -21,22 +20,12 @@ import pytest
 from machinery_py import AsyncResult, Server, Signature
 from machinery_py.testing.waiting import wait_until
 from tests.system import ending_app
-from tests.system.endings import (
-    CHECKLIST,
-    ENDINGS,
-    OTHERWISE,
-    SETTINGS,
-    STRIKES,
-    TESTS,
-    Ending,
-    differing,
-)
+from tests.system.endings import ENDINGS, NUMBERS, SETTINGS, STRIKES, Ending, differing
 
 ROOT = pathlib.Path(__file__).parents[2]
 APP = "tests.system.ending_app"
 POOLS = ["thread", "process"]
 STORES = ["sqlite", "redis", "cluster", "mongodb", "amqp and redis"]
-NUMBERS = {"letter": "F68-M68 letter", "early": "F64 early", "late": "F65 late"}
 FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
 ROWS = list(itertools.product(ENDINGS, SETTINGS)) if FULL else differing()
 TOGETHER = ["-c", str(len(SETTINGS) if FULL else 3)]  # all "stop" at a time
@@ -196,16 +185,3 @@ def test_each_ending_under_each_setting(place: Place, ending: Ending, setting: s
     found = (state.state, state.error_type, place.calls(result.uuid))
     assert found == ending.state_with(setting)
     assert place.letters(result.uuid) == ([letter] if letter else [])
-
-
-def test_every_row_of_the_checklist_has_a_test_or_an_answer() -> None:
-    code = "".join(
-        path.read_text(encoding="utf-8")
-        for folder in ("tests", "machinery_py/testing")
-        for path in (ROOT / folder).rglob("*.py")
-    )
-    played = {number for one in ENDINGS for number in one.numbers.split("-")}
-    played |= {number for text in NUMBERS.values() for number in re.findall(r"[FMX]\d\d", text)}
-
-    assert played - {""} | set(TESTS) | set(OTHERWISE) == CHECKLIST
-    assert [name for name in TESTS.values() if f"def {name}(" not in code] == []

@@ -1,0 +1,355 @@
+"""What Celery's clock, control, timer and heartbeats do, and what answers it here.
+
+docs/explanation/celery.md is drawn from it. The numbers are those of the checklist of what other
+task queues do. Each is answered by tests, or otherwise with the reason; `test_checklist.py` asks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """One mechanism.
+
+    Attributes:
+        numbers: of the checklist.
+        celery: what Celery does.
+        here: what is done here; "": the number is among the open ones.
+        tests: that hold it.
+        is_otherwise: the answer is another one than Celery's; `here` says why.
+    """
+
+    numbers: str
+    celery: str
+    here: str = ""
+    tests: str = ""
+    is_otherwise: bool = False
+
+
+CLOCK = (
+    Row(
+        "L01 L02",
+        "events are ordered by cause, since wall clocks differ",
+        "the same; `at` is for people, `clock` for the order",
+        "test_cause_comes_before_effect_whatever_the_clocks_of_hosts_say "
+        "test_cause_has_a_smaller_clock_than_its_effect",
+    ),
+    Row(
+        "L03 L07",
+        "local event and send: +1; receipt: max(own, received) + 1",
+        "`forward()` and `adjust(other)`",
+        "test_receipt_is_later_than_both_clocks",
+    ),
+    Row(
+        "L04 L10",
+        "the clock starts at 0; small public class",
+        "`LamportClock`; a new process takes up the clock of the fleet, where the store keeps it",
+        "test_clock_starts_at_zero_or_at_a_value_and_counts_events "
+        "test_new_process_takes_up_the_clock_of_the_fleet",
+    ),
+    Row(
+        "L05",
+        "`inspect clock`",
+        "each `Pong` of `ping()` has it",
+        "test_order_and_answer_carry_the_clocks_of_their_processes",
+    ),
+    Row(
+        "L06",
+        "a message carries the clock",
+        "header `machinery_clock`, while events are on",
+        "test_message_has_the_clock_of_its_sending_while_events_are_on",
+    ),
+    Row(
+        "L08",
+        "the converse need not hold",
+        "the same, over random graphs of messages",
+        "test_cause_has_a_smaller_clock_than_its_effect",
+    ),
+    Row(
+        "L09",
+        "equal clocks: the node's name decides",
+        "`event.stamp` is (clock, worker)",
+        "test_stamps_have_one_order_by_clock_then_worker "
+        "test_events_that_come_together_are_in_the_order_of_their_stamps",
+    ),
+    Row("L11", "safe from any thread", "the same", "test_threads_lose_no_count"),
+    Row(
+        "L16",
+        "one clock for control and events of an app",
+        "one for each `Server`",
+        "test_order_and_answer_carry_the_clocks_of_their_processes "
+        "test_cause_comes_before_effect_whatever_the_clocks_of_hosts_say",
+    ),
+    Row(
+        "L17",
+        "each event is stamped",
+        "the same",
+        "test_stream_tells_what_happens_in_other_processes",
+    ),
+    Row(
+        "L18",
+        "blind events have no clock",
+        "there are none: without a clock an event has no place in the order. What nobody wants is "
+        "not made, and counts nothing",
+        "test_nothing_is_made_while_events_are_off",
+        is_otherwise=True,
+    ),
+    Row(
+        "L19",
+        "an event has type, host, process, UTC offset",
+        "kind, host, pid, worker, clock; its time is in UTC, so there is no offset",
+        "test_stream_tells_what_happens_in_other_processes",
+    ),
+    Row(
+        "L20",
+        "routing keys, to subscribe to `task.*`",
+        "a stream names classes, or a base for all below it. All are on one topic: that keeps one "
+        "order, and a batch is one call",
+        "test_stream_of_some_kinds_leaves_the_others_out",
+        is_otherwise=True,
+    ),
+    Row(
+        "L21",
+        "a lock around each publish",
+        "emitters put events into a queue, one thread sends them",
+        "test_events_of_many_threads_keep_their_form_and_have_a_clock_each",
+    ),
+)
+
+CONTROL = (
+    Row(
+        "L12 L13",
+        "replies carry ticket and clock; the asker's clock follows",
+        "the id of an order names the topic of its answers; order and answer carry the clock",
+        "test_order_and_answer_carry_the_clocks_of_their_processes",
+    ),
+    Row(
+        "L14",
+        "collect: limit, timeout (1 s), callback, accepted types",
+        "a call ends when all known workers have answered, after 2 s at most, and returns a dict: "
+        "nobody has to know a limit. Answers are JSON only",
+        "test_workers_of_another_process_answer test_worker_that_does_not_answer_is_named_in_time",
+        is_otherwise=True,
+    ),
+    Row(
+        "L15",
+        "the publish of a reply is retried",
+        "an answer is sent once: its caller may be gone. Who has not answered is in `missing`, and "
+        "every order may be repeated. After an outage workers hear orders again",
+        "test_worker_that_does_not_answer_is_named_in_time "
+        "test_worker_starts_when_it_cannot_subscribe_to_orders "
+        "test_subscription_goes_on_when_its_connection_is_lost "
+        "test_exchange_that_was_deleted_is_declared_again",
+        is_otherwise=True,
+    ),
+    Row(
+        "L28",
+        "destination, pattern, limit, timeout, callback; one destination: the bare answer",
+        "names, `*` in them, timeout; always a dict by worker, so that code has one case",
+        "test_star_in_a_name_stands_for_any_text test_workers_of_one_name_are_told_apart "
+        "test_workers_of_another_process_answer",
+        is_otherwise=True,
+    ),
+    Row(
+        "L22 L23 L24 L26 L27",
+        "mingle: at each start a worker asks its neighbours, for 1 s; on AMQP and Redis; needs "
+        "the events step; without neighbours it says so",
+        "no [mingle](#why-there-is-no-mingle): a worker asks its store, on every store, also after "
+        "an outage, and with events off. It starts without a wait",
+        "test_revoked_task_is_never_started",
+        is_otherwise=True,
+    ),
+    Row(
+        "L25 L29",
+        "mingle: both sides merge their revocations, and take over the clock",
+        "a revocation is in the store, where all workers see it, those that run and those that "
+        "start later; the clock is on a topic",
+        "test_revoked_task_is_remembered test_revoked_task_is_never_started "
+        "test_one_of_revoking_and_beginning_wins test_new_process_takes_up_the_clock_of_the_fleet",
+        is_otherwise=True,
+    ),
+    Row(
+        "L30",
+        "a worker keeps 50,000 revocations, each for 3 h",
+        "the store keeps each until three days after its message came, and for a year after its "
+        "ETA if it never comes. Nothing pushes one out: its task would run",
+        "test_revocation_is_forgotten_days_after_its_message_came "
+        "test_revoked_task_due_days_later_does_not_run "
+        "test_a_revoked_task_is_not_run_after_weeks_in_a_paused_queue",
+        is_otherwise=True,
+    ),
+    Row(
+        "L31",
+        "a revoked or expired task is dropped and acked; state REVOKED",
+        "the same; the state is FAILURE with the type `Revoked` or `Expired`, since Go has six "
+        "states. Error callbacks are sent, and chords end",
+        "test_revoked_task_that_only_its_worker_can_end_is_told_by_it "
+        "test_expired_task_is_not_started test_revoked_member_fails_its_chord_at_once",
+    ),
+    Row(
+        "L32",
+        "a restarting worker must not run what others did, or what was revoked",
+        "the same: a redelivery of a finished run is not called; revocations survive when all "
+        "workers are stopped",
+        "test_a_revoked_task_is_never_started test_killed_worker_loses_and_doubles_nothing "
+        "test_a_revocation_that_was_cut_off_is_finished_by_the_worker",
+    ),
+)
+
+WORKER = (
+    Row("T01 T02 T03", "bootsteps: parts in the order of their dependencies, and the user's own"),
+    Row(
+        "T04",
+        "`--statedb`: revocations in a file of the worker",
+        "in the store, for all workers",
+        "test_a_revoked_task_is_never_started",
+    ),
+    Row(
+        "T05",
+        "`--autoscale 10,2`",
+        "`--autoscale 2,10`: doubled when a task has waited for 0.5 s, down after 30 s",
+        "test_worker_grows_to_the_need_at_once_when_tasks_wait "
+        "test_it_shrinks_to_the_most_that_was_held_within_thirty_seconds",
+    ),
+    Row(
+        "T06",
+        "`-B`: beat inside of one worker",
+        "each worker has a scheduler, and each tick is sent once",
+        "test_worker_sends_schedules_and_keeps_pauses_over_a_restart "
+        "test_ten_schedulers_send_each_tick_once",
+    ),
+    Row("T07 T08 T14", "a timer of the event loop, or of the pool; its class is a setting"),
+    Row(
+        "T09",
+        "connection, channel and transport are separate",
+        "the worker knows no store by name; each store passes the same suites",
+        "test_imports_go_down_only test_no_store_imports_another_store",
+    ),
+    Row(
+        "T10",
+        "Redis and AMQP work without threads, in the event loop",
+        "a worker has one thread for each job that waits (claims, commits, beats, orders, ticks). "
+        "An idle one sleeps in a call to its store. The worker has no loop of its own that a task "
+        "or a callback could hold up",
+        is_otherwise=True,
+    ),
+    Row("T11", "rate limits of each worker, on its timer"),
+    Row(
+        "T12",
+        "Redis: restore each 10 s, health checks of connections",
+        "each call to a store has a timeout (`publish_timeout`, 5 s); RabbitMQ: two heartbeats "
+        "(10 s). Tasks of lost workers are looked for each quarter of a lease (2.5 s) at least",
+        "test_a_fault_loses_nothing_and_doubles_nothing "
+        "test_the_tasks_of_a_killed_worker_run_again_at_once",
+    ),
+    Row(
+        "T13",
+        "timers of gevent and eventlet",
+        "no pool of greenlets: `async def` tasks share one loop, and threads wait side by side, "
+        "without patched modules",
+        "test_functions_and_coroutines_run_in_one_worker",
+        is_otherwise=True,
+    ),
+    Row(
+        "T15 T16 T17 T18 T19 T20 T21 T22 T23 T24 T25",
+        "the schedule behind the timers: heap, cancelling, repeating, errors, monotonic time",
+    ),
+    Row(
+        "T26 T27 T29",
+        "hub: one event loop that user code can add sockets to; `run_once`, `run_forever`",
+        "no hub. A source of its own is a thread of the program, or a coroutine; an embedded "
+        "worker has `start`, `stop`, `launch` and `burst`, and tests `drain`",
+        "test_quit_ends_a_started_worker_after_its_tasks "
+        "test_a_burst_that_was_started_ends_by_itself test_nothing_runs_by_itself",
+        is_otherwise=True,
+    ),
+    Row("T28 T30", "a busy timer cannot hold up sockets; messages beside a timer"),
+    Row("T31 T32 T33 T34 T35", "the timer's thread: its wake-up, its end, its failure"),
+    Row(
+        "T36",
+        "`--without-heartbeat`, `--heartbeat-interval`",
+        "events are off unless `-E`, the setting or an order switches them on. The beat itself is "
+        "the lease's and cannot be off: each `lease` / 4",
+        "test_events_of_a_worker_are_printed_as_text_and_as_json "
+        "test_nothing_is_made_while_events_are_off",
+        is_otherwise=True,
+    ),
+    Row(
+        "T37",
+        "it is not AMQP's heartbeat",
+        "settings `lease`, and `heartbeat` of the URL",
+        "test_the_defaults_need_no_server test_an_amqp_url_is_gos "
+        "test_f63_heartbeats_do_not_wait_for_users_of_the_broker",
+    ),
+    Row(
+        "T38",
+        "a heartbeat each 2 s",
+        "each 2.5 s, a quarter of the lease; `WorkerHeartbeat.interval` says it",
+        "test_worker_tells_its_end_once_and_beats_until_then",
+        is_otherwise=True,
+    ),
+    Row(
+        "T39",
+        "`worker-online` at the start",
+        "`WorkerOnline`, before the first claim",
+        "test_stream_tells_what_happens_in_other_processes test_the_life_of_a_worker_is_told",
+    ),
+    Row(
+        "T40 T41 T45",
+        "`worker-heartbeat`, then `worker-offline` once; stopping twice is harmless",
+        "`WorkerHeartbeat`, `WorkerOffline`: the same",
+        "test_worker_tells_its_end_once_and_beats_until_then",
+    ),
+    Row(
+        "T42",
+        "nothing is sent while events are off",
+        "nothing is made either: no record, no thread, no header",
+        "test_nothing_is_made_while_events_are_off",
+    ),
+    Row(
+        "T43",
+        "active, processed, load, version, system",
+        "the same, and the events that were lost",
+        "test_worker_tells_its_end_once_and_beats_until_then "
+        "test_stream_tells_what_happens_in_other_processes",
+    ),
+    Row(
+        "T44",
+        "signal `heartbeat_sent`",
+        "`server.events.subscribe(WorkerHeartbeat, hook)`",
+        "test_worker_tells_its_end_once_and_beats_until_then",
+    ),
+    Row(
+        "T46",
+        "missed heartbeats: the worker is offline",
+        "the same after three intervals, and its tasks run elsewhere when its lease is over",
+        "test_worker_is_alive_until_three_heartbeats_are_missed "
+        "test_top_shows_stalled_and_lost_workers_and_a_broker_that_is_away "
+        "test_the_tasks_of_a_killed_worker_run_again_at_once",
+    ),
+    Row(
+        "T47",
+        "heartbeats go on while the pool is busy, and while the worker stops",
+        "the same. A task that holds the interpreter stops the events of its process; its keeper "
+        "beats in the store, so it loses no task and is shown as stalled. RabbitMQ sees the "
+        'connection alone: `pool="process"`',
+        "test_worker_tells_its_end_once_and_beats_until_then "
+        "test_task_that_holds_the_interpreter_runs_once",
+    ),
+)
+
+ROWS = (*CLOCK, *CONTROL, *WORKER)
+CHECKLIST = {f"L{n:02}" for n in range(1, 33)} | {f"T{n:02}" for n in range(1, 48)}
+
+
+def table(rows: tuple[Row, ...]) -> str:
+    """Return rows as a table of the page."""
+    lines = ["| | Celery | here | tests |", "|---|---|---|---|"]
+    for row in rows:
+        here = f"**Otherwise:** {row.here}" if row.is_otherwise else row.here
+        here = here or f"to come [{row.numbers}]"
+        tests = ", ".join(f"`{name}`" for name in row.tests.split()) or "–"
+        lines.append(f"| {row.numbers.replace(' ', ', ')} | {row.celery} | {here} | {tests} |")
+    return "\n".join(lines)
