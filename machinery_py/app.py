@@ -24,11 +24,13 @@ from machinery_py.errors import (
     NameRefused,
     PublishRefused,
     PublishUnknown,
+    Unsupported,
 )
 from machinery_py.events import EventBus, TaskSent
 from machinery_py.locks.named import LockKeeper
 from machinery_py.names import check_call, check_message, check_uuid, is_made
 from machinery_py.registry.hooks import Hooks
+from machinery_py.registry.options import TaskSettings, settings_of_call
 from machinery_py.registry.outcomes import ALONE, Arrived, Failed, FollowUp, failing, follow_up
 from machinery_py.registry.registry import Registry
 from machinery_py.stores.base import Refusal, Store, Submission
@@ -61,6 +63,7 @@ TRACE_CONTEXT = frozenset({"traceparent", "tracestate", "baggage"})  # headers o
 OURS = "machinery_"  # how the headers of tasks/signature.py begin
 STEP_FAILED = "ChainStepFailed"  # the error type of a last task that never ran
 
+_PLAIN = TaskSettings()
 FIRST_PAUSE = 0.05  # seconds until a submission is repeated
 
 
@@ -301,8 +304,9 @@ class Application:
         """Publish; `awaited` as for `outgoing`.
 
         Raises:
-            ArgumentError, PublishRefused, PublishUnknown: as Server.send_task.
+            ArgumentError, PublishRefused, PublishUnknown, Unsupported: as Server.send_task.
         """
+        self.check_lives((*signatures, *awaited))
         out = self.outgoing(signatures, groups, awaited)
         if not out.messages:
             return
@@ -318,6 +322,23 @@ class Application:
             raise
         if TaskSent in self.events.wanted:
             self.report_sent(out.signatures)
+
+    def check_lives(self, signatures: Sequence[Signature[Any]]) -> None:
+        """Check how long the results of these calls are to be kept.
+
+        Raises:
+            Unsupported: that is longer than the backend can.
+        """
+        features, most = self.store.backend.features, self.config.results_expire_in
+        for one in () if features.keeps_longer else signatures:
+            task = self.registry.find(one.name)
+            settings = _PLAIN if task is None else task.settings
+            life = settings_of_call(settings, one.headers).result_expires
+            if life is not None and life > most:
+                raise Unsupported(
+                    f"{one.name}: result_expires={life:g} (the {features.name} backend keeps no "
+                    f"result for longer than results_expire_in, {most} s)"
+                )
 
     def report_sent(self, signatures: Sequence[Signature[Any]]) -> None:
         """Emit the events of signatures that have been published."""
@@ -382,6 +403,7 @@ def pending(signature: Signature[Any], now: dt.datetime) -> TaskState:
         or signature.on_error
         or signature.chord_callback is not None
     )
+    settings = settings_of_call(_PLAIN, signature.headers) if signature.headers else _PLAIN
     return TaskState(
         task_uuid=signature.uuid,
         task_name=signature.name,
@@ -392,6 +414,7 @@ def pending(signature: Signature[Any], now: dt.datetime) -> TaskState:
         queue=signature.routing_key,
         eta=signature.eta,
         message=failing(signature) if has_more else ALONE,
+        keep_for=settings.result_expires,
     )
 
 

@@ -127,6 +127,7 @@ def end_unheld(
         run=state.run,
         attempt=state.attempt,
         queue=state.queue,
+        keep_for=state.keep_for,
     )
     firing = Firing(
         task_uuid="" if group_uuid else signature.uuid,

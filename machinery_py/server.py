@@ -221,6 +221,7 @@ class Server:
 
         Raises:
             ArgumentError: something in it cannot be sent, or its worker would refuse it.
+            Unsupported: the result backend cannot keep its result for as long as it says.
             DuplicateTask: it is unique with on_duplicate="reject", and another call holds its key.
             PublishRefused (BrokerUnavailable): nothing was stored.
             PublishUnknown: it may have been stored.

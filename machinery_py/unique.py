@@ -60,6 +60,7 @@ def send_unique(
         Unsupported: the result backend keeps no keys.
         ArgumentError, PublishRefused, PublishUnknown: as Server.send_task.
     """
+    app.check_lives((signature,))
     sending = _Sending(app, task, app.completed(signature))
     try:
         duplicate = app.patiently(sending.attempt)

@@ -36,6 +36,7 @@ class BackendFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     conditional: bool = True  # a change can depend on the epoch: no task completes twice
     keeps: bool = True  # False: the null backend
     keeps_unfinished: bool = True  # what is not finished does not expire
+    keeps_longer: bool = True  # a call's result can be kept for longer than all others
     foreign: bool = False  # Go programs may change the states in it
     claims: bool = False  # it keeps the keys of unique tasks
     forgets: bool = False  # anything stored may be lost at any time: see its documentation

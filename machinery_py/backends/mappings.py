@@ -293,7 +293,7 @@ class MappingBackend(TransactionalBackend):
                 if changed_at > before:
                     break
                 state = tables.rows[uuid].state
-                if (state is None or state.is_finished) and uuid not in awaited:
+                if (state is None or self._has_lapsed(uuid, state)) and uuid not in awaited:
                     self.purge_state(uuid)
             for name, group in list(tables.groups.items()):
                 if group.touched_at <= before and not group.ready and self._is_forsaken(group):
@@ -302,10 +302,13 @@ class MappingBackend(TransactionalBackend):
 
     def _is_over(self, uuid: str, state: TaskState | None) -> bool:
         """Whether it has expired, and only no sweep has come yet."""
-        if state is None or not state.is_finished:
+        if state is None or not self._has_lapsed(uuid, state):
             return False
-        before = self.now() - dt.timedelta(seconds=self.expire_in)
-        return self._tables.changed_at[uuid] <= before and uuid not in self._awaited()
+        return uuid not in self._awaited()
+
+    def _has_lapsed(self, uuid: str, state: TaskState) -> bool:
+        life = dt.timedelta(seconds=state.life(self.expire_in))
+        return state.is_finished and self._tables.changed_at[uuid] + life <= self.now()
 
     def _awaited(self) -> set[str]:
         """Members whose results a chord will want, at most a week after the last one came in."""

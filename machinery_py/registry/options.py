@@ -25,6 +25,7 @@ from machinery_py.tasks.signature import (
     HEADER_IGNORE_RESULT,
     HEADER_KILL_AFTER,
     HEADER_ON_DUPLICATE,
+    HEADER_RESULT_EXPIRES,
     HEADER_TIME_LIMIT,
     LONGEST,
     UNLIMITED,
@@ -46,6 +47,8 @@ class CallOptions(TypedDict, total=False):
         task is killed; by default 5.
     ignore_result: keep no results, only the state; callbacks, the next step and a chord's callback
         get them all the same.
+    result_expires: seconds (or a timedelta) for which its end is kept, its results with it; None,
+        and by default: the setting results_expire_in.
     on_duplicate: "join" (the default), "reject" or "replace": what a call does whose key is held.
     """
 
@@ -55,6 +58,7 @@ class CallOptions(TypedDict, total=False):
     time_limit: Length | None
     kill_after: Length
     ignore_result: bool
+    result_expires: Length | None
     on_duplicate: Literal["join", "reject", "replace"]
 
 
@@ -68,8 +72,6 @@ class SendOptions(CallOptions, total=False):
     headers: strings that travel with the task.
     uuid: used in place of a random one.
     unique: as in TaskOptions, with a text as the key.
-
-    How long a result is kept is no option: each store has one rule for all (`results_expire_in`).
     """
 
     delay: Length
@@ -131,6 +133,7 @@ class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
     time_limit: float | None = None
     kill_after: float | None = None
     ignore_result: bool = False
+    result_expires: float | None = None
     on_duplicate: str = "join"
     backoff: Backoff = "fibonacci"
     retry_on: tuple[type[BaseException], ...] | None = None
@@ -182,6 +185,7 @@ _FOR_WORKER = {
     "time_limit": HEADER_TIME_LIMIT,
     "kill_after": HEADER_KILL_AFTER,
     "ignore_result": HEADER_IGNORE_RESULT,
+    "result_expires": HEADER_RESULT_EXPIRES,
 }
 _HEADERS = {
     **_FOR_WORKER,
@@ -236,6 +240,7 @@ _NUMBERS = {
     "retries": (0, UNLIMITED, f"a whole number, 0 to {UNLIMITED}, or None"),
     "time_limit": _LIMIT,
     "kill_after": (0.0, LONGEST_RUN, "seconds or a timedelta, at most 100 years"),
+    "result_expires": _LIMIT,
     "unique_for": _LIMIT,
     "exclusive_timeout": _LIMIT,
     "delay": _LATER,
@@ -273,7 +278,8 @@ def _misfit(option: str, value: Any) -> str:
     elif option in _NUMBERS:
         least, most, expected = _NUMBERS[option]
         kinds = (int, float, dt.timedelta) if isinstance(least, float) else int
-        fits = isinstance(value, kinds) and least <= _seconds(value) <= most
+        is_number = isinstance(value, kinds) and not isinstance(value, bool)
+        fits = is_number and least <= _seconds(value) <= most
     elif option in _ERRORS:
         fits = all(
             isinstance(one, type) and issubclass(one, BaseException) for one in _tuple(value)
@@ -324,7 +330,7 @@ _TRANSLATED = {
     "link": "(signature.then)",
     "link_error": "(signature.catch)",
     "on_success": "(signature.then)",
-    "result_ttl": "(the setting results_expire_in)",
+    "result_ttl": "result_expires",
     "args": "(the arguments of send)",
     "kwargs": "(the arguments of send)",
 }

@@ -27,6 +27,7 @@ HEADER_POSTPONED = "machinery_postponed"  # how many runs ended in RetryTaskLate
 HEADER_TIME_LIMIT = "machinery_time_limit"  # of this call, in seconds; "null": none
 HEADER_KILL_AFTER = "machinery_kill_after"  # of this call, in seconds
 HEADER_IGNORE_RESULT = "machinery_ignore_result"  # of this call: "true" or "false"
+HEADER_RESULT_EXPIRES = "machinery_result_expires"  # of this call, in seconds; "null": the setting
 HEADER_EXPIRES = "machinery_expires"  # unix seconds; not started after that
 HEADER_DELAY = "machinery_delay"  # of what is not sent yet: seconds from the sending to its ETA
 HEADER_EXPIRES_IN = "machinery_expires_in"  # unsent: seconds from sending to expiry

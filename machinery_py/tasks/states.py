@@ -109,6 +109,7 @@ class TaskState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         message: of a failed task, the signature of its last try, to look at and to send again; of
             a waiting task, what its failure would take along (`outcomes.failing`).
         notes_json: `notes` as they are kept.
+        keep_for: seconds that a finished state is kept; None: as long as the store keeps others.
     """
 
     task_uuid: str
@@ -131,10 +132,15 @@ class TaskState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     worker: str = ""
     message: bytes = b""
     notes_json: str = ""
+    keep_for: float | None = None
 
     @property
     def is_finished(self) -> bool:
         return self.state is _OK or self.state is _F
+
+    def life(self, expire_in: float) -> float:
+        """Return the seconds that it is kept once finished; others are kept for `expire_in`."""
+        return expire_in if self.keep_for is None else self.keep_for
 
     @property
     def notes(self) -> dict[str, Any]:

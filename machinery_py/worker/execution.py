@@ -119,9 +119,8 @@ class Execution:
     def take(self, task: Task[..., Any] | None) -> None:
         """Let it be a run of this task, with the settings of this call."""
         self.task = task
-        if task is not None:
-            headers, settings = self.signature.headers, task.settings
-            self.settings = settings_of_call(settings, headers) if headers else settings
+        headers, settings = self.signature.headers, _PLAIN if task is None else task.settings
+        self.settings = settings_of_call(settings, headers) if headers else settings
 
     @property
     def kill_after(self) -> float:
@@ -415,6 +414,7 @@ class Execution:
             notes_json=notes_json(self.noted) if self.noted else "",
             eta=then.retry.eta if then.retry is not None else None,
             message=b"" if then.state is State.SUCCESS else self._kept(then),
+            keep_for=self.settings.result_expires if final else None,
         )
         out, arrivals = self._following(then)
         self.sends = out.signatures

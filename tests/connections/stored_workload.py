@@ -82,7 +82,9 @@ def run(
     if not broker.startswith("memory"):
         _kill_a_worker(broker, backend)
     members = [add.signature(n, n) for n in range(3)]
-    held: Any = chord([add.signature(1), known["slow"].signature()], add.partial()).send()
+    held: Any = chord(
+        [add.options(result_expires=60).signature(1), known["slow"].signature()], add.partial()
+    ).send()
     results = [
         deadly,
         chord(members, add.partial()).send(),

@@ -63,6 +63,7 @@ States = st.builds(
     started_at=st.sampled_from(MOMENTS),
     eta=st.sampled_from([None, None, moment_of(START + 1000_000_000_000)]),
     worker=st.sampled_from(["", "", "w1", "w2"]),
+    keep_for=st.sampled_from([None, None, 59.5, 1_000_000]),
 )
 Marks = States.filter(lambda state: not state.is_finished)
 NewChange = st.fixed_dictionaries(

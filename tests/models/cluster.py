@@ -26,6 +26,7 @@ from tests.models.states import (
     group_keys,
     has_fired,
     is_of,
+    life_of,
     own_text,
     triggered,
     write,
@@ -90,7 +91,7 @@ def change(
     if one.fires:
         settle_group(redis, one.fires, expire)
     for new, row in plan:
-        write(redis, batch, new, row, for_a_chord=held)
+        write(redis, batch, new, row, for_a_chord=held, expire=expire)
     finished = [new.uuid for new, row in plan if row.is_final()]
     others = [new.uuid for new, row in plan if not row.is_final()]
     return ["s", [finished, others, Bag(set(batch.finished))]]
@@ -151,9 +152,10 @@ def forget_task(redis: Redis, uuid: str) -> None:
 
 
 def loosen(redis: Redis, uuid: str, seconds: int) -> None:
+    life = life_of(redis, uuid, seconds)
     for key in (document(uuid), companion(uuid)):
-        if redis.seconds_left(key) > seconds:
-            redis.expire(key, seconds)
+        if redis.seconds_left(key) > life:
+            redis.expire(key, life)
 
 
 def sent(redis: Redis, key: str, outbox: str) -> None:

@@ -123,6 +123,10 @@ def companion(uuid: str) -> str:
     return f"mpy:m:{{{uuid}}}"
 
 
+def life_key(uuid: str) -> str:
+    return f"mpy:l:{{{uuid}}}"
+
+
 def group_keys(uuid: str) -> tuple[str, str]:
     return f"mpy:g:{{{uuid}}}", f"mpy:h:{{{uuid}}}"
 
@@ -235,10 +239,16 @@ def is_same_step(row: Row, state: TaskState) -> bool:
     return row.state is not None and row.state.state is state.state and row.run == state.run
 
 
-def write(redis: Redis, batch: Batch, one: NewState, row: Row, *, for_a_chord: bool) -> None:
+def write(
+    redis: Redis, batch: Batch, one: NewState, row: Row, *, for_a_chord: bool, expire: int
+) -> None:
     assert row.state is not None
     uuid, state = one.uuid, row.state
-    kept = max(one.kept, LONG) if state.is_finished and for_a_chord else one.kept
+    kept = one.kept
+    if state.is_finished and for_a_chord:
+        if kept != expire:
+            redis.keep(life_key(uuid), str(kept), seconds=LONG)
+        kept = max(kept, LONG)
     redis.keep(document(uuid), encode_state(state).decode("latin-1"), seconds=kept)
     lines = f"{row.run}\n{row.epoch}\n{row.mark}\n".encode("latin-1") + _lines(state)
     redis.keep(companion(uuid), lines.decode("latin-1"), seconds=kept)
@@ -275,9 +285,18 @@ def fire(redis: Redis, group: str, expire: int) -> None:
     text = redis.get(document(group))
     if text is not None:
         redis.keep(document(group), triggered(text), keep_expiry=True)
-    members = redis.members(set_key)
-    for key in (hash_key, set_key, *map(document, members), *map(companion, members)):
-        redis.expire(key, expire)
+    redis.expire(hash_key, expire)
+    redis.expire(set_key, expire)
+    for member in redis.members(set_key):
+        life = life_of(redis, member, expire)
+        redis.expire(document(member), life)
+        redis.expire(companion(member), life)
+
+
+def life_of(redis: Redis, uuid: str, expire: int) -> int:
+    """Seconds that a member is kept once its chord is settled."""
+    own = redis.keys.get(life_key(uuid))
+    return int(own) if isinstance(own, str) else expire
 
 
 def leave_to_go(redis: Redis, change: Change, expire: int) -> None:
@@ -331,7 +350,7 @@ def commit(redis: Redis, batch: Batch, change: Change, plan: Plan, now: int, exp
         callback and not has_fired(redis, group) for group, _, _, _, callback in change.arrivals
     )
     for one, row in plan:
-        write(redis, batch, one, row, for_a_chord=for_a_chord)
+        write(redis, batch, one, row, for_a_chord=for_a_chord, expire=expire)
         if change.force:  # it starts anew
             redis.unscore("mpy:done", one.uuid)
     for group, text in change.groups:

@@ -27,6 +27,14 @@ def test_options_of_a_call_come_back_from_its_headers(limit: float | dt.timedelt
     assert settings_of_call(task.settings, unlimited).time_limit is None
 
 
+@pytest.mark.parametrize("text", ["0", "true", "1e300", "nan", "x"])
+def test_expiry_that_no_sender_of_ours_has_written_counts_as_not_given(text: str) -> None:
+    settings = settings_of_call(
+        TaskSettings(result_expires=5.0), {"machinery_result_expires": text}
+    )
+    assert settings.result_expires == 5.0
+
+
 def test_ack_is_late_by_default() -> None:
     settings = Server("memory://").task(print).settings
     assert (settings.ack, settings.on_worker_lost, settings.on_failure) == ("late", "retry", "ack")

@@ -547,6 +547,7 @@ def test_task_registered_twice_by_one_function_is_the_same(server: Server) -> No
         ("retrys", "did you mean 'retries'"),
         ("autoretry_for", "did you mean 'retry_on'"),
         ("soft_time_limit", "did you mean 'time_limit'"),
+        ("result_ttl", "did you mean 'result_expires'"),
         ("queue_name", "did you mean 'queue'"),
         ("uniqe", "did you mean 'unique'"),
         ("acks_late", "did you mean 'ack'"),

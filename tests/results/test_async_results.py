@@ -141,6 +141,23 @@ def test_a_result_that_was_seen_is_kept_and_others_expire(bench: Bench) -> None:
         unseen.get(timeout=0)
 
 
+@pytest.mark.parametrize("end", ["done", "expired", "revoked"])
+def test_end_is_kept_as_long_as_its_call_says(bench: Bench, end: str) -> None:
+    add = bench.add.options(expires=-1.0) if end == "expired" else bench.add
+    brief = add.options(result_expires=10).send(1, 2)
+    long = add.options(result_expires=dt.timedelta(hours=2)).send(1, 2)
+    for result in (brief, long):
+        if end == "revoked":
+            result.revoke()
+    bench.drain()
+    bench.harness.advance(seconds=11)
+    with pytest.raises(StateNotFound):
+        brief.get_state()
+
+    bench.harness.advance(hours=1)
+    assert long.get_state().is_finished
+
+
 def test_a_waiting_task_does_not_expire(bench: Bench) -> None:
     result = bench.add.options(delay=7200).send(1, 2)
     bench.harness.advance(hours=2)

@@ -50,6 +50,7 @@ FULL = TaskState(
     eta=LATER,
     worker="w@host",
     message=b'{"UUID":"task_1"}\xff',
+    keep_for=7.5,
 )
 CASES = {
     "full": FULL,
@@ -95,7 +96,9 @@ def _sqlite(state: TaskState) -> dict[str, Any]:
     connection = sqlite3.connect(":memory:")
     for statement in TABLES:
         connection.execute(statement)
-    record = sqlite.record_of("task_1", Row(state=state, mark="m", epoch=7), 11, 13)
+    record = sqlite.record_of(
+        "task_1", Row(state=state, mark="m", epoch=7), 11, now=3, expire_in=1e-5
+    )
     record = tuple(map(sqlite.plain, record))
     connection.execute(
         f"{sqlite.SAVE} VALUES ({','.join('?' * len(record))}) {sqlite.SAVE_OVER}", record
@@ -133,7 +136,7 @@ def _read_sqlite(_: object) -> TaskState:
     connection = sqlite3.connect(":memory:")
     for statement in TABLES:
         connection.execute(statement)
-    record = sqlite.record_of("task_1", Row(state=FULL), 11, 13)
+    record = sqlite.record_of("task_1", Row(state=FULL), 11, now=3, expire_in=1e-5)
     connection.execute(f"{sqlite.SAVE} VALUES ({','.join('?' * len(record))})", record)
     row = connection.execute(f"SELECT {sqlite.ALL} FROM tasks").fetchone()
     connection.close()

@@ -252,7 +252,7 @@ def stubborn(url: str, *, again: bool = False) -> None:
 def debit(order: int) -> None: ...
 
 
-debit.options(time_limit=None, ignore_result=True).send(7)
+debit.options(time_limit=None, ignore_result=True, result_expires=60).send(7)
 flaky.options(retries=10, time_limit=30, kill_after=5).send()
 stubborn.options(retries=None).send("https://example.com")
 

@@ -170,7 +170,8 @@ def kept_for(record: TaskItem, now: dt.datetime, expire_in: float) -> float:
     """Return the seconds that the item of a task is kept."""
     state = record.state
     if state is not None and state.is_finished:
-        return max(expire_in, CHORD_LIFE) if record.awaited else expire_in
+        life = state.life(expire_in)
+        return max(life, CHORD_LIFE) if record.awaited else life
     if state is None or state.eta is None or state.eta <= now:
         return CHORD_LIFE
     return CHORD_LIFE + (state.eta - now).total_seconds()

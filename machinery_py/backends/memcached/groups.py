@@ -40,6 +40,7 @@ from machinery_py.backends.memcached.documents import (
     is_meta,
     key_of,
     pack,
+    state_in,
 )
 from machinery_py.backends.memcached.index import Index
 from machinery_py.clock import micros
@@ -225,10 +226,14 @@ class MemcachedGroups:
         self._expire([one[1] for key, one in zip(keys, arrivals, strict=True) if key in fired])
 
     def _expire(self, members: Sequence[str]) -> None:
-        """Keep the members' results no longer than other results."""
-        expiry = seconds(self._expire_in)
-        commands = [touch(key_of(member), expiry) for member in members]
-        self._driver.send(commands, doing="letting results expire")
+        """Keep the members' results no longer than other results, or than their calls say."""
+        doing = "letting results expire"
+        commands: list[LineCommand] = []
+        for key, item in self._driver.fetch(map(key_of, members), doing=doing).items():
+            state = state_in(item.value)
+            life = self._expire_in if state is None else state.life(self._expire_in)
+            commands.append(touch(key, seconds(life)))
+        self._driver.send(commands, doing=doing)
 
     # Firing
 

@@ -145,11 +145,13 @@ class MongoChanges(DriverUser):
 
     @step("counting members")
     def _expire_members(self, store: Store, members: Sequence[str]) -> None:
-        mongo_groups.expire_members(store, members, expires_at=self._tasks.until())
+        now, until = self.driver.now(), self._tasks.until()
+        mongo_groups.expire_members(store, members, now=now, expires_at=until)
 
     @step("settling a group")
     def _after_firing(self, store: Store, group_uuid: str) -> None:
-        mongo_groups.after_firing(store, group_uuid, expires_at=self._tasks.until())
+        now, until = self.driver.now(), self._tasks.until()
+        mongo_groups.after_firing(store, group_uuid, now=now, expires_at=until)
 
     def fire(self, change: Change, send: bytes = b"") -> bool:
         """Settle the change's group; True for one caller. The follow-ups are left to `follow`.

@@ -2,6 +2,7 @@
 
     _id, state, task_name, created_at, results, error    Go's
     run, mark, epoch, queue, changed_at, expires_at      ours, for queries
+    keep_for                                             likewise, in seconds or null
     version                                              counts our writes; a write names the last
     ours                                                 the whole state, in msgpack
     deed, deed_at                                        the intent: follow-ups still to be done
@@ -153,6 +154,7 @@ def fields_of(row: Row, *, version: int, now: int, expires_at: int) -> Document:
         "queue": state.queue,
         "changed_at": now,
         "expires_at": expires_at if state.is_finished else 0,
+        "keep_for": state.keep_for,
         "version": version,
         "ours": ours,
     }

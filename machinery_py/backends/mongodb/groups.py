@@ -229,10 +229,10 @@ def fire(store: Store, uuid: str, *, by: str, fields: Document, until: int) -> b
     return False
 
 
-def after_firing(store: Store, uuid: str, *, expires_at: int) -> None:
+def after_firing(store: Store, uuid: str, *, now: int, expires_at: int) -> None:
     """Go's flag; from now on the members' results expire as others do. May be repeated."""
     store.group_metas.update_one({"_id": uuid}, {"$set": {"chord_triggered": True}})
-    expire_members(store, _arrived(store, uuid), expires_at=expires_at)
+    expire_members(store, _arrived(store, uuid), now=now, expires_at=expires_at)
 
 
 def _arrived(store: Store, uuid: str) -> list[str]:
@@ -240,12 +240,17 @@ def _arrived(store: Store, uuid: str) -> list[str]:
     return [one["member"] for one in found]
 
 
-def expire_members(store: Store, members: Sequence[str], *, expires_at: int) -> None:
-    """Keep the members' results no longer than other results."""
-    later = {"expires_at": {"$gt": expires_at}}
+def expire_members(store: Store, members: Sequence[str], *, now: int, expires_at: int) -> None:
+    """Keep the members' results no longer than other results, or than their calls say."""
     for start in range(0, len(members), BATCH):
-        these = {"_id": {"$in": list(members[start : start + BATCH])}, **later}
-        store.tasks.update_many(these, {"$set": {"expires_at": expires_at}})
+        some = list(members[start : start + BATCH])
+        plain = {"_id": {"$in": some}, "keep_for": None, "expires_at": {"$gt": expires_at}}
+        done = store.tasks.update_many(plain, {"$set": {"expires_at": expires_at}})
+        if done.matched_count < len(some):
+            own = {"_id": {"$in": some}, "keep_for": {"$ne": None}}
+            for one in store.tasks.find(own, {"keep_for": 1}):
+                until = {"expires_at": now + int(one["keep_for"] * 1e6)}
+                store.tasks.update_one({"_id": one["_id"]}, {"$min": until})
 
 
 def purge_group(store: Store, uuid: str) -> None:

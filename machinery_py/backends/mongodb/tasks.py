@@ -58,9 +58,10 @@ class MongoTasks(DriverUser):
         super().__init__(driver)
         self._expire_in = expire_in
 
-    def until(self) -> int:
-        """Return the moment (µs) until which is kept what is finished now."""
-        return self.driver.now() + int(self._expire_in * 1e6)
+    def until(self, state: TaskState | None = None) -> int:
+        """Return the moment (µs) until which is kept what is finished now, or this state."""
+        life = self._expire_in if state is None else state.life(self._expire_in)
+        return self.driver.now() + int(life * 1e6)
 
     def too_many_rivals(self, doing: str = "writing states") -> BackendUnavailable:
         return BackendUnavailable(
@@ -129,7 +130,10 @@ class MongoTasks(DriverUser):
         fresh: list[Document] = []
         writes: list[UpdateOne] = []
         for now, (uuid, row) in enumerate(changed.items(), place):
-            expires_at = until + CHORD_LIFE if uuid in held else until
+            is_plain = row.state is None or row.state.keep_for is None
+            expires_at = until if is_plain else self.until(row.state)
+            if uuid in held:
+                expires_at = max(expires_at, until + CHORD_LIFE)
             extra = {**more.get(uuid, {}), "stamp": stamp}
             if uuid not in before:
                 document = new_document(uuid, row, now=now, expires_at=expires_at, moment=moment)

@@ -16,7 +16,8 @@ that a Go program has read is gone for us as well, and its task counts as one th
 stored.)
 
 Limits: a state expires `results_expire_in` after it was written, whether the task is finished or
-not, as in Go; that must be longer than tasks wait and run. The results of a chord's members are
+not, as in Go; that must be longer than tasks wait and run. One call's result can be kept for less
+(`result_expires`), and not for more. The results of a chord's members are
 kept for it. States are lost when RabbitMQ restarts, as in Go: a task that was finished and not
 acknowledged then runs again, and a key is free whose task has no state; outboxes, chords and
 schedules (records.py) are kept. States cannot be listed.
@@ -111,6 +112,7 @@ class AMQPBackend(TransactionalBackend):
         foreign=True,
         foreign_time=GO_TIME,
         keeps_unfinished=False,
+        keeps_longer=False,
         claims=True,
     )
 
@@ -222,7 +224,10 @@ class AMQPBackend(TransactionalBackend):
         for uuid, row in rows:
             seq = row.seq if isinstance(row, StoredTask) else 0
             body = current.bodies[uuid] = encode_record(uuid, row, seq + 1)
-            current.transaction.replace(self._queues.task(uuid), body)
+            life = None
+            if row.state is not None and row.state.is_finished:
+                life = row.state.keep_for  # the queue lets it expire sooner, if that is longer
+            current.transaction.replace(self._queues.task(uuid), body, life)
 
     def _add_groups(self, groups: Sequence[GroupMeta]) -> None:
         self._current.groups.create(groups, micros(self.now()))

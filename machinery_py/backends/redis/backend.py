@@ -1,10 +1,11 @@
 """States and groups in Redis: Go's documents, and ours beside them.
 
-Each change is one script. A finished state expires after `expire_in`, but the results of a chord's
-members only when the chord was settled; a state that is not finished, a week after its last change
-(Go: everything after `expire_in`).
+Each change is one script. A finished state expires after `expire_in`, or its own `keep_for`, but
+the results of a chord's members only when the chord was settled; a state that is not finished, a
+week after its last change (Go: everything after `expire_in`).
 
-Limits: what only Go programs wrote is not listed. `find` reads the names of all tasks.
+Limits: what only Go programs wrote is not listed. A finished task is listed for `expire_in`,
+also if its own state is kept for longer. `find` reads the names of all tasks.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ leaves.
     3  the effects: states of others, groups, arrivals
     4  the listings; the record goes, unless it has messages to be published
 
-Limits: what only Go programs wrote is not listed. `find` reads the names of all tasks.
+Limits: what only Go programs wrote is not listed. A finished task is listed for `expire_in`,
+also if its own state is kept for longer. `find` reads the names of all tasks.
 """
 
 from __future__ import annotations

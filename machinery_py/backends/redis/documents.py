@@ -72,7 +72,7 @@ def packed_state(state: TaskState, now: dt.datetime, expire: int) -> tuple[objec
         bool(state.started_at and state.queue and state.worker),
         state.progress is not None,
         line(state.queue),
-        str(expire if word in FINISHED else _kept(state, now)),
+        str(expire if word in FINISHED and state.keep_for is None else _kept(state, now, expire)),
     )
 
 
@@ -90,8 +90,10 @@ def line(text: str) -> str:
     return text.replace("\n", "\\n") if "\n" in text else text
 
 
-def _kept(state: TaskState, now: dt.datetime) -> int:
-    """Return the seconds that a state is kept that is not finished."""
+def _kept(state: TaskState, now: dt.datetime, expire: int) -> int:
+    """Return the seconds that a state is kept."""
+    if state.keep_for is not None and state.is_finished:
+        return math.ceil(state.life(expire))
     if state.eta is None or state.eta <= now:
         return CHORD_LIFE
     return min(_MOST, CHORD_LIFE + math.ceil((state.eta - now).total_seconds()))

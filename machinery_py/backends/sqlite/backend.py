@@ -154,9 +154,8 @@ class SQLiteBackend(TransactionalBackend):
         # Never the same moment twice: the listings are ordered by it.
         changed_at = max(now, self._last_change + 1)
         self._last_change = changed_at + len(rows)
-        expires_at = now + int(self.expire_in * 1e6)
         records = [
-            record_of(uuid, row, changed_at + index, expires_at)
+            record_of(uuid, row, changed_at + index, now=now, expire_in=self.expire_in)
             for index, (uuid, row) in enumerate(rows)
         ]
         with self._transaction() as connection:

@@ -65,8 +65,10 @@ _NOTHING = TaskState(task_uuid="")
 _values: Callable[[TaskState], tuple[Any, ...]] = attrgetter(*_NAMES)
 
 
-def record_of(uuid: str, row: Row, changed_at: int, expires_at: int) -> tuple[object, ...]:
-    """Return the values of a row, in the order of SAVE."""
+def record_of(
+    uuid: str, row: Row, changed_at: int, *, now: int, expire_in: float
+) -> tuple[object, ...]:
+    """Return the values of a row, in the order of SAVE. `now`: µs."""
     state = row.state or _NOTHING
     cells = [*_values(state)]
     cells[0] = uuid
@@ -84,7 +86,7 @@ def record_of(uuid: str, row: Row, changed_at: int, expires_at: int) -> tuple[ob
         row.mark,
         row.epoch,
         changed_at,
-        expires_at if row.state is None or state.is_finished else None,
+        now + int(state.life(expire_in) * 1e6) if row.state is None or state.is_finished else None,
         encode_results(state.results) if state.results else None,
         state.message or None,
     )

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 import re
 from collections import deque
@@ -74,6 +75,7 @@ OURS = {"x-queue-type": "classic"}
 
 _tags = itertools.count(1)
 _PROPERTIES = pika.BasicProperties(content_type="application/json", delivery_mode=2)
+_LONGEST = 2**32 - 1  # ms that RabbitMQ takes for an expiration
 _PROBE = pika.BasicProperties(expiration="0")
 
 
@@ -141,7 +143,7 @@ class QueueTransaction:
         self._absent: set[str] = set()
         self._dropped: set[int] = set()
         self._new_queues: dict[str, Queue] = {}
-        self._messages: list[tuple[str, str, bytes, bool]] = []
+        self._messages: list[tuple[str, str, bytes, pika.BasicProperties, bool]] = []
         self._deleted: list[str] = []
 
     @property
@@ -231,15 +233,26 @@ class QueueTransaction:
 
     # Writing: true when the transaction ends
 
-    def put(self, queue: Queue, body: bytes) -> None:
-        """Append a message. The queue is declared if it is not there."""
-        self.declare(queue)
-        self._messages.append(("", queue.queue, body, True))
+    def put(self, queue: Queue, body: bytes, life: float | None = None) -> None:
+        """Append a message. The queue is declared if it is not there.
 
-    def replace(self, queue: Queue, body: bytes) -> None:
-        """Put a message in place of those that were read."""
+        Args:
+            life: seconds; None: as long as the queue keeps all of its messages.
+        """
+        properties = _PROPERTIES
+        if life is not None:
+            properties = pika.BasicProperties(
+                content_type="application/json",
+                delivery_mode=2,
+                expiration=str(min(_LONGEST, math.ceil(life * 1000))),
+            )
+        self.declare(queue)
+        self._messages.append(("", queue.queue, body, properties, True))
+
+    def replace(self, queue: Queue, body: bytes, life: float | None = None) -> None:
+        """Put a message in place of those that were read. `life`: as for `put`."""
         self.drop(self.held(queue))
-        self.put(queue, body)
+        self.put(queue, body, life)
 
     def declare(self, queue: Queue) -> None:
         if queue.queue not in self._held and queue.queue not in self._known:
@@ -247,7 +260,7 @@ class QueueTransaction:
 
     def publish(self, exchange: str, key: str, body: bytes) -> None:
         """Send a message to all that listen, if any."""
-        self._messages.append((exchange, key, body, False))
+        self._messages.append((exchange, key, body, _PROPERTIES, False))
 
     def drop(self, held: Iterable[UnsettledMessage]) -> None:
         """Drop messages: they do not go back."""
@@ -274,8 +287,8 @@ class QueueTransaction:
         self._returned.clear()
         for one in self._new_queues.values():
             raw.queue_declare(**one.declaration())  # no callback: not waited for
-        for exchange, key, body, mandatory in messages:
-            raw.basic_publish(exchange, key, body, _PROPERTIES, mandatory=mandatory)
+        for exchange, key, body, properties, mandatory in messages:
+            raw.basic_publish(exchange, key, body, properties, mandatory=mandatory)
         tags = [one.tag for held in self._held.values() for one in held]
         for tag in tags:
             if tag in self._dropped:
@@ -286,7 +299,7 @@ class QueueTransaction:
         def committed(_: object = None) -> None:
             for queue in self._deleted:
                 raw.queue_delete(queue)
-            gone = self._returned & {queue for _, queue, _, mandatory in messages if mandatory}
+            gone = self._returned & {queue for _, queue, _, _, mandatory in messages if mandatory}
             self._unlock(then)  # after `then` another thread may use this transaction
             resolve(future, gone)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from machinery_py.connections.stored_items import CLAIM_LIFE, REVOKED_LIFE, StoredItem
 
-VERSION = 5
+VERSION = 6
 APPLICATION_ID = 0x6D636879  # "mchy": tells our file from another program's
 
 # fmt: off
@@ -107,7 +107,7 @@ TABLES: tuple[str, ...] = (
         started_at INTEGER, finished_at INTEGER, eta INTEGER, worker TEXT NOT NULL,
         mark TEXT NOT NULL, epoch INTEGER NOT NULL,
         changed_at INTEGER NOT NULL, expires_at INTEGER, results BLOB, message BLOB,
-        notes_json TEXT)
+        notes_json TEXT, keep_for REAL)
     """,
     "CREATE INDEX tasks_changed ON tasks (changed_at, state, name, queue)",
     "CREATE INDEX tasks_expiring ON tasks (expires_at) WHERE expires_at IS NOT NULL",
@@ -151,4 +151,5 @@ UPGRADES: Mapping[int, tuple[str, ...]] = {
     2: _CLAIMS,
     3: ("ALTER TABLE tasks ADD COLUMN notes_json TEXT",),
     4: _TOPICS,
+    5: ("ALTER TABLE tasks ADD COLUMN keep_for REAL",),
 }

@@ -263,6 +263,26 @@ class BackendConformance(ChangeConformance):
         backend.tend()
         assert backend.get_state("t").state is State.SUCCESS
 
+    def test_finished_state_is_kept_as_long_as_it_says(
+        self, backend: Backend, clock: ManualClock
+    ) -> None:
+        brief, long = 0.2 * self.expire_in, 3.0 * self.expire_in
+        later = {"long"} if backend.features.keeps_longer else set()
+        write(backend, state_of("brief", State.SUCCESS, keep_for=brief))
+        write(backend, state_of("plain", State.SUCCESS))
+        write(backend, state_of("long", State.FAILURE, keep_for=long))
+        clock.advance(brief * 1.1)
+        assert set(backend.get_states(["brief", "plain", "long"])) == {"plain", "long"}
+        if backend.features.listing:
+            assert backend.find("brief") == []
+
+        self.expire(backend, clock)
+        assert set(backend.get_states(["brief", "plain", "long"])) == later
+
+        clock.advance(long)
+        backend.tend()
+        assert backend.get_states(["long"]) == {}
+
     def test_revoked_task_is_remembered(self, backend: Backend) -> None:
         write(backend, state_of("a"))
         backend.revoke(["a", "b"])

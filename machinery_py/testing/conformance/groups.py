@@ -327,6 +327,28 @@ class GroupConformance(BackendCase):
         assert list(backend.group_task_states("g")[0].results) == [Arg(type="int64", value=1)]
         assert backend.trigger_chord("g") is True
 
+    def test_chord_gets_results_that_say_they_are_kept_briefly(
+        self, backend: Backend, clock: ManualClock
+    ) -> None:
+        later = {"long"} if backend.features.keeps_longer else set()
+        members = ["brief", "long", "last"]
+        backend.init_group("g", members)
+        for uuid, life in (("brief", 0.2), ("long", 3.0)):
+            done = state_of(uuid, State.SUCCESS, keep_for=life * self.expire_in)
+            change = Change(key=uuid, states=(done,), arrivals=(arrival("g", uuid, 3),))
+            assert backend.apply([change]) == [SETTLED]
+        self.expire(backend, clock)
+        arrive(backend, arrival("g", "last", 3))
+
+        assert [state.task_uuid for state in backend.group_task_states("g")] == members
+        assert backend.trigger_chord("g") is True
+
+        clock.advance(0.3 * self.expire_in)
+        backend.tend()
+        assert set(backend.get_states(members)) == {"last"} | later
+        self.expire(backend, clock)
+        assert set(backend.get_states(members)) == later
+
     def test_group_that_waits_for_its_callback_does_not_expire(
         self, backend: Backend, clock: ManualClock
     ) -> None:

@@ -47,8 +47,9 @@ class NotingBackend(AMQPBackend):
         super()._save(rows)
         clock = self.driver.clock
         if isinstance(clock, LapsingClock):
-            for uuid, _ in rows:
-                clock.note(name_of(uuid), self.expire_in)
+            for uuid, row in rows:
+                life = self.expire_in if row.state is None else row.state.life(self.expire_in)
+                clock.note(name_of(uuid), min(life, self.expire_in))
 
 
 class Backends:

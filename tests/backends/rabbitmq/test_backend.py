@@ -335,6 +335,26 @@ def test_the_server_lets_states_expire(amqp_url: str, open_backend: Open) -> Non
     assert [state.task_uuid for state in backend.group_task_states("g")] == ["done", "open"]
 
 
+def test_the_server_lets_one_state_expire_sooner(amqp_url: str, open_backend: Open) -> None:
+    backend = open_backend(amqp_url)
+    write(backend, state_of("brief", State.SUCCESS, keep_for=0.2), state_of("plain", State.SUCCESS))
+    write(backend, state_of("waits", keep_for=0.2), state_of("long", State.SUCCESS, keep_for=9e9))
+    wait_until(lambda: not backend.get_states(["brief"]), HANG, "it is gone")
+
+    assert set(backend.get_states(["plain", "waits", "long"])) == {"plain", "waits", "long"}
+
+
+def test_a_call_whose_result_cannot_be_kept_so_long_is_refused(amqp_url: str) -> None:
+    server = Server(broker=amqp_url)
+    kept = server.task("kept", result_expires=3600.0)(print)
+    refused = r"kept: result_expires=3601 \(the amqp backend keeps no result for longer than "
+    with pytest.raises(Unsupported, match=refused + r"results_expire_in, 3600 s\)"):
+        kept.options(result_expires=3601).send()
+    with pytest.raises(Unsupported, match=refused):
+        (kept.signature() | kept.options(result_expires=3601).signature()).send()
+    kept.send()
+
+
 def test_another_expiry_is_refused_and_told(
     amqp_url: str, open_backend: Open, backend: AMQPBackend
 ) -> None:

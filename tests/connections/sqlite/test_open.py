@@ -44,7 +44,7 @@ def test_a_newer_schema_is_refused(driver: SQLiteDriver, path: Path) -> None:
         connection.execute("PRAGMA user_version = 9")
     driver.close()
 
-    with pytest.raises(StoreUnusable, match=r"newer machinery_py \(schema 9, this one knows 5\)"):
+    with pytest.raises(StoreUnusable, match=r"newer machinery_py \(schema 9, this one knows 6\)"):
         queues(driver)
 
 
@@ -57,6 +57,7 @@ def test_a_file_of_the_first_version_is_brought_up_to_date(
         connection.execute("DROP TABLE claims")
         connection.execute("DROP TABLE topics")
         connection.execute("ALTER TABLE tasks RENAME COLUMN notes_json TO older")
+        connection.execute("ALTER TABLE tasks RENAME COLUMN keep_for TO oldest")
         connection.execute("PRAGMA user_version = 1")
     driver.close()
 

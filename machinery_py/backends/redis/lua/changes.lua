@@ -22,6 +22,7 @@
 -- more, and expires.
 -- listable: raises, before anything is written, if a set from which these changes are to be found
 -- again is something else.
+-- life_of: seconds that a member of a settled chord is kept: its own, or those of all.
 -- commit: writes it. note_states: writes the listings and the groups, once for all that a script
 -- has committed.
 --! include connections/redis/lua/prelude.lua
@@ -34,6 +35,7 @@ local function doc_key(uuid)
   return 'mpy:k:{' .. uuid .. '}'
 end
 local function companion(uuid) return 'mpy:m:{' .. uuid .. '}' end
+local function life_key(uuid) return 'mpy:l:{' .. uuid .. '}' end
 local function cut(doc, before, after)
   local _, from = string.find(doc, before, 1, true)
   local to = from and string.find(doc, after, from + 1, true)
@@ -255,7 +257,7 @@ local function decide_first()
   look_at({1})
   return decide(1)
 end
-local function write(row, force, held)
+local function write(row, force, held, expire)
   local s = row.state
   local uuid, word, kept = S[s], row.word, S[s + $KEPT]
   local final = word == 'SUCCESS' or word == 'FAILURE'
@@ -265,7 +267,10 @@ local function write(row, force, held)
       if done[i] == uuid then table.remove(done, i) end
     end
   end
-  if final and held and tonumber(kept) < $LONG then kept = '$LONG' end
+  if final and held then
+    if tonumber(kept) ~= expire then call('SET', life_key(uuid), kept, 'EX', $LONG) end
+    if tonumber(kept) < $LONG then kept = '$LONG' end
+  end
   call('SET', row.key, row.doc, 'EX', kept)
   call('SET', row.m, row.kept, 'EX', kept)
   if final then
@@ -334,6 +339,7 @@ local function triggered(doc)
   if not from then return doc end
   return string.sub(doc, 1, from - 1) .. '"ChordTriggered":true' .. string.sub(doc, to + 1)
 end
+local function life_of(uuid, expire) return call('MGET', life_key(uuid))[1] or expire end
 local function fire(uuid, expire)
   local g, h = group_keys(uuid)
   call('ZREM', 'mpy:ready', uuid)
@@ -346,8 +352,9 @@ local function fire(uuid, expire)
   call('EXPIRE', g, expire)
   call('EXPIRE', h, expire)
   for _, member in ipairs(call('SMEMBERS', h)) do
-    call('EXPIRE', doc_key(member), expire)
-    call('EXPIRE', companion(member), expire)
+    local life = life_of(member, expire)
+    call('EXPIRE', doc_key(member), life)
+    call('EXPIRE', companion(member), life)
   end
 end
 local function commit(c, plan, now, expire)
@@ -357,7 +364,7 @@ local function commit(c, plan, now, expire)
   for _, a in ipairs(arrivals) do
     if a[5] ~= '' and not has_fired(a[1]) then held = true end
   end
-  for _, row in ipairs(plan) do write(row, C[c + $FORCE], held) end
+  for _, row in ipairs(plan) do write(row, C[c + $FORCE], held, expire) end
   for _, one in ipairs(groups) do
     local doc = one[2]
     if has_fired(one[1]) then doc = triggered(doc) end

@@ -29,7 +29,7 @@ if fires ~= '' then
   call('EXPIRE', h, expire)
 end
 -- The listings, from which a replay would take it, are elsewhere.
-for _, row in ipairs(plan) do write(row, false, held) end
+for _, row in ipairs(plan) do write(row, false, held, expire) end
 local names = {}
 for name in pairs(rates) do names[#names + 1] = name end
 return {verdict, {done, open, names}}
