@@ -165,13 +165,13 @@ class Application:
         sent: list[Signature[Any]] = []
         for given in signatures:
             signature = self.completed(given)
-            states.append(pending(signature, now))
+            states.append(self.pending(signature, now))
             signature = self.stamped(signature)
             messages.append(self.message(signature))
             sent.append(signature)
         for later in awaited:
             queue = later.routing_key or self.config.default_queue
-            states.append(pending(later.replace(routing_key=queue), now))
+            states.append(self.pending(later.replace(routing_key=queue), now))
         return Outgoing(messages, states, groups, sent)
 
     def completed(self, signature: Signature[Any]) -> Signature[Any]:
@@ -262,7 +262,7 @@ class Application:
         outcome = Failed(error=text, error_type=type(error).__name__, retryable=False)
         then, out = self.failed_unheld(signature, outcome, queue=message.queue)
         state = msgspec.structs.replace(
-            pending(signature, now),
+            self.pending(signature, now),
             state=State.FAILURE,
             error=text,
             error_type=then.error_type,
@@ -331,14 +331,40 @@ class Application:
         """
         features, most = self.store.backend.features, self.config.results_expire_in
         for one in () if features.keeps_longer else signatures:
-            task = self.registry.find(one.name)
-            settings = _PLAIN if task is None else task.settings
-            life = settings_of_call(settings, one.headers).result_expires
+            life = self.life_of(one)
             if life is not None and life > most:
                 raise Unsupported(
                     f"{one.name}: result_expires={life:g} (the {features.name} backend keeps no "
                     f"result for longer than results_expire_in, {most} s)"
                 )
+
+    def life_of(self, signature: Signature[Any]) -> float | None:
+        """Return the seconds that this call's end is kept; None: as the setting says."""
+        task = self.registry.find(signature.name)
+        settings = _PLAIN if task is None else task.settings
+        headers = signature.headers
+        return (settings_of_call(settings, headers) if headers else settings).result_expires
+
+    def pending(self, signature: Signature[Any], now: dt.datetime) -> TaskState:
+        """Return the state that a signature has when it is published."""
+        has_more = (
+            signature.headers
+            or signature.on_success
+            or signature.on_error
+            or signature.chord_callback is not None
+        )
+        return TaskState(
+            task_uuid=signature.uuid,
+            task_name=signature.name,
+            state=State.PENDING,
+            created_at=now,
+            run=signature.run,
+            attempt=signature.attempt,
+            queue=signature.routing_key,
+            eta=signature.eta,
+            message=failing(signature) if has_more else ALONE,
+            keep_for=self.life_of(signature),
+        )
 
     def report_sent(self, signatures: Sequence[Signature[Any]]) -> None:
         """Emit the events of signatures that have been published."""
@@ -393,29 +419,6 @@ class Application:
 
     def now(self) -> dt.datetime:
         return self.clock.now()
-
-
-def pending(signature: Signature[Any], now: dt.datetime) -> TaskState:
-    """Return the state that a signature has when it is published."""
-    has_more = (
-        signature.headers
-        or signature.on_success
-        or signature.on_error
-        or signature.chord_callback is not None
-    )
-    settings = settings_of_call(_PLAIN, signature.headers) if signature.headers else _PLAIN
-    return TaskState(
-        task_uuid=signature.uuid,
-        task_name=signature.name,
-        state=State.PENDING,
-        created_at=now,
-        run=signature.run,
-        attempt=signature.attempt,
-        queue=signature.routing_key,
-        eta=signature.eta,
-        message=failing(signature) if has_more else ALONE,
-        keep_for=settings.result_expires,
-    )
 
 
 def broken(then: FollowUp, signature: Signature[Any], now: dt.datetime) -> Sequence[TaskState]:

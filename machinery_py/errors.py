@@ -275,7 +275,7 @@ class ResultExpired(MachineryError, LookupError):
         self.uuid = uuid
         super().__init__(
             f"no state of {uuid}: it expired (results are kept {kept_for:g} s, "
-            "see results_expire_in), was purged, or was never sent"
+            "see results_expire_in and result_expires), was purged, or was never sent"
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from machinery_py.app import STEP_FAILED, Application, pending
+from machinery_py.app import STEP_FAILED, Application
 from machinery_py.async_twins import twin
 from machinery_py.brokers.base import DeadLetter, Message, WorkerInfo
 from machinery_py.errors import (
@@ -267,7 +267,7 @@ class Inspector:
                 for one, body in pairs
             ],
             states=[
-                *(pending(one, now) for one, _ in pairs),
+                *(self._app.pending(one, now) for one, _ in pairs),
                 *self._mended([one for one, _ in pairs]),
             ],
             replay=True,

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from machinery_py.app import Application, pending
+from machinery_py.app import Application
 from machinery_py.backends.base import Amendment, sending_key
 from machinery_py.errors import (
     BackendUnavailable,
@@ -197,7 +197,10 @@ class _Sending:
             expected=expected,
             body=encode_claim(claim),
             life=claim.life(now, self.signature.eta),
-            states=[pending(self.signature, now), *([replaced] if replaced is not None else ())],
+            states=[
+                self._app.pending(self.signature, now),
+                *([replaced] if replaced is not None else ()),
+            ],
             outbox_key=sending_key(self._key, self._token),
         )
         try:

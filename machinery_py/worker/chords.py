@@ -109,6 +109,10 @@ def _failed(
         return Firing(group_uuid=ready.group_uuid), ()
     queue = callback.routing_key or app.config.default_queue
     stands = TaskState(
-        task_uuid=callback.uuid, run=callback.run, attempt=callback.attempt, queue=queue
+        task_uuid=callback.uuid,
+        run=callback.run,
+        attempt=callback.attempt,
+        queue=queue,
+        keep_for=app.life_of(callback),
     )
     return end_unheld(app, callback, outcome, stands, group_uuid=ready.group_uuid)

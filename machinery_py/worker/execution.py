@@ -414,7 +414,7 @@ class Execution:
             notes_json=notes_json(self.noted) if self.noted else "",
             eta=then.retry.eta if then.retry is not None else None,
             message=b"" if then.state is State.SUCCESS else self._kept(then),
-            keep_for=self.settings.result_expires if final else None,
+            keep_for=self.settings.result_expires,
         )
         out, arrivals = self._following(then)
         self.sends = out.signatures

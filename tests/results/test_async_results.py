@@ -141,21 +141,36 @@ def test_a_result_that_was_seen_is_kept_and_others_expire(bench: Bench) -> None:
         unseen.get(timeout=0)
 
 
-@pytest.mark.parametrize("end", ["done", "expired", "revoked"])
-def test_end_is_kept_as_long_as_its_call_says(bench: Bench, end: str) -> None:
-    add = bench.add.options(expires=-1.0) if end == "expired" else bench.add
-    brief = add.options(result_expires=10).send(1, 2)
-    long = add.options(result_expires=dt.timedelta(hours=2)).send(1, 2)
-    for result in (brief, long):
-        if end == "revoked":
+@pytest.mark.parametrize("end", ["done", "expired", "revoked", "retry revoked", "chord broken"])
+@pytest.mark.parametrize("said_by", ["call", "task"])
+def test_end_is_kept_as_long_as_its_call_says(bench: Bench, end: str, said_by: str) -> None:
+    found: dict[str, AsyncResult[int]] = {}
+    for name, life in (("brief", dt.timedelta(seconds=10)), ("long", dt.timedelta(hours=2))):
+        of_task = life if said_by == "task" else None
+        task = bench.server.task(name, retries=1, result_expires=of_task)(_first_of)
+        if said_by == "call":
+            task = task.options(result_expires=life)
+        if end == "chord broken":
+            found[name] = chord([bench.fail.signature("no")], task.partial()).send().callback
+        else:
+            task = task.options(expires=-1.0) if end == "expired" else task
+            found[name] = task.send([] if end == "retry revoked" else [1])
+    if end != "revoked":
+        bench.drain()
+    if end.endswith("revoked"):
+        for result in found.values():
             result.revoke()
-    bench.drain()
+    assert {result.get_state().is_finished for result in found.values()} == {True}
+
     bench.harness.advance(seconds=11)
     with pytest.raises(StateNotFound):
-        brief.get_state()
-
+        found["brief"].get_state()
     bench.harness.advance(hours=1)
-    assert long.get_state().is_finished
+    assert found["long"].get_state().is_finished
+
+
+def _first_of(numbers: list[int]) -> int:
+    return numbers[0]
 
 
 def test_a_waiting_task_does_not_expire(bench: Bench) -> None:
