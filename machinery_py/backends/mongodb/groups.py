@@ -22,7 +22,7 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Iterable, Sequence
 
-from pymongo import ReturnDocument
+from pymongo import ReturnDocument, UpdateOne
 
 from machinery_py.backends.base import ReadyGroup
 from machinery_py.connections.mongodb.client import BATCH, Document, Store, find_by_id, insert_new
@@ -248,9 +248,14 @@ def expire_members(store: Store, members: Sequence[str], *, now: int, expires_at
         done = store.tasks.update_many(plain, {"$set": {"expires_at": expires_at}})
         if done.matched_count < len(some):
             own = {"_id": {"$in": some}, "keep_for": {"$ne": None}}
-            for one in store.tasks.find(own, {"keep_for": 1}):
-                until = {"expires_at": now + int(one["keep_for"] * 1e6)}
-                store.tasks.update_one({"_id": one["_id"]}, {"$min": until})
+            sooner = [
+                UpdateOne(
+                    {"_id": one["_id"]}, {"$min": {"expires_at": now + int(one["keep_for"] * 1e6)}}
+                )
+                for one in store.tasks.find(own, {"keep_for": 1})
+            ]
+            if sooner:
+                store.tasks.bulk_write(sooner, ordered=False)
 
 
 def purge_group(store: Store, uuid: str) -> None:

@@ -224,10 +224,10 @@ class AMQPBackend(TransactionalBackend):
         for uuid, row in rows:
             seq = row.seq if isinstance(row, StoredTask) else 0
             body = current.bodies[uuid] = encode_record(uuid, row, seq + 1)
-            life = None
-            if row.state is not None and row.state.is_finished:
-                life = row.state.keep_for  # the queue lets it expire sooner, if that is longer
-            current.transaction.replace(self._queues.task(uuid), body, life)
+            state, most = row.state, self.expire_in  # the queue's own expiry
+            life = state.life(most) if state is not None and state.is_finished else most
+            queue = self._queues.task(uuid)
+            current.transaction.replace(queue, body, life if life < most else None)
 
     def _add_groups(self, groups: Sequence[GroupMeta]) -> None:
         self._current.groups.create(groups, micros(self.now()))

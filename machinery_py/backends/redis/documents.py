@@ -92,7 +92,7 @@ def line(text: str) -> str:
 
 def _kept(state: TaskState, now: dt.datetime, expire: int) -> int:
     """Return the seconds that a state is kept."""
-    if state.keep_for is not None and state.is_finished:
+    if state.state in FINISHED:
         return math.ceil(state.life(expire))
     if state.eta is None or state.eta <= now:
         return CHORD_LIFE

@@ -75,7 +75,6 @@ OURS = {"x-queue-type": "classic"}
 
 _tags = itertools.count(1)
 _PROPERTIES = pika.BasicProperties(content_type="application/json", delivery_mode=2)
-_LONGEST = 2**32 - 1  # ms that RabbitMQ takes for an expiration
 _PROBE = pika.BasicProperties(expiration="0")
 
 
@@ -237,14 +236,14 @@ class QueueTransaction:
         """Append a message. The queue is declared if it is not there.
 
         Args:
-            life: seconds; None: as long as the queue keeps all of its messages.
+            life: seconds, less than the queue keeps all of its messages; None: as long.
         """
         properties = _PROPERTIES
         if life is not None:
             properties = pika.BasicProperties(
                 content_type="application/json",
                 delivery_mode=2,
-                expiration=str(min(_LONGEST, math.ceil(life * 1000))),
+                expiration=str(math.ceil(life * 1000)),
             )
         self.declare(queue)
         self._messages.append(("", queue.queue, body, properties, True))

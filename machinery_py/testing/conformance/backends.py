@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from machinery_py.backends.base import FENCED, SETTLED, Backend, Change, outbox_of
+from machinery_py.clock import LONGEST
 from machinery_py.errors import Unsupported
 from machinery_py.tasks.signature import Arg, Signature
 from machinery_py.tasks.states import LEGAL, State, TaskState
@@ -267,21 +268,23 @@ class BackendConformance(ChangeConformance):
         self, backend: Backend, clock: ManualClock
     ) -> None:
         brief, long = 0.2 * self.expire_in, 3.0 * self.expire_in
-        later = {"long"} if backend.features.keeps_longer else set()
+        later = {"long", "ages"} if backend.features.keeps_longer else set()
         write(backend, state_of("brief", State.SUCCESS, keep_for=brief))
         write(backend, state_of("plain", State.SUCCESS))
         write(backend, state_of("long", State.FAILURE, keep_for=long))
+        write(backend, state_of("ages", State.SUCCESS, keep_for=LONGEST))
         clock.advance(brief * 1.1)
-        assert set(backend.get_states(["brief", "plain", "long"])) == {"plain", "long"}
+        uuids = ["brief", "plain", "long", "ages"]
+        assert set(backend.get_states(uuids)) == {"plain", "long", "ages"}
         if backend.features.listing:
             assert backend.find("brief") == []
 
         self.expire(backend, clock)
-        assert set(backend.get_states(["brief", "plain", "long"])) == later
+        assert set(backend.get_states(uuids)) == later
 
         clock.advance(long)
         backend.tend()
-        assert backend.get_states(["long"]) == {}
+        assert set(backend.get_states(uuids)) == later - {"long"}
 
     def test_revoked_task_is_remembered(self, backend: Backend) -> None:
         write(backend, state_of("a"))

@@ -22,7 +22,7 @@
 -- more, and expires.
 -- listable: raises, before anything is written, if a set from which these changes are to be found
 -- again is something else.
--- life_of: seconds that a member of a settled chord is kept: its own, or those of all.
+-- loosen: members of a settled chord expire when their own time is over, or after that of all.
 -- commit: writes it. note_states: writes the listings and the groups, once for all that a script
 -- has committed.
 --! include connections/redis/lua/prelude.lua
@@ -339,7 +339,16 @@ local function triggered(doc)
   if not from then return doc end
   return string.sub(doc, 1, from - 1) .. '"ChordTriggered":true' .. string.sub(doc, to + 1)
 end
-local function life_of(uuid, expire) return call('MGET', life_key(uuid))[1] or expire end
+local function loosen(members, expire)
+  for start = 1, #members, 1000 do
+    local keys = {}
+    for i = start, math.min(start + 999, #members) do keys[#keys + 1] = life_key(members[i]) end
+    for i, life in ipairs(call('MGET', unpack(keys))) do
+      call('EXPIRE', doc_key(members[start + i - 1]), life or expire)
+      call('EXPIRE', companion(members[start + i - 1]), life or expire)
+    end
+  end
+end
 local function fire(uuid, expire)
   local g, h = group_keys(uuid)
   call('ZREM', 'mpy:ready', uuid)
@@ -351,11 +360,7 @@ local function fire(uuid, expire)
   expire = int(expire)
   call('EXPIRE', g, expire)
   call('EXPIRE', h, expire)
-  for _, member in ipairs(call('SMEMBERS', h)) do
-    local life = life_of(member, expire)
-    call('EXPIRE', doc_key(member), life)
-    call('EXPIRE', companion(member), life)
-  end
+  loosen(call('SMEMBERS', h), expire)
 end
 local function commit(c, plan, now, expire)
   local arrivals, groups, outbox = C[c + $ARRIVALS] or NONE, C[c + $GROUPS] or NONE, C[c + $OUTBOX]
