@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         WorkflowError,
     )
     from machinery_py.registry.task import Task
+    from machinery_py.registry.task_set import TaskSet
     from machinery_py.results.async_results import (
         AsyncResult,
         ChainResult,
@@ -96,6 +97,7 @@ __all__ = [
     "TaskAlreadyRegistered",
     "TaskFailed",
     "TaskNotRegistered",
+    "TaskSet",
     "TaskState",
     "TimeLimitExceeded",
     "Unsupported",
@@ -114,6 +116,7 @@ __all__ = [
 _HOMES = {
     "machinery_py.config.config": "Config",
     "machinery_py.registry.task": "Task",
+    "machinery_py.registry.task_set": "TaskSet",
     "machinery_py.results.async_results": "AsyncResult ChainResult ChordResult GroupResult",
     "machinery_py.server": "Server",
     "machinery_py.tasks.backoff": "exponential",

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import datetime as dt
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack, cast, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar, Unpack, cast
 
 from machinery_py.app import Application
 from machinery_py.async_twins import twin
@@ -24,7 +24,8 @@ from machinery_py.locks.named import NamedLock
 from machinery_py.queues import Queues
 from machinery_py.registry.calls import needs_check
 from machinery_py.registry.options import TaskOptions
-from machinery_py.registry.task import Anything, AsyncTask, PeriodicDecorator, Task, TaskDecorator
+from machinery_py.registry.task import PeriodicDecorator, Task
+from machinery_py.registry.task_set import TaskRegistrar, TaskSet
 from machinery_py.results.async_results import (
     AsyncResult,
     ChainResult,
@@ -36,7 +37,6 @@ from machinery_py.results.waiter import AsyncWaiters
 from machinery_py.revocation import revoke
 from machinery_py.schedules.api import PeriodicOptions, Schedules, definition_of
 from machinery_py.schedules.scheduler import Declared
-from machinery_py.tasks.context import Context
 from machinery_py.tasks.signature import HEADER_UNIQUE, Chain, Signature, Step
 from machinery_py.tasks.workflow import Group, chain, chord, group, link
 from machinery_py.texts import get_logger
@@ -52,7 +52,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Server:
+class Server(TaskRegistrar):
     """One application: its tasks, and the stores that they go through. May be used from any thread.
 
     Args:
@@ -139,41 +139,26 @@ class Server:
 
     # Registering
 
-    @overload
-    def task(
-        self, function: Callable[Concatenate[Anything, P], Coroutine[Any, Any, R]], /
-    ) -> AsyncTask[..., R]: ...
-    @overload
-    def task(self, function: Callable[Concatenate[Anything, P], R], /) -> Task[..., R]: ...
-    @overload
-    def task(
-        self, function: Callable[Concatenate[Context, P], Coroutine[Any, Any, R]], /
-    ) -> AsyncTask[P, R]: ...
-    @overload
-    def task(self, function: Callable[Concatenate[Context, P], R], /) -> Task[P, R]: ...
-    @overload
-    def task(self, function: Callable[P, Coroutine[Any, Any, R]], /) -> AsyncTask[P, R]: ...
-    @overload
-    def task(self, function: Callable[P, R], /) -> Task[P, R]: ...
-    @overload
-    def task(self, name: str | None = None, /, **options: Unpack[TaskOptions]) -> TaskDecorator: ...
-    def task(self, function: Any = None, /, **options: Unpack[TaskOptions]) -> Any:
-        """Register a function as a task; it can still be called as before.
+    def _register(
+        self, name: str, function: Callable[..., Any], options: TaskOptions
+    ) -> Task[..., Any]:
+        return self.app.registry.register(name, function, options, self)
 
-        Its name is the function's, unless one is given: `@server.task("billing.charge")`.
+    def include(
+        self, task_set: TaskSet, *, prefix: str = "", **defaults: Unpack[TaskOptions]
+    ) -> None:
+        """Register the tasks of a TaskSet, also those that it gets later.
+
+        They are sent through this Server from now on.
 
         Args:
-            options: see TaskOptions.
+            prefix: in front of the names of the tasks: `prefix="mail."`.
+            defaults: options in place of those of the TaskSet; a task's own win. See TaskOptions.
 
         Raises:
-            TaskAlreadyRegistered: the name belongs to another function.
-            TypeError, ValueError: an option is unknown, or its value makes no sense.
+            TaskAlreadyRegistered, TypeError, ValueError, NameRefused: as `task`.
         """
-        name = function if isinstance(function, str) else ""
-        register = self.app.registry.register
-        if callable(function):
-            return register(name, function, options, self)
-        return lambda decorated: register(name, decorated, options, self)
+        task_set.included(self._register, prefix, defaults)
 
     def register_task(self, name: str, function: Callable[P, R]) -> Task[P, R]:
         """Register a function that you cannot or will not decorate.
@@ -181,7 +166,7 @@ class Server:
         Raises:
             TaskAlreadyRegistered: the name belongs to another function.
         """
-        return cast("Task[P, R]", self.app.registry.register(name, function, {}, self))
+        return cast("Task[P, R]", self._register(name, function, {}))
 
     def register_tasks(self, tasks: Mapping[str, Callable[..., Any]]) -> None:
         """Register several functions under their names."""

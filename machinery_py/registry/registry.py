@@ -31,25 +31,11 @@ class Registry:
     ) -> Task[..., Any]:
         """Make a task of a function and add it.
 
-        Args:
-            name: of the task; by default the function's.
-
         Raises:
-            TypeError: it is no function, or has no name.
-            TypeError, ValueError, NameRefused: as Task.
+            TypeError, ValueError, NameRefused: as `new_task`.
             TaskAlreadyRegistered: as `add`.
         """
-        if isinstance(function, Task):
-            function = function.function
-        if not callable(function):
-            raise TypeError(f"{function!r} cannot be a task: Task must be a func type")
-        name = name or getattr(function, "__name__", "")
-        if not name or name == "<lambda>":
-            raise TypeError(
-                f"{function!r} has no name of its own: server.register_task(name, function)"
-            )
-        kind = AsyncTask if inspect.iscoroutinefunction(function) else Task
-        task: Task[..., Any] = kind(name, function, options, sender)
+        task = new_task(name, function, options, sender)
         self.add(task)
         return task
 
@@ -111,6 +97,31 @@ class Registry:
 
     def __iter__(self) -> Iterator[Task[..., Any]]:
         return iter(list(self._tasks.values()))
+
+
+def new_task(
+    name: str, function: Callable[..., Any], options: TaskOptions, sender: TaskSender
+) -> Task[..., Any]:
+    """Make a task of a function.
+
+    Args:
+        name: of the task; by default the function's.
+
+    Raises:
+        TypeError: it is no function, or has no name.
+        TypeError, ValueError, NameRefused: as Task.
+    """
+    if isinstance(function, Task):
+        function = function.function
+    if not callable(function):
+        raise TypeError(f"{function!r} cannot be a task: Task must be a func type")
+    name = name or getattr(function, "__name__", "")
+    if not name or name == "<lambda>":
+        raise TypeError(
+            f"{function!r} has no name of its own: server.register_task(name, function)"
+        )
+    kind = AsyncTask if inspect.iscoroutinefunction(function) else Task
+    return kind(name, function, options, sender)
 
 
 def _is_same(old: Any, new: Any, seen: set[tuple[int, int]]) -> bool:

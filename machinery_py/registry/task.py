@@ -92,11 +92,13 @@ class Task(Generic[P, R]):
             ArgumentError: the arguments do not fit, or one cannot be sent.
             PublishRefused, PublishUnknown: as Server.send_task.
         """
-        return cast("AsyncResult[R]", self._sender.send(self._signature(args, kwargs)))
+        signature = self._signature(args, kwargs)  # first: it knows that there is no sender yet
+        return cast("AsyncResult[R]", self._sender.send(signature))
 
     async def send_async(self, *args: P.args, **kwargs: P.kwargs) -> AsyncResult[R]:
         """`send` for coroutines."""
-        return cast("AsyncResult[R]", await self._sender.send_async(self._signature(args, kwargs)))
+        signature = self._signature(args, kwargs)
+        return cast("AsyncResult[R]", await self._sender.send_async(signature))
 
     def signature(self, *args: P.args, **kwargs: P.kwargs) -> Signature[R]:
         """Return the call as an object: to be sent, chained, put into a group."""

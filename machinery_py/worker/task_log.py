@@ -17,7 +17,7 @@ from machinery_py.app import Application
 from machinery_py.backends.base import FENCED, Verdict
 from machinery_py.brokers.base import Fate
 from machinery_py.errors import RetryTaskLater
-from machinery_py.registry.outcomes import NOT_ITS_FAILURE, REVOKED
+from machinery_py.registry.outcomes import NOT_ITS_FAILURE, REVOKED, WORKER_LOST
 from machinery_py.tasks.signature import UNLIMITED
 from machinery_py.tasks.states import State, TaskState
 from machinery_py.texts import MAX_LINE, cut, get_logger, length
@@ -127,6 +127,8 @@ def _retried(execution: Execution, state: TaskState) -> TaskLine:
     pause = (state.eta - state.created_at).total_seconds() if state.eta else 0.0
     if isinstance(execution.error, RetryTaskLater) or not state.error_type:
         what = "postponed"
+    elif state.error_type == WORKER_LOST:  # counts as no try
+        what = "was cut off"
     else:
         total = "" if left == UNLIMITED else f" of {signature.attempt + left}"
         what = f"failed (try {signature.attempt}{total})"

@@ -260,6 +260,7 @@ TESTS = {
     "F72": "test_how_tasks_end_is_told",
     "F86": "test_one_of_many_threads_settles",
     "F88": "test_ack_is_late_by_default",
+    "F89": "test_options_of_the_task_win_over_include_and_that_over_the_set",
 }
 #: Rows that are answered otherwise, and how.
 OTHERWISE = {
@@ -272,8 +273,6 @@ OTHERWISE = {
     "F58": "That a prefetch pays is measured (`python -m benchmarks`), and not tested.",
     "F85": "A running task is STARTED, with its worker and the moment, whether `ack` is early or "
     "late. The process of a task is not shown.",
-    "F89": "A function is registered with several servers by `register_task`. Options cannot be "
-    "declared without a server.",
 }
 #: All of them: "F32" to "F72", "F85" to "F89", and two more.
 CHECKLIST = {f"F{n}" for n in (*range(32, 73), *range(85, 90))} | {"X04", "M68"}

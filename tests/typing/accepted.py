@@ -36,6 +36,7 @@ from machinery_py import (
     State,
     Task,
     TaskFailed,
+    TaskSet,
     TaskState,
     Worker,
     chain,
@@ -176,6 +177,33 @@ assert_type(pair.send().get(), tuple[str, int])
 assert_type(charge(1, 2), str)
 assert_type(current_task(), Context)
 assert_type(current_task().attempt, int)
+
+
+# TaskSet
+
+mail_tasks = TaskSet(queue="mail", retries=5, retry_on=ConnectionError)
+
+
+@mail_tasks.task
+def deliver(to: str, copies: int = 1) -> int:
+    return copies
+
+
+@mail_tasks.task("billing.bill", time_limit=dt.timedelta(minutes=1))
+async def bill(ctx: Context, order: int) -> str:
+    return ctx.uuid
+
+
+@mail_tasks.task()
+def store(value: object) -> None: ...
+
+
+server.include(mail_tasks)
+server.include(mail_tasks, prefix="mail.", queue="post", ack="early")
+assert_type(deliver.send("ada").get(), int)
+assert_type(deliver("ada", copies=2), int)
+assert_type(bill.send(5).get(), str)
+assert_type((deliver.signature("ada") | bill.partial()).send().get(), str)
 
 
 # 5

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime as dt
 
-from machinery_py import AsyncResult, Context, Server, Signature, chord, group
+from machinery_py import AsyncResult, Context, Server, Signature, TaskSet, chord, group
 
 server = Server()
 
@@ -112,3 +112,26 @@ async def wrong_twins() -> str:
     await server.schedules.change_async("name", catch_up="some")  # refused
     await server.send_task_async(add)  # refused
     return await add.send(1, 2).touch_async()  # refused
+
+
+tasks = TaskSet(queue="mail")
+TaskSet(queu="mail")  # refused
+TaskSet(queue=5)  # refused
+TaskSet("mail")  # refused
+
+
+@tasks.task(retries=3)
+def send_mail(to: str, copies: int = 1) -> int:
+    return copies
+
+
+send_mail.send("ada")
+send_mail.send(5)  # refused
+send_mail.send("ada", "2")  # refused
+send_mail("ada", copies="2")  # refused
+tasks.task(retrys=3)  # refused
+server.include(tasks, queue="post")
+server.include(send_mail)  # refused
+server.include(tasks, "mail.")  # refused
+server.include(tasks, prefx="mail.")  # refused
+server.include(tasks, retries="3")  # refused
