@@ -10,6 +10,7 @@
         over                it ends by itself, and the exit code is its own; without this line a
                             task has ended it
         worn                the same, to be renewed
+        retired             it is going to end by an order, and is not to be replaced
 
 Signals count in the supervisor alone: the first is 1, the second 2. In a worker process any
 number of them is one 1, because Ctrl+C goes to all processes of a terminal, and service managers

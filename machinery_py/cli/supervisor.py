@@ -3,10 +3,11 @@
 A process reports when it is ready, before it claims its first task, and when it ends by itself. If
 it dies in between, a task has ended it, and the exit code is the task's: it is replaced at once, so
 that poison costs the good tasks no pause. A process that does not become ready, or ends by itself,
-is replaced after pauses that double up to LONGEST_PAUSE. The others take over what a dead process
-ran: their maintenance finds dead workers. A process that cannot start at all, or says itself that
-it cannot go on (exit code 2 or 3), ends everything; with `--reload` its place is empty until a file
-changes.
+is replaced after pauses that double up to LONGEST_PAUSE. One that was *retired*, by the order
+`shutdown`, is not replaced; with the last one the supervisor ends. The others take over what a dead
+process ran: their maintenance finds dead workers. A process that cannot start at all, or says
+itself that it cannot go on (exit code 2 or 3), ends everything; with `--reload` its place is empty
+until a file changes.
 
 A ready process gives signs of life. While a task holds its interpreter there are none: the process
 is *stalled*, and lives. Its keeper (worker/keeper.py), a thread here, beats for its sessions, and
@@ -65,6 +66,7 @@ class _Slot:
         self.start_at = 0.0  # of the next process; infinite: there is one, or no more to do
         self.failures = 0  # in a row, none of them caused by a task
         self.has_been_ready = False  # one of its processes
+        self.is_retired = False  # by an order
         self.wants_banner = number == 1
 
     def pause(self, failures: int, *, shortest: float = 0.0) -> str:
@@ -84,7 +86,7 @@ class _Slot:
 
     def renew(self) -> None:
         """Start it as for the first time, when the process that there may be has ended."""
-        self.has_been_ready = False
+        self.has_been_ready = self.is_retired = False
         self.wants_banner = self.number == 1
         if self.child is None:
             self.pause(0)
@@ -270,14 +272,16 @@ class Supervisor:
                 child.answered_at = time.monotonic() if value == "1" else -math.inf
             elif word == "file" and self._files is not None:
                 self._files.add(value)
-            elif word in ("over", "worn"):
+            elif word in ("over", "worn", "retired"):
                 child.is_over, child.is_worn = True, word == "worn"
+                slot.is_retired |= word == "retired"
                 child.kill_at = min(child.kill_at, time.monotonic() + self._grace + PATIENCE)
 
     def _has_ended(self, slot: _Slot, child: Child, code: int) -> None:
         which, how = _which(slot, child), proc.how_it_ended(code)
         is_burst_over = self._args.burst and child.is_over and not child.is_worn
-        if self._level or (is_burst_over and (code == 0 or child.is_killed)):
+        is_done = self._level or slot.is_retired
+        if is_done or (is_burst_over and (code == 0 or child.is_killed)):
             logger.debug("%s %s", which, how)
             self._code = self._code or int(child.is_killed)
         elif child.stop_now_at < math.inf:
@@ -320,7 +324,8 @@ class Supervisor:
     def _is_answering(self) -> bool:
         since = time.monotonic() - health.MAX_AGE
         return all(
-            slot.child is not None and slot.child.answered_at >= since for slot in self._slots
+            slot.is_retired or (slot.child is not None and slot.child.answered_at >= since)
+            for slot in self._slots
         )
 
 

@@ -74,6 +74,7 @@ def _work(args: argparse.Namespace, link: ParentLink) -> int:
         health.clear(place)
     watchdog = Watchdog(stderr, one.blame)
     one.on_failure = watchdog.check
+    one.on_retire = lambda: link.tell("retired")
 
     def is_ready() -> bool:
         # Where a store hangs, beats stay away without an error; they come each quarter of a lease.

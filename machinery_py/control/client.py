@@ -186,6 +186,15 @@ class ChosenWorkers:
 
     log_level_async = twin(log_level)
 
+    def shutdown(self) -> None:
+        """End in order, as `Worker.quit`; a `machinery worker` starts no process in their place.
+
+        Raises as `set_concurrency`. Returns before they have ended.
+        """
+        self._tell("shutdown")
+
+    shutdown_async = twin(shutdown)
+
     def _tell(self, kind: str, **args: Any) -> None:
         done = self._ask(kind, object, **args)
         problems = [f"{name}: {error}" for name, error in done.errors.items()]

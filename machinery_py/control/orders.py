@@ -89,6 +89,7 @@ KINDS: Mapping[str, type[msgspec.Struct]] = {
     "enable_events": NoArguments,
     "disable_events": NoArguments,
     "log_level": LogLevel,
+    "shutdown": NoArguments,
 }
 
 

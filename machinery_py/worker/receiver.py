@@ -160,7 +160,7 @@ class Receiver:
         Any thread but the receiver's may call it.
 
         Raises:
-            MachineryError: the store refuses it, or no claim came to an end in time.
+            MachineryError: the store refuses it, no claim has ended in time, or it is stopping.
         """
 
         def change() -> None:
@@ -170,6 +170,8 @@ class Receiver:
         self._between_claims(change)
 
     def _between_claims(self, change: Callable[[], None]) -> None:
+        if self.loop.is_stopping():
+            raise MachineryError("this worker is stopping")
         future: Future[None] = Future()
         self._changes.put((change, future))
         self._wake()

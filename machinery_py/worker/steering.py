@@ -44,6 +44,7 @@ class Steering:
 
     Args:
         on_queues: called with the new queues of the worker.
+        on_shutdown: called to end it; returns at once.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Steering:
         executors: Executors,
         *,
         on_queues: Callable[[QueueOrder], None],
+        on_shutdown: Callable[[], None],
         pool: str,
         processed: Callable[[], int],
     ) -> None:
@@ -60,6 +62,7 @@ class Steering:
         self._receiver = receiver
         self._executors = executors
         self._on_queues = on_queues
+        self._on_shutdown = on_shutdown
         self._pool = pool
         self._processed = processed
         self._host = proc.hostname()
@@ -83,6 +86,7 @@ class Steering:
             "set_time_limit": self._set_time_limit,
             "enable_events": lambda _: self._app.publisher.enable(),
             "disable_events": lambda _: self._app.publisher.disable(),
+            "shutdown": lambda _: self._on_shutdown(),
             "log_level": lambda given: logging.getLogger(PACKAGE).setLevel(given.level),
         }
 

@@ -113,7 +113,8 @@ class Worker:
             app.config.shutdown_timeout if shutdown_timeout is None else shutdown_timeout
         )
         self.beat_at = -math.inf  # monotonic seconds; the last beat that the broker answered
-        self.on_failure: Callable[[], object] | None = None  # before it stops by a failure
+        self.on_failure: Callable[[], object] = lambda: None  # before it stops by a failure
+        self.on_retire: Callable[[], object] = lambda: None  # before it stops by an order
         self.is_worn = False  # it has ended to be renewed
         self._hooks = WorkerHooks()
         self._stop_request = StopRequest(self.shutdown_timeout)
@@ -335,34 +336,37 @@ class Worker:
             on_beat=self._on_beat,
         )
         self._signs = signs_for(app.store.broker, app.config)
-        if self._signs is not None:
-            self._signs.keep(session.consumer, self.queues, app.config)
         self._session = session
+        self._serve(self.order)
         # Before the first claim: its failure does not change that this worker has started.
         app.publisher.catch_up()
         app.events.emit(WorkerOnline(worker=self.name))
         self._settler.start(self._receiver.settled, self._receiver.reported)
         self._maintenance.timer.start()
         self._receiver.loop.start()
-        self._agent.start(self._steering().handlers())
+        steering = Steering(
+            app,
+            self._receiver,
+            self._executors,
+            on_queues=self._serve,
+            on_shutdown=self._retire,
+            pool=self.pool,
+            processed=lambda: self.processed,
+        )
+        self._agent.start(steering.handlers())
         if self._declared is not None:
             self._scheduler = SchedulerThread(app, self._declared, name=self.name)
             self._scheduler.start()
 
-    def _steering(self) -> Steering:
-        return Steering(
-            self.app,
-            self._receiver,
-            self._executors,
-            on_queues=self._on_queues,
-            pool=self.pool,
-            processed=lambda: self.processed,
-        )
-
-    def _on_queues(self, order: QueueOrder) -> None:
+    def _serve(self, order: QueueOrder) -> None:
         self.order, self.queues = order, order.names
         if self._signs is not None and self._session is not None:
             self._signs.keep(self._session.consumer, self.queues, self.app.config)
+
+    def _retire(self) -> None:
+        logger.info("worker %s was ordered to end when the running tasks are done", self.name)
+        self.on_retire()
+        self.quit()
 
     def quit(self) -> None:
         """Ask the worker to end when the running tasks are done; return at once.
@@ -464,21 +468,17 @@ class Worker:
                 raise self._reconnect.given_up
             failure = self._receiver.loop.failure or self._settler.loop.failure
             if failure is not None:
-                if self.on_failure is not None:
-                    self.on_failure()
+                self.on_failure()
                 raise MachineryError(f"worker {self.name} cannot go on: {failure!r}") from failure
             if self._is_worn():
                 self.is_worn = True
                 logger.info("this worker ends after %d tasks, to be renewed", self.processed)
                 return
-            is_idle = self._receiver.idle_since is not None and not self._receiver.held()
-            if self.burst and is_idle:
+            if self.burst and self._receiver.idle_since is not None and not self._receiver.held():
                 return
 
     def _is_worn(self) -> bool:
         max_tasks, max_memory = self._max_per_child
-        if not (max_tasks or max_memory):
-            return False
         # In threads, since its last start: the pool counts from there, too.
         runs = self.processed - self._processed_before - self._processes.calls
         return runs > 0 and (0 < max_tasks <= runs or 0 < max_memory < proc.memory())

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 
-from tests.cli.app import App, app_in_a_folder
+from machinery_py.testing.waiting import wait_until
+from tests.cli.app import App, app_in_a_folder, children, is_alive
 
 app = app_in_a_folder
 
@@ -29,3 +32,25 @@ def test_order_that_cannot_be_given_is_refused_in_words(app: App) -> None:
     assert "found 0 arguments (expected CONCURRENCY)" in few.stderr
     nobody = app.run("control", "tasks", "ping", "--worker", "gone", "--json", code=1)
     assert json.loads(nobody.stdout)["missing"] == ["gone"]
+
+
+def test_worker_that_is_shut_down_by_order_is_not_started_again(app: App) -> None:
+    one = app.worker("-n", "web", "-p", "2", "-c", "1")
+    first, second = (app.json("control", "tasks", "stats")["answers"][f"web-{n}"] for n in (1, 2))
+    app.send("hold", "a")
+    app.send("hold", "b")
+    wait_until(lambda: len(app.notes) == 2)
+
+    def shut_down(name: str) -> None:
+        app.run("control", "tasks", "shutdown", "--worker", name, "--timeout", "30")
+
+    # A task that ends its process while the order is carried out changes nothing.
+    shut_down("web-1")
+    os.kill(first["pid"], signal.SIGKILL)
+    wait_until(lambda: [pid for pid in children(one.pid) if is_alive(pid)] == [second["pid"]])
+    shut_down("web-*")
+    assert is_alive(second["pid"])
+    app.go("a")
+    app.go("b")
+    assert one.wait() == 0
+    assert "starting another one" not in one.err

@@ -286,6 +286,28 @@ def test_time_limit_events_and_log_level_are_set(
         ours.setLevel(logging.NOTSET)
 
 
+def test_stopping_worker_ends_its_tasks_answers_and_takes_no_change(server: Server) -> None:
+    gate = threading.Event()
+    hold = server.register_task("hold", lambda: gate.wait(HANG))
+    worker = server.new_worker("ada", 1)
+    launched = worker.launch_async()
+    try:
+        held = hold.send()
+        wait_until(lambda: set(server.control.ping(timeout=0.1)) == {"ada"} and worker.active == 1)
+        workers = server.control.workers("ada", timeout=HANG)
+        workers.shutdown()
+        wait_until(worker._receiver.loop.is_stopping)
+        workers.shutdown()
+        assert [one.uuid for one in workers.active()["ada"]] == [held.uuid]
+        with pytest.raises(MachineryError, match="ada: this worker is stopping"):
+            workers.set_concurrency(2)
+    finally:
+        gate.set()
+    launched.join(HANG)
+    assert held.get(timeout=HANG) is True
+    assert server.control.ping() == {}
+
+
 def test_change_that_a_worker_refuses_is_an_error(server: Server) -> None:
     with server.new_worker("ada", 1, autoscale=(1, 2)):
         workers = server.control.workers("*", "gone")
