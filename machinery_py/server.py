@@ -98,7 +98,7 @@ class Server(TaskRegistrar):
         self.on_failure = hooks.on_failure
         self.inspect = Inspector(self.app)
         self.events = ServerEvents(self.app.events, self.app.publisher, lambda: self.broker)
-        self.control = Control(lambda: self.broker, self.app.lamport)
+        self.control = Control(lambda: self.broker, self.app.lamport, self.revoke)
         self.declared = Declared()
         self.schedules = Schedules(self.app, self.declared)
         self._waiters: AsyncWaiters | None = None

@@ -23,6 +23,7 @@ from machinery_py.cli.options import (
     LIMIT,
     SEND,
     STATE,
+    TERMINATE,
     TOP,
     WAIT,
     WORKER,
@@ -157,8 +158,8 @@ _MODULES: Mapping[str, Sequence[Command]] = {
             "revoke",
             "never start these tasks; ask those that run to stop",
             words="UUID …",
-            options=YES,
-            examples=("tasks task_0f6c",),
+            options=TERMINATE + YES,
+            examples=("tasks task_0f6c", "tasks task_0f6c --terminate"),
         ),
     ),
     "queues": (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from machinery_py.cli.output import clean, clean_lines, length, note, shorten, to_json
-from machinery_py.control.answers import Pong, ThreadStack
+from machinery_py.control.answers import Answers, Pong, ThreadStack
 from machinery_py.control.orders import KINDS, arguments
 from machinery_py.errors import ArgumentError, nearest
 
@@ -25,20 +25,25 @@ def control(server: Server, args: argparse.Namespace) -> int:
     if answers is None:  # a change, which all have made
         print(to_json({"done": True}) if args.json else "done")
         return 0
-    if args.json:
+    print_answers(answers, args.timeout, as_json=args.json)
+    if not (answers or answers.errors or answers.missing):
+        note("there is no such worker")
+    return 1 if answers.missing or answers.errors or not answers else 0
+
+
+def print_answers(answers: Answers[Any], timeout: float, *, as_json: bool) -> None:
+    """Print answers, and which workers did not answer."""
+    if as_json:
         found = {"answers": answers, "missing": answers.missing, "errors": answers.errors}
         print(to_json(msgspec.to_builtins(found)))
-    else:
-        for worker, value in answers.items():
-            print(f"{clean(worker)}:")
-            print("\n".join(f"  {line}" for line in _lines(value)))
-        for worker, error in answers.errors.items():
-            note(f"{worker}: {error}")
-        for worker in answers.missing:
-            note(f"{worker}: no answer in {length(args.timeout)}")
-        if not (answers or answers.errors or answers.missing):
-            note("there is no such worker")
-    return 1 if answers.missing or answers.errors or not answers else 0
+        return
+    for worker, value in answers.items():
+        print(f"{clean(worker)}:")
+        print("\n".join(f"  {line}" for line in _lines(value)))
+    for worker, error in answers.errors.items():
+        note(f"{worker}: {error}")
+    for worker in answers.missing:
+        note(f"{worker}: no answer in {length(timeout)}")
 
 
 def _order(name: str, words: list[str]) -> tuple[str, dict[str, Any]]:
@@ -47,7 +52,8 @@ def _order(name: str, words: list[str]) -> tuple[str, dict[str, Any]]:
     Raises:
         ArgumentError: there is no such order, or it takes others.
     """
-    kind, known = name.replace("-", "_"), [one.replace("_", "-") for one in KINDS]
+    kind = name.replace("-", "_")
+    known = [one.replace("_", "-") for one in KINDS if one != "terminate"]  # machinery revoke
     if name not in known:
         raise ArgumentError(
             f"no order is called {name!r}{nearest(name, known)} (known: {', '.join(known)})"
@@ -72,7 +78,7 @@ def _lines(value: object) -> list[str]:
         task = f" runs {value.task}" if value.task else ""
         return [clean(f"{value.thread}{task}"), *clean_lines(value.stack.rstrip())]
     if isinstance(value, dict):
-        return [clean(f"{key} = {shorten(str(one))}") for key, one in value.items()]
+        return [clean(f"{key} = {shorten(str(one))}") for key, one in value.items()] or ["none"]
     if isinstance(value, msgspec.Struct):
         facts = msgspec.to_builtins(value)
         return [clean("  ".join(f"{key}={shorten(str(one))}" for key, one in facts.items()))]

@@ -131,6 +131,11 @@ APP: Options = (
 )
 JSON: Options = (_switch("--json", "print JSON instead of a table"),)
 YES: Options = (_switch("--yes -y", "do not ask"),)
+ANSWERS = _time("--timeout", "longest wait for answers; default: 2 s", 2.0)
+TERMINATE: Options = (
+    _switch("--terminate", "end those that run: kill their task processes; ask others to stop"),
+    ANSWERS,
+)
 LIMIT: Options = (_count("--limit", "at most this many; default: 50", 1, 50),)
 FILTER: Options = (
     _text("--name", "only tasks of this name"),
@@ -240,7 +245,7 @@ CONTROL: Options = (
         default=[],
         metavar="NAME",
     ),
-    _time("--timeout", "longest wait for answers; default: 2 s", 2.0),
+    ANSWERS,
 )
 TOP: Options = (
     _time("--since", "as for `machinery events`; default: 10 s", 10.0),

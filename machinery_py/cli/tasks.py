@@ -9,6 +9,7 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from machinery_py.cli.control import print_answers
 from machinery_py.cli.output import (
     ALL,
     NONE,
@@ -267,5 +268,9 @@ def revoke(server: Server, args: argparse.Namespace) -> int:
     uuids = list(dict.fromkeys(server.inspect.find(one) for one in args.rest))
     if len(uuids) > 1:
         confirm(args, f"revoke {many(len(uuids), 'task')}?")
-    server.revoke(uuids)
-    return answer(args, {"revoked": uuids}, f"revoked {many(len(uuids), 'task')}")
+    done = server.control.revoke(*uuids, terminate=args.terminate, timeout=args.timeout)
+    if not (args.terminate and args.json):
+        answer(args, {"revoked": uuids}, f"revoked {many(len(uuids), 'task')}")
+    if args.terminate:
+        print_answers(done, args.timeout, as_json=args.json)
+    return 1 if done.missing or done.errors else 0

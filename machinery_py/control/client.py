@@ -195,6 +195,15 @@ class ChosenWorkers:
 
     shutdown_async = twin(shutdown)
 
+    def terminate(self, *uuids: str) -> Answers[dict[str, str]]:
+        """End the runs of tasks that are revoked; see `Control.revoke`, which revokes them first.
+
+        Returns what each worker did with those that it runs: "killed" or "asked".
+        """
+        return self._ask("terminate", dict[str, str], uuids=uuids)
+
+    terminate_async = twin(terminate)
+
     def _tell(self, kind: str, **args: Any) -> None:
         done = self._ask(kind, object, **args)
         problems = [f"{name}: {error}" for name, error in done.errors.items()]
@@ -279,9 +288,15 @@ def _value(one: Answer, seconds: float, answer: type[T]) -> T:
 class Control:
     """Orders to workers: `server.control`. Any thread may use it."""
 
-    def __init__(self, broker: Callable[[], Broker], lamport: LamportClock) -> None:
+    def __init__(
+        self,
+        broker: Callable[[], Broker],
+        lamport: LamportClock,
+        revoke: Callable[[Sequence[str]], None],
+    ) -> None:
         self._broker = broker
         self._lamport = lamport
+        self._revoke = revoke
 
     def workers(self, *names: str, timeout: float = TIMEOUT) -> ChosenWorkers:
         """Return the workers with these names, to ask or to change them; without names: all.
@@ -306,3 +321,23 @@ class Control:
         return self.workers(timeout=timeout).ping()
 
     ping_async = twin(ping)
+
+    def revoke(
+        self, *uuids: str, terminate: bool = False, timeout: float = TIMEOUT
+    ) -> Answers[dict[str, str]]:
+        """Revoke tasks, as `Server.revoke`, and with `terminate` end those that run.
+
+        Returns what each worker did with those that it runs: "killed", a task process and all that
+        the task has started, which ends it in FAILURE, "revoked"; or "asked" to stop, a thread or
+        a coroutine. A worker in `missing` asks its tasks itself, as soon as it goes on: the
+        revocation is stored before any worker is told.
+
+        Raises as `Server.revoke`, and as `ping`: then the tasks are revoked.
+        """
+        workers = self.workers(timeout=timeout)
+        if terminate:
+            arguments("terminate", {"uuids": uuids})
+        self._revoke(uuids)
+        return workers.terminate(*uuids) if terminate else Answers({})
+
+    revoke_async = twin(revoke)

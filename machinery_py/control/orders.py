@@ -26,7 +26,7 @@ from machinery_py.errors import ArgumentError
 ORDERS = "orders"  # the topic
 ANY = "*"  # in a name: any text
 MOST_BYTES = 2**22  # of an answer
-MOST_NAMES = 1000
+MOST_NAMES = 1000  # of workers or tasks
 MOST_CONCURRENCY = 10_000
 
 Clock = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
@@ -66,6 +66,12 @@ class SetTimeLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seconds: Annotated[float, msgspec.Meta(gt=0, le=LONGEST)] | None
 
 
+class Terminate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """End the runs of these tasks, if they are revoked."""
+
+    uuids: Annotated[list[str], msgspec.Meta(max_length=MOST_NAMES)]
+
+
 class LogLevel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Log from this level on."""
 
@@ -90,6 +96,7 @@ KINDS: Mapping[str, type[msgspec.Struct]] = {
     "disable_events": NoArguments,
     "log_level": LogLevel,
     "shutdown": NoArguments,
+    "terminate": Terminate,
 }
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from machinery_py.brokers.base import Fate
 from machinery_py.errors import TimeLimitExceeded
 from machinery_py.events import TaskStarted
+from machinery_py.registry.outcomes import REVOKED
 from machinery_py.stores.base import Session
 from machinery_py.texts import get_logger
 from machinery_py.worker.event_loop import EventLoopThread
@@ -295,6 +296,16 @@ class Executors:
         task = self._tasks.get(id(execution))
         if task is not None:
             self._loop.loop.call_soon_threadsafe(task.cancel)
+
+    def terminate(self, execution: Execution) -> bool:
+        """End the run of a revoked task: kill its process. Else ask it to stop, and return False.
+
+        The slot's thread notices the end of the process, and settles the execution.
+        """
+        execution.revoked = True
+        is_killed = execution.in_process and execution.finish(REVOKED)
+        self.cancel(execution)
+        return is_killed
 
     # Coroutines
 

@@ -23,10 +23,11 @@ from machinery_py.control.answers import (
     WorkerQueue,
     WorkerStats,
 )
-from machinery_py.control.orders import AddQueue, CancelQueue, SetTimeLimit
+from machinery_py.control.orders import AddQueue, CancelQueue, SetTimeLimit, Terminate
 from machinery_py.errors import MachineryError
 from machinery_py.names import check_queue
 from machinery_py.queues import PLAIN, QueueOrder
+from machinery_py.revocation import revoked_among
 from machinery_py.texts import cut, quoted
 from machinery_py.version import __version__
 from machinery_py.worker.agent import Handlers
@@ -87,6 +88,7 @@ class Steering:
             "enable_events": lambda _: self._app.publisher.enable(),
             "disable_events": lambda _: self._app.publisher.disable(),
             "shutdown": lambda _: self._on_shutdown(),
+            "terminate": self._terminate,
             "log_level": lambda given: logging.getLogger(PACKAGE).setLevel(given.level),
         }
 
@@ -176,6 +178,14 @@ class Steering:
     def _set_time_limit(self, given: SetTimeLimit) -> None:
         task = self._app.registry.get(given.task)
         task.settings = msgspec.structs.replace(task.settings, time_limit=given.seconds)
+
+    def _terminate(self, given: Terminate) -> dict[str, str]:
+        runs = {one.signature.uuid: one for one in self._executors.running()}
+        wanted = [uuid for uuid in given.uuids if uuid in runs]
+        revoked = revoked_among(self._app, wanted) if wanted else {}
+        return {
+            uuid: "killed" if self._executors.terminate(runs[uuid]) else "asked" for uuid in revoked
+        }
 
 
 def _task_of(execution: Execution) -> dict[str, Any]:

@@ -280,9 +280,11 @@ class TaskProcess:
 
 
 def _lost(execution: Execution, text: str) -> Outcome:
-    if not execution.is_over:
-        uuid, name = execution.signature.uuid, execution.signature.name
-        logger.error(
-            "task %s (%s) has lost its process: %s", uuid, name, text, extra={"task_uuid": uuid}
-        )
-    return execution.judged(Lost(error=text))
+    lost = Lost(error=text)
+    if execution.is_over:
+        return lost  # killed on purpose: its end is another one
+    uuid, name = execution.signature.uuid, execution.signature.name
+    logger.error(
+        "task %s (%s) has lost its process: %s", uuid, name, text, extra={"task_uuid": uuid}
+    )
+    return execution.judged(lost)

@@ -294,6 +294,7 @@ class Worker:
             with contextlib.suppress(MachineryError):
                 session.close()
             raise
+        self._signs = signs_for(app.store.broker, app.config)
         return session
 
     def _begin(self, session: Session) -> None:
@@ -335,7 +336,6 @@ class Worker:
             name=self.name,
             on_beat=self._on_beat,
         )
-        self._signs = signs_for(app.store.broker, app.config)
         self._session = session
         self._serve(self.order)
         # Before the first claim: its failure does not change that this worker has started.

@@ -23,6 +23,17 @@ def test_workers_are_asked_and_changed_from_a_shell(app: App) -> None:
     assert "web-1-agent" in text
 
 
+def test_running_task_is_terminated_from_a_shell(app: App) -> None:
+    one = app.worker("-n", "web-1", "--pool", "process", "-c", "1")
+    uuid = app.send("hold", "a")
+    wait_until(lambda: bool(app.notes))
+
+    done = app.run("revoke", "tasks", uuid, "--terminate", "--timeout", "30")
+    assert done.stdout == f"revoked 1 task\nweb-1:\n  {uuid} = killed\n"
+    wait_until(lambda: app.state(uuid) == "FAILURE")
+    assert "lost its process" not in one.err
+
+
 def test_order_that_cannot_be_given_is_refused_in_words(app: App) -> None:
     unknown = app.run("control", "tasks", "pong", code=2)
     assert "no order is called 'pong'" in unknown.stderr

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from machinery_py import Config, MachineryError, Server
+from machinery_py import ArgumentError, Config, MachineryError, Server, current_task
 from machinery_py.brokers.topics import MAX_RECORD
 from machinery_py.control.answers import Answers
 from machinery_py.control.lamport import MOST
@@ -306,6 +306,26 @@ def test_stopping_worker_ends_its_tasks_answers_and_takes_no_change(server: Serv
     launched.join(HANG)
     assert held.get(timeout=HANG) is True
     assert server.control.ping() == {}
+
+
+def test_terminated_task_in_a_thread_is_asked_and_a_deaf_worker_named(server: Server) -> None:
+    def hold() -> str:
+        wait_until(lambda: current_task().cancelled)
+        return "stopped"
+
+    task = server.register_task("hold", hold)
+    consumer = server.broker.consume(["other"], worker="deaf")
+    with server.new_worker("ada", 1) as worker:
+        held = task.send()
+        wait_until(lambda: worker.active == 1)
+        done = server.control.revoke(held.uuid, terminate=True, timeout=0.1)
+        assert (done, done.missing) == ({"ada": {held.uuid: "asked"}}, ("deaf",))
+        assert held.get(timeout=HANG) == "stopped"
+        many = [f"task_{number}" for number in range(1001)]
+        with pytest.raises(ArgumentError, match="length <= 1000"):
+            server.control.revoke(*many, terminate=True)
+        assert not server.backend.revoked(many)
+    consumer.close()
 
 
 def test_change_that_a_worker_refuses_is_an_error(server: Server) -> None:

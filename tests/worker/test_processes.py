@@ -291,6 +291,28 @@ def test_unfinished_task_is_handed_back_and_its_process_killed(tmp_path: Path) -
         assert result.get(HANG) == "done"
 
 
+def test_terminated_task_ends_as_revoked_and_its_process_is_killed(
+    worker: Worker, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = pooled.holds.send(str(tmp_path))
+    wait_until(lambda: bool(os.listdir(tmp_path)))
+    [pid] = runs(tmp_path)
+    assert server.control.workers(timeout=HANG).terminate(held.uuid) == {"w": {}}, (
+        "it is not revoked"
+    )
+
+    assert server.control.revoke(held.uuid, terminate=True, timeout=HANG) == {
+        "w": {held.uuid: "killed"}
+    }
+
+    with pytest.raises(TaskFailed, match="revoked"):
+        held.get(timeout=HANG)
+    wait_until(lambda: not is_alive(pid))
+    assert pooled.where.send().get(HANG) != pid
+    assert "lost its process" not in caplog.text
+    assert server.control.revoke(held.uuid, terminate=True, timeout=HANG) == {"w": {}}
+
+
 def test_task_that_is_handed_back_while_its_process_starts_does_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
