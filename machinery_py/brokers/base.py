@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from machinery_py.brokers.topics import Subscription
+from machinery_py.brokers.topics import TOPIC_AGE, Subscription, checked_records
 from machinery_py.connections.durability import Concern
 from machinery_py.errors import DecodeError, MachineryError, Unsupported
 from machinery_py.tasks.signature import Signature
@@ -412,6 +412,11 @@ class Broker(ABC):
             PublishUnknown: they may have been sent.
             Unsupported: this broker has no topics.
         """
+        if checked := checked_records(topic, records):
+            self.append_records(topic, checked, min(ttl, TOPIC_AGE))
+
+    def append_records(self, topic: str, records: Sequence[bytes], ttl: float) -> None:
+        """Do what `broadcast` promises, with records and a ttl that are within their limits."""
         del records, ttl
         raise self._without_topics(topic)
 

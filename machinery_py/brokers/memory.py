@@ -28,7 +28,7 @@ from machinery_py.brokers.base import (
     WorkerInfo,
 )
 from machinery_py.brokers.entries import Entry, new_letter, new_worker
-from machinery_py.brokers.topics import TOPIC_AGE, TOPIC_LENGTH, BufferedSubscription, check_records
+from machinery_py.brokers.topics import TOPIC_LENGTH, PushedSubscription
 from machinery_py.connections.memory import MemoryHub
 from machinery_py.connections.recent_tokens import RecentTokens
 
@@ -286,17 +286,15 @@ class MemoryBroker(Broker):
         with self.hub.lock:
             return [self._dead.pop(id) for id in ids if id in self._dead]
 
-    def broadcast(self, topic: str, records: Sequence[bytes], *, ttl: float) -> None:
-        check_records(topic, records)
+    def append_records(self, topic: str, records: Sequence[bytes], ttl: float) -> None:
         with self.hub.lock:
             now = self.hub.clock.monotonic()
             for name in [name for name, other in self._topics.items() if other.is_over(now)]:
                 del self._topics[name]
-            until = now + min(ttl, TOPIC_AGE)
             there = self._topics.setdefault(topic, _Topic())
-            there.records.extend((bytes(record), now, until) for record in records)
+            there.records.extend((record, now, now + ttl) for record in records)
             for subscription in there.subscriptions:
-                subscription.add((bytes(record), until) for record in records)
+                subscription.add((record, now + ttl) for record in records)
 
     def subscribe(self, topic: str, *, since: float = 0.0) -> MemorySubscription:
         with self.hub.lock:
@@ -311,7 +309,7 @@ class MemoryBroker(Broker):
         pass  # the hub belongs to whoever made it
 
 
-class MemorySubscription(BufferedSubscription):
+class MemorySubscription(PushedSubscription):
     """An entry among the subscriptions of its topic."""
 
     def __init__(self, hub: MemoryHub, subscriptions: set[MemorySubscription]) -> None:

@@ -8,9 +8,11 @@ rather than waited for: a topic keeps its newest TOPIC_LENGTH records, each for 
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from machinery_py.clock import Clock
 from machinery_py.errors import PublishRefused, for_good
@@ -19,6 +21,9 @@ from machinery_py.texts import quoted
 TOPIC_LENGTH = 2000  # records of one topic
 TOPIC_AGE = 3600.0  # seconds; a greater `ttl` counts as this
 MAX_RECORD = 65_536  # bytes
+
+KeptRecord = tuple[Any, int, bytes | None]
+"""Place among all records of the store, number in its topic, from 1, and body; None: it is over."""
 
 
 class Subscription(ABC):
@@ -32,7 +37,6 @@ class Subscription(ABC):
     """
 
     missed: int = 0
-    _next: int = 0  # running number of the next record, where the store has such; 0: any
 
     @abstractmethod
     def read(self, timeout: float) -> list[bytes]:
@@ -54,22 +58,50 @@ class Subscription(ABC):
     def close(self) -> None:
         """End the subscription, and let a waiting `read` return. May be called twice."""
 
-    def _pass(self, numbers: Sequence[int], handed_out: int) -> None:
-        """Go on behind records with these running numbers, and count those that were missed.
 
-        Args:
-            numbers: growing by one where nothing was dropped. A topic that its store has lost
-                begins with 1 again.
-            handed_out: how many of them are no older than their `ttl`.
-        """
-        first, self._next = self._next, numbers[-1] + 1
-        if not 0 < first <= numbers[0]:
-            first = numbers[0]
-        self.missed += max(0, self._next - first - handed_out)
+class KeptSubscription(Subscription):
+    """Records that the store keeps: each look asks for those behind the last one that was read."""
+
+    def __init__(self) -> None:
+        self._after: Any = None  # place of the last record that was read
+        self._next = 0  # number of the next one; 0: any
+        self._woken = self._closed = False
+
+    @abstractmethod
+    def _fetch(self, wait: float) -> list[KeptRecord]:
+        """Return records behind `_after`; waits for some up to so many seconds, or less."""
+
+    def read(self, timeout: float) -> list[bytes]:
+        deadline = time.monotonic() + timeout
+        while not self._closed:
+            woken, left = self._woken, max(0.0, deadline - time.monotonic())
+            found = self._passed(self._fetch(0.0 if woken else left))
+            if found or woken or time.monotonic() >= deadline:
+                self._woken = self._woken and not woken
+                return found
+        return []
+
+    def _passed(self, records: Sequence[KeptRecord]) -> list[bytes]:
+        """Go on behind these records, and return those that are not over."""
+        found = [body for _, _, body in records if body is not None]
+        if records:
+            (_, first, _), (self._after, last, _) = records[0], records[-1]
+            # A topic that the store has lost begins with 1 again.
+            expected = self._next if 0 < self._next <= first else first
+            self._next = last + 1
+            self.missed += max(0, self._next - expected - len(found))
+        return found
+
+    def wake(self) -> None:
+        self._woken = True
+
+    def close(self) -> None:
+        self._closed = True
+        self.wake()
 
 
-class BufferedSubscription(Subscription):
-    """Records that have come to this process and were not read yet, the newest TOPIC_LENGTH."""
+class PushedSubscription(Subscription):
+    """Records that come to this process by themselves: the newest TOPIC_LENGTH that are unread."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -78,11 +110,10 @@ class BufferedSubscription(Subscription):
         self._news = threading.Event()
         self._closed = False
 
-    def add(self, records: Iterable[tuple[bytes, float]], *, missed: int = 0) -> None:
+    def add(self, records: Iterable[tuple[bytes, float]]) -> None:
         """Take records in, each with the moment of the monotonic clock at which it is over."""
         with self._changing:
             self._records.extend(records)
-            self.missed += missed
             while len(self._records) > TOPIC_LENGTH:
                 self._records.popleft()
                 self.missed += 1
@@ -105,11 +136,11 @@ class BufferedSubscription(Subscription):
 
     def close(self) -> None:
         self._closed = True
-        self._news.set()
+        self.wake()
 
 
-def check_records(topic: str, records: Sequence[bytes]) -> None:
-    """Refuse records that are too large for a topic.
+def checked_records(topic: str, records: Sequence[bytes]) -> list[bytes]:
+    """Return the records, if none of them is too large for a topic.
 
     Raises:
         PublishRefused: it is permanent.
@@ -121,3 +152,4 @@ def check_records(topic: str, records: Sequence[bytes]) -> None:
                 f"topic {quoted(topic)}: a record has {size:,} bytes (at most {MAX_RECORD:,})"
             )
         )
+    return list(map(bytes, records))

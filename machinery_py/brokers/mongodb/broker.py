@@ -38,7 +38,7 @@ from machinery_py.brokers.mongodb.messages import (
     release,
     untake,
 )
-from machinery_py.brokers.mongodb.topics import MongoSubscription, broadcast
+from machinery_py.brokers.mongodb.topics import NOTIFIER, MongoSubscription, write_records
 from machinery_py.clock import moment_of
 from machinery_py.connections.durability import Concern
 from machinery_py.connections.forks import ForkLock
@@ -122,7 +122,7 @@ class MongoBroker(DriverUser, Broker):
             self._busy.discard(token)
         return True
 
-    def _publish(self, work: Callable[[Store], bool], *, again: bool = True) -> bool:
+    def _publish(self, work: Callable[[Store], object], *, again: bool = True) -> object:
         """Run the step by which something is accepted."""
         return self.driver.run(
             work,
@@ -158,11 +158,10 @@ class MongoBroker(DriverUser, Broker):
             return
         queues = {document["queue"] for document in documents} - self._named
 
-        def write(store: Store) -> bool:
+        def write(store: Store) -> None:
             if queues:
                 insert_new(store.machinery_queues, [{"_id": queue} for queue in sorted(queues)])
             insert_new(store.machinery_messages, documents)
-            return True
 
         if again:  # a part of what is accepted
             self.driver.run(write, doing="publishing", away=PublishUnknown)
@@ -417,8 +416,13 @@ class MongoBroker(DriverUser, Broker):
         )
         return [letter_of(one) for one in taken if one is not None]
 
-    def broadcast(self, topic: str, records: Sequence[bytes], *, ttl: float) -> None:
-        broadcast(self.driver, topic, records, ttl)
+    def append_records(self, topic: str, records: Sequence[bytes], ttl: float) -> None:
+        now = self.driver.now()
+        until = now + int(ttl * 1e6)
+        self._publish(
+            lambda store: write_records(store, topic, records, now=now, until=until), again=False
+        )
+        self.driver.notify(NOTIFIER)
 
     def subscribe(self, topic: str, *, since: float = 0.0) -> MongoSubscription:
         return MongoSubscription(self.driver, topic, since)

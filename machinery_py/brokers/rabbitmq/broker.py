@@ -218,8 +218,8 @@ class AMQPBroker(Broker):
         )
         self._publisher.send([letter])
 
-    def broadcast(self, topic: str, records: Sequence[bytes], *, ttl: float) -> None:
-        self._topics.send(topic, records, ttl)
+    def append_records(self, topic: str, records: Sequence[bytes], ttl: float) -> None:
+        self._topics.append_records(topic, records, ttl)
 
     def subscribe(self, topic: str, *, since: float = 0.0) -> AMQPSubscription:
         del since  # BrokerFeatures.keeps_topics

@@ -51,7 +51,7 @@ from machinery_py.brokers.redis.messages import (
     packed_go,
     unwrapped,
 )
-from machinery_py.brokers.redis.topics import RedisSubscription, broadcast
+from machinery_py.brokers.redis.topics import RedisSubscription, append_records
 from machinery_py.clock import moment_of
 from machinery_py.connections.durability import Concern
 from machinery_py.connections.redis.client import RedisDriver, raw
@@ -352,8 +352,8 @@ class RedisBroker(Broker):
             if letter
         ]
 
-    def broadcast(self, topic: str, records: Sequence[bytes], *, ttl: float) -> None:
-        broadcast(self.driver, topic, records, ttl)
+    def append_records(self, topic: str, records: Sequence[bytes], ttl: float) -> None:
+        append_records(self.driver, topic, records, ttl)
 
     def subscribe(self, topic: str, *, since: float = 0.0) -> RedisSubscription:
         return RedisSubscription(self.driver, topic, since)

@@ -38,7 +38,7 @@ from machinery_py.brokers.redis.messages import (
     packed,
     packed_go,
 )
-from machinery_py.brokers.redis.topics import RedisSubscription, broadcast
+from machinery_py.brokers.redis.topics import RedisSubscription, append_records
 from machinery_py.clock import moment_of
 from machinery_py.connections.durability import Concern
 from machinery_py.connections.redis.client import raw
@@ -340,8 +340,8 @@ class ClusterBroker(Broker):
             for letter in self._of(queue).take_dead([id])
         ]
 
-    def broadcast(self, topic: str, records: Sequence[bytes], *, ttl: float) -> None:
-        broadcast(self._at_topic(topic), topic, records, ttl)
+    def append_records(self, topic: str, records: Sequence[bytes], ttl: float) -> None:
+        append_records(self._at_topic(topic), topic, records, ttl)
 
     def subscribe(self, topic: str, *, since: float = 0.0) -> RedisSubscription:
         return RedisSubscription(self._at_topic(topic), topic, since)

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from machinery_py.brokers.redis import scripts
-from machinery_py.brokers.topics import TOPIC_AGE, Subscription, check_records
+from machinery_py.brokers.topics import KeptRecord, KeptSubscription
 from machinery_py.connections.redis.client import RedisConnection, RedisDriver, command, raw
 from machinery_py.connections.redis.keys import topic_key
-from machinery_py.errors import BrokerUnavailable, MachineryError, PublishUnknown
+from machinery_py.errors import BrokerUnavailable, PublishUnknown
 
 BLOCK = 1.0  # seconds of one sleep
 READ = 500  # records of one `read`
@@ -27,27 +26,23 @@ LINK_TIMEOUT = 3.0  # seconds for a reply, beyond its sleep
 DOING = "reading a topic"
 
 
-def broadcast(driver: RedisDriver, topic: str, records: Sequence[bytes], ttl: float) -> None:
+def append_records(driver: RedisDriver, topic: str, records: Sequence[bytes], ttl: float) -> None:
     """Append the records to the topic's stream, which is in the slot of a cluster's driver."""
-    check_records(topic, records)
-    if records:
-        life = int(min(ttl, TOPIC_AGE) * 1000)
-        values = (driver.now(), topic_key(topic), life, list(map(raw, records)))
-        driver.run(scripts.BROADCAST, *values, again=False, lost=PublishUnknown)
+    values = (driver.now(), topic_key(topic), int(ttl * 1000), list(map(raw, records)))
+    driver.run(scripts.BROADCAST, *values, again=False, lost=PublishUnknown)
 
 
-class RedisSubscription(Subscription):
+class RedisSubscription(KeptSubscription):
     """The id of the last entry that was read, and a connection."""
 
     def __init__(self, driver: RedisDriver, topic: str, since: float) -> None:
+        super().__init__()
         self._driver = driver
         self._key = topic_key(topic).encode()
         self._block = min(BLOCK, driver.limits.block)
         self._link: RedisConnection | None = None
         self._asleep = b""  # the number of the connection while it blocks
         self._reading = threading.Lock()
-        self._woken = False
-        self._closed = False
         self._after = b"0-0"
         self._next = 1
         if since > 0:
@@ -61,42 +56,22 @@ class RedisSubscription(Subscription):
     def _ask_once(self, *parts: bytes) -> Any:
         return self._driver.ask(*parts, doing="subscribing to a topic", away=BrokerUnavailable)
 
-    def read(self, timeout: float) -> list[bytes]:
-        deadline = time.monotonic() + timeout
+    def _fetch(self, wait: float) -> list[KeptRecord]:
         with self._reading:
-            while not self._closed:
-                woken, left = self._woken, deadline - time.monotonic()
-                found = self._read(0.0 if woken else max(0.0, min(left, self._block)))
-                if found or woken or time.monotonic() >= deadline:
-                    if woken:
-                        self._woken = False
-                    return found
-        return []
-
-    def _read(self, sleep: float) -> list[bytes]:
-        try:
-            streams, now = self._ask(sleep)
-        except MachineryError:
-            self._drop_link()
-            raise
-        except Exception as error:  # redis-py's, sorted by `fail`
-            self._drop_link()
-            self._driver.fail(error, doing=DOING, away=BrokerUnavailable)
-        if not streams:
-            return []
-        entries = streams[0][1]
-        self._after = entries[-1][0]
-        found: list[bytes] = []
-        for _, pairs in entries:
-            fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
-            if b"r" in fields and not _is_over(fields.get(b"u", b""), now):
-                found.append(fields[b"r"])
-        self._pass([_number(id) for id, _ in entries], len(found))
-        return found
+            try:
+                streams, now = self._ask(min(wait, self._block))
+            except Exception as error:  # redis-py's, sorted by `fail`, or ours
+                self._drop_link()
+                self._driver.fail(error, doing=DOING, away=BrokerUnavailable)
+        return (
+            [(id, _number(id), _body(pairs, now)) for id, pairs in streams[0][1]] if streams else []
+        )
 
     def _ask(self, sleep: float) -> tuple[Any, int]:
         """Return the reply to XREAD, and the time behind it in ms."""
         timeout = self._block + min(LINK_TIMEOUT, self._driver.limits.read)
+        if self._closed:
+            return None, 0
         link, self._link = self._link, None
         link = self._link = self._driver.numbered(link, timeout=timeout)
         block = (b"BLOCK", b"%d" % math.ceil(sleep * 1000)) if sleep else ()
@@ -113,12 +88,11 @@ class RedisSubscription(Subscription):
         return streams, int(self._driver.now() or time_there) // 1000
 
     def wake(self) -> None:
-        self._woken = True
+        super().wake()
         self._driver.unblock_while(lambda: self._asleep, doing="waking a reader")
 
     def close(self) -> None:
-        self._closed = True
-        self.wake()
+        super().close()
         with self._reading:
             self._drop_link()
 
@@ -136,5 +110,9 @@ def _micros(reply: Any) -> int:
     return int(reply[0]) * 1_000_000 + int(reply[1])
 
 
-def _is_over(until: bytes, now: int) -> bool:
-    return until.isdigit() and int(until) <= now
+def _body(pairs: Sequence[bytes], now: int) -> bytes | None:
+    """Return the body of an entry; None if it is over, or is no record."""
+    fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
+    until = fields.get(b"u", b"")
+    is_over = until.isdigit() and len(until) < 20 and int(until) <= now
+    return None if is_over else fields.get(b"r")

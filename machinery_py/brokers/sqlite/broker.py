@@ -29,7 +29,7 @@ from machinery_py.brokers.base import (
 )
 from machinery_py.brokers.liveness import is_suspended
 from machinery_py.brokers.sqlite.consumer import PROMOTE, RELEASE, SQLiteConsumer
-from machinery_py.brokers.sqlite.topics import SQLiteSubscription, broadcast
+from machinery_py.brokers.sqlite.topics import SQLiteSubscription, append_records
 from machinery_py.clock import micros, moment_of
 from machinery_py.connections import session_files
 from machinery_py.connections.session_files import SessionState
@@ -351,8 +351,8 @@ class SQLiteBroker(Broker):
         letters = {str(row[0]): _letter(row) for row in rows}
         return [letters[id] for id in dict.fromkeys(ids) if id in letters]
 
-    def broadcast(self, topic: str, records: Sequence[bytes], *, ttl: float) -> None:
-        broadcast(self.driver, topic, records, ttl)
+    def append_records(self, topic: str, records: Sequence[bytes], ttl: float) -> None:
+        append_records(self.driver, topic, records, ttl)
 
     def subscribe(self, topic: str, *, since: float = 0.0) -> SQLiteSubscription:
         return SQLiteSubscription(self.driver, topic, since)

@@ -6,10 +6,9 @@ that finds a gap in the numbers has missed what was deleted.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
-from machinery_py.brokers.topics import TOPIC_AGE, TOPIC_LENGTH, Subscription, check_records
+from machinery_py.brokers.topics import TOPIC_LENGTH, KeptRecord, KeptSubscription
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.connections.sqlite.rows import insert_rows
 
@@ -27,69 +26,52 @@ _BEGIN = """
 SELECT coalesce((SELECT min(id) - 1 FROM topics WHERE topic = ? AND sent_at >= ?),
                 (SELECT max(id) FROM topics), 0)
 """
-_READ = "SELECT id, number, until, body FROM topics WHERE topic = ? AND id > ? ORDER BY id LIMIT ?"
+
+# In: now, topic, id of the last record that was read, how many. Out: records, as bytes, whatever
+# others have put there.
+_READ = """
+SELECT id, number, iif(until > ?, CAST(body AS BLOB), NULL) FROM topics
+WHERE topic = ? AND id > ? ORDER BY id LIMIT ?
+"""
 
 
-def broadcast(driver: SQLiteDriver, topic: str, records: Sequence[bytes], ttl: float) -> None:
+def append_records(driver: SQLiteDriver, topic: str, records: Sequence[bytes], ttl: float) -> None:
     """Insert the records, and wake all that wait for records."""
-    check_records(topic, records)
-    if not records:
-        return
     now = driver.now()
-    until = now + int(min(ttl, TOPIC_AGE) * 1e6)
+    until = now + int(ttl * 1e6)
     with driver.claiming() as connection:
         last: int = connection.execute(_LAST, (topic,)).fetchone()[0]
         numbered = enumerate(records, last + 1)
-        rows = [(topic, number, now, until, bytes(body)) for number, body in numbered]
+        rows = [(topic, number, now, until, body) for number, body in numbered]
         insert_rows(connection, _SEND, rows)
         connection.execute(_FORGET, (now, topic, last + len(rows) - TOPIC_LENGTH))
         driver.notify("t")
 
 
-class SQLiteSubscription(Subscription):
+class SQLiteSubscription(KeptSubscription):
     """The id of the last record that was read, and a notifier."""
 
     def __init__(self, driver: SQLiteDriver, topic: str, since: float) -> None:
+        super().__init__()
         self._driver = driver
         self._topic = topic
         self._notifier = driver.notifier("t")
-        self._closed = False
         oldest = driver.now() - int(since * 1e6) if since > 0 else 2**62
         with driver.reading() as connection:
-            self._after: int = connection.execute(_BEGIN, (topic, oldest)).fetchone()[0]
+            self._after = connection.execute(_BEGIN, (topic, oldest)).fetchone()[0]
             self._next = connection.execute(_LAST, (topic,)).fetchone()[0] + 1
 
-    def read(self, timeout: float) -> list[bytes]:
-        deadline = time.monotonic() + timeout
-        found = self._read()
-        if found or timeout <= 0 or self._notifier.woken():
-            return found
-        with self._notifier:
-            while not self._closed:
-                # Once more now that the pipe exists: what came before has not notified it.
-                if found := self._read():
-                    return found
-                left = deadline - time.monotonic()
-                if left <= 0 or self._notifier.wait(left):
-                    break
-        return []
-
-    def _read(self) -> list[bytes]:
-        if self._closed:
-            return []
-        with self._driver.reading() as connection:
-            rows = connection.execute(_READ, (self._topic, self._after, READ)).fetchall()
-        if not rows:
-            return []
-        now = self._driver.now()
-        found = [body for _, _, until, body in rows if until > now]
-        self._after = rows[-1][0]
-        self._pass([number for _, number, _, _ in rows], len(found))
+    def _fetch(self, wait: float) -> list[KeptRecord]:
+        with (
+            self._notifier
+        ):  # its pipe is there before the look: what comes behind that notifies it
+            now = self._driver.now()
+            with self._driver.reading() as connection:
+                found = connection.execute(_READ, (now, self._topic, self._after, READ)).fetchall()
+            if not found and wait:
+                self._notifier.wait(wait)
         return found
 
     def wake(self) -> None:
-        self._notifier.wake()
-
-    def close(self) -> None:
-        self._closed = True
+        super().wake()
         self._notifier.wake()

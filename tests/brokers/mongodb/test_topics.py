@@ -74,3 +74,19 @@ def test_topic_that_was_forgotten_begins_anew(
 
     assert taken(subscription, 1) == [b"3"]
     assert subscription.missed == 0
+
+
+def test_documents_of_others_are_skipped(
+    broker: MongoBroker, subscription: MongoSubscription, store: Store
+) -> None:
+    broker.broadcast("t", [b"1"], ttl=LONG)
+    record = take_away(store, 1)
+    place = record.pop("place")
+    del record["_id"]
+    for change in ({"number": "x"}, {"until": None}, {"body": "text"}, {"number": 0}):
+        store.machinery_topics.insert_one({**record, "place": place, **change})
+    store.machinery_topics.insert_one({"topic": "t", "place": place})
+
+    broker.broadcast("t", [b"2"], ttl=LONG)
+
+    assert taken(subscription, 1) == [b"2"]

@@ -59,7 +59,6 @@ def test_subscription_goes_on_when_its_connection_is_lost(
     broker.broadcast("t", [b"4"], ttl=LONG)
 
     assert taken(subscription, 1) == [b"4"]
-    assert subscription.missed == 2
     subscription.close()
 
 
@@ -121,9 +120,7 @@ def test_records_of_others_are_handed_out(broker: AMQPBroker) -> None:
     subscription = broker.subscribe("t")
     odd = [
         pika.BasicProperties(),
-        pika.BasicProperties(headers={"by": 1, "n": "x"}),
-        pika.BasicProperties(headers={"by": "x", "n": True}),
-        pika.BasicProperties(headers={"by": "x", "n": -(2**40)}),
+        pika.BasicProperties(headers={"by": 1, "n": [True]}),
         pika.BasicProperties(expiration="60000", content_type="\x00", user_id=None),
     ]
     with broker.driver.visit("publishing") as channel:

@@ -101,9 +101,10 @@ def test_entries_of_others_are_skipped_or_handed_out(
 ) -> None:
     server.cli("XADD", KEY, "*", "x", "no record")
     server.cli("XADD", KEY, "*", "r", b"\xff", "u", "never")
+    server.cli("XADD", KEY, "*", "r", b"for long", "u", "9" * 5000)
     server.cli("XADD", KEY, "99999999999999-7", "r", b"of a clock ahead", "u", "-1")
     broker.broadcast("t", [b"ours"], ttl=LONG)
-    assert taken(subscription, 3) == [b"\xff", b"of a clock ahead", b"ours"]
+    assert taken(subscription, 4) == [b"\xff", b"for long", b"of a clock ahead", b"ours"]
 
 
 def test_key_of_another_type_is_named(
