@@ -89,7 +89,7 @@ class ToldProcess:
             self.sessions = [ToldSession(one, self._patience) for one in json.loads(sign)]
             self.silence = 0.0
         except (ValueError, TypeError, KeyError):  # user code has written into the pipe
-            logger.debug("process %d has told what is no sign: %.200r", self.pid, sign)
+            logger.debug("process %d has told what is no sign", self.pid)
 
     def due(self, passed: float) -> list[ToldSession]:
         """Return the sessions to beat for, when so many seconds have passed without a sign."""

@@ -79,11 +79,17 @@ def test_session_that_was_dropped_is_not_beaten_for(process: ToldProcess) -> Non
     assert due(process, 5.0, 5.0) == [False, False]
 
 
-@pytest.mark.parametrize("text", ["", "oops", "7", "[1]", '[{"session": "s"}]', "[[]]"])
-def test_line_that_is_no_sign_changes_nothing(process: ToldProcess, text: str) -> None:
-    process.hear(text)
+@pytest.mark.parametrize(
+    "text", ["", "oops", "7", "[1]", '[{"config": {"broker": "redis://:secret@host"}}]', "[[]]"]
+)
+def test_line_that_is_no_sign_changes_nothing(
+    process: ToldProcess, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    with caplog.at_level("DEBUG", "machinery_py"):
+        process.hear(text)
 
     assert due(process, 3.0) == [True]
+    assert "secret" not in caplog.text
 
 
 def test_stopped_process_is_not_beaten_for() -> None:
