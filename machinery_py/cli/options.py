@@ -216,7 +216,7 @@ WORKER: Options = (
     ),
     _choice("--log-level", "default: info", "debug", "info", "warning", "error", default="info"),
     _choice("--log-format", "default: text", "text", "json", default="text"),
-    _switch("--no-log-tasks", "log final failures alone, not each task that starts and succeeds"),
+    _switch("--no-log-tasks", "log final failures and lost task processes alone, not each task"),
     _switch("--no-banner", "print nothing but logs"),
     _text(
         "--heartbeat-file", "file for this worker's heartbeat, read by `machinery health`", "FILE"

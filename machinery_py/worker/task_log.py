@@ -95,7 +95,7 @@ def ends(
         if state.state is State.FAILURE:
             if not execution.error_is_handled:
                 yield _failed(execution, state)
-        elif not app.config.log_tasks:
+        elif not app.config.log_tasks and state.error_type != WORKER_LOST:
             continue
         elif state.state is State.RETRY:
             yield _retried(execution, state)

@@ -14,7 +14,6 @@ from contextlib import suppress
 from machinery_py.connections import proc
 from machinery_py.errors import MachineryError, TimeLimitExceeded
 from machinery_py.registry.outcomes import Lost, Outcome
-from machinery_py.texts import get_logger
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.frames import (
     CANCEL,
@@ -30,8 +29,6 @@ from machinery_py.worker.frames import (
     Reply,
     Setup,
 )
-
-logger = get_logger(__name__)
 
 START_TIMEOUT = 120.0  # seconds for a process to import the app
 END_TIMEOUT = 2.0  # seconds for an idle process to end by itself
@@ -146,7 +143,8 @@ class TaskProcess:
             text = f"its process {self.end()}"
             if not was_read:
                 raise Unread(text) from None
-            return _lost(execution, text)
+            lost = Lost(error=text)  # if it is over, it was killed on purpose
+            return lost if execution.is_over else execution.judged(lost)
         except TimeLimitExceeded as error:
             self.end()
             return execution.failed(error)
@@ -277,14 +275,3 @@ class TaskProcess:
             return self._process.poll() is not None  # macOS before Python 3.13; it is reaped here
         except ChildProcessError:
             return True  # a task has waited for it, or it is reaped
-
-
-def _lost(execution: Execution, text: str) -> Outcome:
-    lost = Lost(error=text)
-    if execution.is_over:
-        return lost  # killed on purpose: its end is another one
-    uuid, name = execution.signature.uuid, execution.signature.name
-    logger.error(
-        "task %s (%s) has lost its process: %s", uuid, name, text, extra={"task_uuid": uuid}
-    )
-    return execution.judged(lost)

@@ -170,12 +170,21 @@ def test_postponed_task_is_run_again(worker: Worker, tmp_path: Path) -> None:
     ],
 )
 def test_lost_process_costs_its_task_a_strike(
-    worker: Worker, retried: list[TaskRetried], tmp_path: Path, how: str, text: str
+    worker: Worker,
+    retried: list[TaskRetried],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+    text: str,
 ) -> None:
+    if how == "SIGSEGV":
+        monkeypatch.setattr(server.app, "config", server.config.replace(log_tasks=False))
     assert pooled.die_once.send(str(tmp_path), how).get(HANG) == 1  # the first try still
 
     wait_until(lambda: retried, HANG, "the event")
     assert [one.error for one in retried] == [text]
+    assert [record.levelname for record in caplog.records if text in record.message] == ["WARNING"]
     assert len(runs(tmp_path)) == 2
     if how == "opens files in their place":
         assert tmp_path.with_suffix(".mine").read_bytes() == b""
@@ -424,6 +433,19 @@ def test_outcome_counts_though_its_process_ended_behind_it(
     assert not is_alive(first)
     assert pooled.where.send().get(HANG) != first
     assert retried == []
+
+
+def test_outcome_that_was_written_before_the_kill_counts(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill_late(process: TaskProcess) -> None:
+        wait_until(process._replies.has_some, HANG, "its reply, or its end")
+        kill(process)
+
+    kill = TaskProcess._kill
+    with monkeypatch.context() as patch:
+        patch.setattr(TaskProcess, "_kill", kill_late)
+        assert pooled.sleeps_and_saves.options(kill_after=0.0).send().get(HANG) == "saved"
 
 
 def test_task_that_its_process_never_read_gets_no_strike(
