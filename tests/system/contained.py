@@ -66,8 +66,15 @@ class Contained:
 
     def runs(self, result: AsyncResult[int]) -> list[tuple[int, int]]:
         """Return the task process and the worker process of each call."""
+        return [(pid, worker) for pid, worker, _ in self._lines(result)]
+
+    def strikes(self, result: AsyncResult[int]) -> list[int]:
+        """Return how many task processes had been lost before each call."""
+        return [strikes for _, _, strikes in self._lines(result)]
+
+    def _lines(self, result: AsyncResult[int]) -> list[list[int]]:
         lines = map(str.split, self.ledger.read_text().splitlines())
-        return [(int(pid), int(worker)) for uuid, pid, worker in lines if uuid == result.uuid]
+        return [[*map(int, numbers)] for uuid, *numbers in lines if uuid == result.uuid]
 
     def count(self) -> int:
         """Return the number of calls so far."""

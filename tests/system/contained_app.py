@@ -18,8 +18,9 @@ server = Server(
 def note() -> int:
     """Note a call where no store can lose it; return how many calls of the task there were."""
     uuid, path = current_task().uuid, os.environ["CONTAINED_LEDGER"]
+    strikes = current_task().headers.get("machinery_lost", "0")
     ledger = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.write(ledger, f"{uuid} {os.getpid()} {os.getppid()}\n".encode())
+    os.write(ledger, f"{uuid} {os.getpid()} {os.getppid()} {strikes}\n".encode())
     os.close(ledger)
     with open(path, encoding="utf-8") as lines:
         return lines.read().count(uuid)
