@@ -14,7 +14,7 @@ from machinery_py.clock import Clock
 from machinery_py.config.config import Config
 from machinery_py.connections.forks import ForkLock
 from machinery_py.control.lamport import LamportClock
-from machinery_py.control.publisher import EventPublisher
+from machinery_py.control.stream import ServerEvents
 from machinery_py.errors import (
     ArgumentError,
     BackendUnavailable,
@@ -26,7 +26,7 @@ from machinery_py.errors import (
     PublishUnknown,
     Unsupported,
 )
-from machinery_py.events import EventBus, TaskSent
+from machinery_py.events import TaskSent
 from machinery_py.locks.named import LockKeeper
 from machinery_py.names import check_call, check_message, check_uuid, is_made
 from machinery_py.registry.hooks import Hooks
@@ -74,11 +74,11 @@ class Application:
         self.config = config
         self.clock = clock
         self.registry = Registry()
-        self.events = EventBus()
-        self.lamport = LamportClock()  # one for all that this application sends and receives
-        self.publisher = EventPublisher(
-            self.events, self.lamport, now=self.now, broker=lambda: self.store.broker
-        )
+        # One for all that this application sends and receives. It counts on from microseconds,
+        # which no process reaches by counting: so it is later than those that ended before.
+        self.lamport = LamportClock(time.time_ns() // 1000)
+        self.events = ServerEvents(self.lamport, now=self.now, broker=lambda: self.store.broker)
+        self.publisher = self.events.publisher
         self.locks = LockKeeper(lambda: self.stores.lock, lambda: self.config.lease)
         self.pre_publish: PrePublish | None = None
         self.hooks = Hooks()

@@ -8,26 +8,101 @@ is logged, and the handler stays subscribed.
 
 from __future__ import annotations
 
+import datetime as dt
 import threading
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Self, TypeVar
 
 import msgspec
 
+from machinery_py.clock import UTC
 from machinery_py.tasks.signature import Signature
-from machinery_py.texts import get_logger
+from machinery_py.texts import cut, get_logger
 
 logger = get_logger(__name__)
 
+MAX_TEXT = 1_000  # bytes of an error or a result in another process
+MAX_TRACEBACK = 4_000  # characters, the last ones
 
-class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """The base of all events."""
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
+    """The base of all events.
+
+    Attributes:
+        worker: its name; "" of an event that no worker sent. In the stream, host and process then.
+        at: the time by the clock of that host. This and the next three are set in the stream of
+            all processes alone.
+        host, pid: the process.
+        clock: the logical clock; see `stamp`.
+    """
+
+    worker: str = ""
+    at: Annotated[dt.datetime, msgspec.Meta(tz=True)] = dt.datetime.min.replace(tzinfo=UTC)
+    host: str = ""
+    pid: int = 0
+    clock: int = 0
+
+    @property
+    def kind(self) -> str:
+        """The name of its class."""
+        return type(self).__name__
+
+    @property
+    def stamp(self) -> tuple[int, str]:
+        """The place in the order of all events: `sorted(events, key=lambda one: one.stamp)`."""
+        return self.clock, self.worker
+
+    @property
+    def event(self) -> Self:
+        """Itself."""
+        return self
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as one flat mapping, with the beginning of long texts.
+
+        Of a task's event nothing in it grows with the arguments.
+        """
+        record = msgspec.structs.asdict(self)
+        record["kind"] = type(self).__name__
+        for key in ("error", "result"):
+            if record.get(key):
+                record[key] = cut(record[key], MAX_TEXT)
+        if len(record.get("traceback", "")) > MAX_TRACEBACK:
+            record["traceback"] = "…" + record["traceback"][-MAX_TRACEBACK:]
+        return record
 
 
 class TaskEvent(Event, frozen=True, kw_only=True):
-    """The base of all events of a task."""
+    """The base of all events of a task.
+
+    Attributes:
+        signature: in the stream of all processes it has uuid, name, routing_key and attempt alone.
+    """
 
     signature: Signature[Any]
+
+    @property
+    def uuid(self) -> str:
+        return self.signature.uuid
+
+    @property
+    def name(self) -> str:
+        return self.signature.name
+
+    @property
+    def queue(self) -> str:
+        return self.signature.routing_key
+
+    @property
+    def attempt(self) -> int:
+        return self.signature.attempt
+
+    def as_json(self) -> dict[str, Any]:
+        record = super().as_json()
+        signature = record.pop("signature")
+        record["uuid"], record["name"] = signature.uuid, signature.name
+        record["queue"], record["attempt"] = signature.routing_key, signature.attempt
+        return record
 
 
 class TaskSent(TaskEvent, frozen=True, kw_only=True):
@@ -41,14 +116,11 @@ class TaskReceived(TaskEvent, frozen=True, kw_only=True):
         wait: seconds since it was sent, or since its ETA; None if the broker does not tell.
     """
 
-    worker: str
     wait: float | None = None
 
 
 class TaskStarted(TaskEvent, frozen=True, kw_only=True):
     """A worker is about to call the function."""
-
-    worker: str
 
 
 class TaskSucceeded(TaskEvent, frozen=True, kw_only=True):
@@ -59,7 +131,6 @@ class TaskSucceeded(TaskEvent, frozen=True, kw_only=True):
         result: as text, its beginning.
     """
 
-    worker: str
     runtime: float
     result: str = ""
 
@@ -67,7 +138,6 @@ class TaskSucceeded(TaskEvent, frozen=True, kw_only=True):
 class TaskRetried(TaskEvent, frozen=True, kw_only=True):
     """A try failed or asked for another, which was published. `delay`: seconds until it is due."""
 
-    worker: str
     error: str
     delay: float
 
@@ -75,7 +145,6 @@ class TaskRetried(TaskEvent, frozen=True, kw_only=True):
 class TaskFailed(TaskEvent, frozen=True, kw_only=True):
     """FAILURE was stored."""
 
-    worker: str
     error: str
     error_type: str
     traceback: str = ""
@@ -88,8 +157,6 @@ class TaskRevoked(TaskEvent, frozen=True, kw_only=True):
         worker: "" when it was waiting, and the process that revoked it has ended it.
     """
 
-    worker: str
-
 
 class TaskRejected(TaskEvent, frozen=True, kw_only=True):
     """A worker has received a task, and did not run it. TaskFailed or MessageDead may follow.
@@ -98,14 +165,11 @@ class TaskRejected(TaskEvent, frozen=True, kw_only=True):
         reason: "unregistered", "poison", or an error type as "Expired".
     """
 
-    worker: str
     reason: str
 
 
 class TaskFenced(TaskEvent, frozen=True, kw_only=True):
     """A run ended, but its lease was lost or the task had finished: nothing was written."""
-
-    worker: str
 
 
 class MessageDead(Event, frozen=True, kw_only=True):
@@ -116,7 +180,6 @@ class MessageDead(Event, frozen=True, kw_only=True):
     queue: str
     reason: str
     error: str
-    worker: str = ""
 
 
 class WorkerEvent(Event, frozen=True, kw_only=True):
@@ -127,7 +190,6 @@ class WorkerEvent(Event, frozen=True, kw_only=True):
         processed: tasks that have ended in it so far.
     """
 
-    worker: str
     active: int = 0
     processed: int = 0
 
@@ -184,6 +246,13 @@ E = TypeVar("E", bound=Event)
 Handler = Callable[[E], object]
 
 
+def kinds_of(base: type[Event]) -> Iterator[type[Event]]:
+    """Yield an event class and all that derive from it."""
+    yield base
+    for each in base.__subclasses__():
+        yield from kinds_of(each)
+
+
 class EventBus:
     """Calls the handlers of an event's class and of its bases. Any thread may call it.
 
@@ -210,12 +279,8 @@ class EventBus:
         return end
 
     def _note_wanted(self) -> None:
-        todo = [kind for kind, handlers in self._handlers.items() if handlers]
-        wanted: set[type[Event]] = set()
-        while todo:
-            wanted.add(kind := todo.pop())
-            todo += kind.__subclasses__()
-        self.wanted = frozenset(wanted)
+        kinds = [kind for kind, handlers in self._handlers.items() if handlers]
+        self.wanted = frozenset(each for kind in kinds for each in kinds_of(kind))
 
     def emit(self, event: Event) -> None:
         """Call the handlers; an exception of theirs is logged."""

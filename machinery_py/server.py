@@ -17,7 +17,6 @@ from machinery_py.brokers.base import Broker
 from machinery_py.clock import SYSTEM_CLOCK, Clock
 from machinery_py.config.config import Config, resolve
 from machinery_py.control.client import Control
-from machinery_py.control.stream import ServerEvents
 from machinery_py.errors import ConfigError
 from machinery_py.inspection import Inspector, worker_hint
 from machinery_py.locks.named import NamedLock
@@ -97,7 +96,7 @@ class Server(TaskRegistrar):
         self.on_success, self.on_retry = hooks.on_success, hooks.on_retry
         self.on_failure = hooks.on_failure
         self.inspect = Inspector(self.app)
-        self.events = ServerEvents(self.app.events, self.app.publisher, lambda: self.broker)
+        self.events = self.app.events
         self.control = Control(lambda: self.broker, self.app.lamport, self.revoke)
         self.declared = Declared()
         self.schedules = Schedules(self.app, self.declared)

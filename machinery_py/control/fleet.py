@@ -6,23 +6,17 @@ arrival here, because the clocks of hosts differ.
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
-from machinery_py.control.records import FleetEvent
 from machinery_py.events import (
+    Event,
     TaskEvent,
     TaskFailed,
     TaskFenced,
-    TaskReceived,
-    TaskRejected,
     TaskRetried,
-    TaskRevoked,
-    TaskSent,
     TaskStarted,
     TaskSucceeded,
     WorkerEvent,
@@ -41,15 +35,7 @@ MAX_RUNNING = 10_000
 SHOWN = 10  # of the slowest runs and the newest failures
 OTHERS = "…"
 
-_COUNTED: dict[type[Any], str] = {
-    TaskSent: "sent",
-    TaskReceived: "received",
-    TaskSucceeded: "succeeded",
-    TaskFailed: "failed",
-    TaskRetried: "retried",
-    TaskRevoked: "revoked",
-    TaskRejected: "rejected",
-}
+_COUNTED = ("sent", "received", "succeeded", "failed", "retried", "revoked", "rejected")
 _ENDS = (TaskSucceeded, TaskFailed, TaskRetried, TaskFenced)
 
 
@@ -60,6 +46,7 @@ class Tally:
     Attributes:
         runtime: seconds of all runs that succeeded.
         longest: seconds of the longest of them.
+        ends: the last seconds in which runs ended, each with their number.
     """
 
     sent: int = 0
@@ -71,30 +58,25 @@ class Tally:
     rejected: int = 0
     runtime: float = 0.0
     longest: float = 0.0
-    _ends: deque[list[int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    ends: deque[list[int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     @property
     def mean(self) -> float:
         """Mean runtime in seconds."""
         return self.runtime / self.succeeded if self.succeeded else 0.0
 
-    def rate(self, now: float, since: float) -> float:
-        """Return the runs that ended in a second, over the last WINDOW seconds or since then."""
-        ended = sum(count for second, count in self._ends if second > now - WINDOW)
-        return ended / max(1.0, min(float(WINDOW), now - since))
-
     def add(self, event: TaskEvent, now: float) -> None:
         """Count an event."""
-        name = _COUNTED.get(type(event))
-        if name is not None:
+        name = type(event).__name__.removeprefix("Task").lower()
+        if name in _COUNTED:
             setattr(self, name, getattr(self, name) + 1)
         if isinstance(event, TaskSucceeded):
             self.runtime += event.runtime
             self.longest = max(self.longest, event.runtime)
         if isinstance(event, _ENDS):
-            if not self._ends or self._ends[-1][0] != int(now):
-                self._ends.append([int(now), 0])
-            self._ends[-1][1] += 1
+            if not self.ends or self.ends[-1][0] != int(now):
+                self.ends.append([int(now), 0])
+            self.ends[-1][1] += 1
 
 
 @dataclass(slots=True)
@@ -119,10 +101,6 @@ class WorkerSeen:
     version: str = ""
     lost: int = 0
 
-    def is_alive(self, now: float) -> bool:
-        """Return whether it runs, as far as its heartbeats tell."""
-        return self.is_online and now - self.seen_at <= MISSED_BEATS * self.interval
-
 
 class FleetState:
     """Sum of the events so far. Belongs to one thread.
@@ -135,6 +113,7 @@ class FleetState:
         tasks, queues: a Tally for each name.
         running: UUID → the TaskStarted of each run that has not ended.
         failures: the newest final failures.
+        slowest: the longest runs that succeeded, the longest first.
     """
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -143,61 +122,60 @@ class FleetState:
         self.workers: dict[str, WorkerSeen] = {}
         self.tasks: dict[str, Tally] = {}
         self.queues: dict[str, Tally] = {}
-        self.running: dict[str, FleetEvent[TaskStarted]] = {}
-        self.failures: deque[FleetEvent[TaskFailed]] = deque(maxlen=SHOWN)
-        self._slowest: list[tuple[float, int, FleetEvent[TaskSucceeded]]] = []
+        self.running: dict[str, TaskStarted] = {}
+        self.failures: deque[TaskFailed] = deque(maxlen=SHOWN)
+        self.slowest: list[TaskSucceeded] = []
 
-    def apply(self, events: Iterable[FleetEvent[Any]]) -> None:
+    def apply(self, events: Iterable[Event]) -> None:
         """Take events in, in the order of the stream."""
         now = self._monotonic()
-        for one in events:
-            if isinstance(one.event, TaskEvent):
-                self._apply_task(one, one.event, now)
-            elif isinstance(one.event, WorkerEvent):
-                self._apply_worker(one, one.event, now)
+        for event in events:
+            if isinstance(event, TaskEvent):
+                self._apply_task(event, now)
+            elif isinstance(event, WorkerEvent):
+                self._apply_worker(event, now)
 
     def alive(self) -> list[WorkerSeen]:
         """Return the workers that run now, by name."""
         now = self._monotonic()
-        return [one for _, one in sorted(self.workers.items()) if one.is_alive(now)]
+        return [
+            one
+            for _, one in sorted(self.workers.items())
+            if one.is_online and now - one.seen_at <= MISSED_BEATS * one.interval
+        ]
 
     def rate(self, tally: Tally) -> float:
-        """Return the runs that end in a second now."""
-        return tally.rate(self._monotonic(), self.since)
+        """Return the runs that ended in a second, over the last WINDOW seconds or since then."""
+        now = self._monotonic()
+        ended = sum(count for second, count in tally.ends if second > now - WINDOW)
+        return ended / max(1.0, min(float(WINDOW), now - self.since))
 
-    @property
-    def slowest(self) -> list[FleetEvent[TaskSucceeded]]:
-        """The longest runs that succeeded, the longest first."""
-        return [one for _, _, one in sorted(self._slowest, reverse=True)]
-
-    def _apply_task(self, one: FleetEvent[Any], event: TaskEvent, now: float) -> None:
-        signature = event.signature
-        for tallies, name in (self.tasks, signature.name), (self.queues, signature.routing_key):
+    def _apply_task(self, event: TaskEvent, now: float) -> None:
+        for tallies, name in (self.tasks, event.name), (self.queues, event.queue):
             known = name if name in tallies or len(tallies) < MAX_NAMES else OTHERS
             tallies.setdefault(known, Tally()).add(event, now)
         if isinstance(event, TaskStarted):
             if len(self.running) < MAX_RUNNING:
-                self.running[signature.uuid] = one
+                self.running[event.uuid] = event
         elif isinstance(event, _ENDS):
-            begun = self.running.get(signature.uuid)
-            if begun is not None and begun.worker == one.worker:
-                del self.running[signature.uuid]
+            begun = self.running.get(event.uuid)
+            if begun is not None and begun.worker == event.worker:
+                del self.running[event.uuid]
         if isinstance(event, TaskFailed):
-            self.failures.append(one)
+            self.failures.append(event)
         elif isinstance(event, TaskSucceeded):
-            heapq.heappush(self._slowest, (event.runtime, id(one), one))
-            if len(self._slowest) > SHOWN:
-                heapq.heappop(self._slowest)
+            slowest = sorted([*self.slowest, event], key=lambda one: -one.runtime)
+            self.slowest = slowest[:SHOWN]
 
-    def _apply_worker(self, one: FleetEvent[Any], event: WorkerEvent, now: float) -> None:
-        known = self.workers.get(one.worker)
+    def _apply_worker(self, event: WorkerEvent, now: float) -> None:
+        known = self.workers.get(event.worker)
         if known is None:
             self._forget(now)
             if len(self.workers) >= MAX_WORKERS:
                 return
-            known = WorkerSeen(one.worker, one.host, one.pid, now)
-            self.workers[one.worker] = known
-        known.host, known.pid, known.seen_at = one.host, one.pid, now
+            known = WorkerSeen(event.worker, event.host, event.pid, now)
+            self.workers[event.worker] = known
+        known.host, known.pid, known.seen_at = event.host, event.pid, now
         known.is_online = not isinstance(event, WorkerOffline)
         if isinstance(event, (WorkerHeartbeat, WorkerOffline)):
             known.active, known.processed = event.active, event.processed
@@ -205,10 +183,13 @@ class FleetState:
             known.interval = event.interval or INTERVAL
             known.load, known.version, known.lost = event.load, event.version, event.lost
         if isinstance(event, (WorkerOnline, WorkerOffline)) or known.active == 0:
-            # Runs whose end was lost on its way.
-            for uuid in [key for key, run in self.running.items() if run.worker == one.worker]:
-                del self.running[uuid]
+            self._end_runs(event.worker)  # their ends were lost on the way
 
     def _forget(self, now: float) -> None:
         for name in [name for name, one in self.workers.items() if now - one.seen_at > FORGOTTEN]:
             del self.workers[name]
+            self._end_runs(name)
+
+    def _end_runs(self, worker: str) -> None:
+        for uuid in [uuid for uuid, run in self.running.items() if run.worker == worker]:
+            del self.running[uuid]

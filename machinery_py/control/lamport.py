@@ -5,23 +5,14 @@
     a receive         adjust(value)    max(own, received) + 1
 
 If an event can have caused another, its clock is smaller. The converse does not hold: of two events
-that know nothing of each other, either may have the smaller clock. `Stamp` orders all of them.
+that know nothing of each other, either may have the smaller clock. `Event.stamp` orders all.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from machinery_py.connections.forks import ForkLock
 
 MOST = 2**53 - 1  # every reader of JSON has integers up to this; a greater clock is nobody's
-
-
-class Stamp(NamedTuple):
-    """Place of an event in the total order: by clock, and by worker where clocks are equal."""
-
-    clock: int
-    worker: str
 
 
 class LamportClock:

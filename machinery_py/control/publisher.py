@@ -8,9 +8,6 @@ GATHER seconds with one call.
     broker without topics     the same; one warning a minute
     fork                      the child has a queue and a thread of its own
     end of the process        the last GATHER seconds are lost, unless `close` is called
-
-A new process takes up the clock of the fleet where the store keeps topics (`catch_up`): its values
-are told on a topic of their own, which is small enough to be read at each start.
 """
 
 from __future__ import annotations
@@ -27,10 +24,15 @@ from contextlib import suppress
 from typing import Any
 
 from machinery_py.brokers.base import Broker
-from machinery_py.brokers.topics import TOPIC_AGE
 from machinery_py.connections.forks import ForkLock
 from machinery_py.control.lamport import LamportClock
-from machinery_py.control.records import EVENTS, EVENTS_TTL, Row, clock_of, packed, row_of
+from machinery_py.control.records import (
+    EVENTS,
+    EVENTS_TTL,
+    clock_of,
+    line_of,
+    packed,
+)
 from machinery_py.errors import MachineryError
 from machinery_py.events import Event, EventBus, TaskReceived, TaskSent, WorkerHeartbeat
 from machinery_py.tasks.signature import HEADER_CLOCK, Signature
@@ -42,9 +44,6 @@ logger = get_logger(__name__)
 
 QUEUE = 10_000  # events
 GATHER = 0.1  # seconds
-CLOCKS = "clocks"  # the topic
-CLOCK_EVERY = 1.0  # seconds
-CATCH_UP_WAIT = 0.1  # seconds for the past of that topic
 WARN_EVERY = 60.0  # seconds
 END_TIMEOUT = 2.0  # seconds to send what is left
 
@@ -71,11 +70,11 @@ class EventPublisher:
         self._broker = broker
         self._lock = ForkLock()
         self._unsubscribe: Callable[[], None] | None = None
-        self._pid = 0
-        self._rows: deque[Row] = deque()
+        self._host, self._pid = "", 0
+        self._lines: deque[bytes] = deque()
         self._news = threading.Event()
         self._loop: LoopThread | None = None
-        self._tell_clock_at = self._warn_at = 0.0
+        self._warn_at = 0.0
         self.is_on = False
         self.lost = 0
 
@@ -127,22 +126,6 @@ class EventPublisher:
                 )
             )
 
-    def catch_up(self) -> None:
-        """Set the clock later than all that was sent, as far as the store knows; if that is on."""
-        if not self.is_on:
-            return
-        try:
-            broker = self._broker()
-            if broker.features.keeps_topics:
-                subscription = broker.subscribe(CLOCKS, since=TOPIC_AGE)
-                try:
-                    found = [int(one) for one in subscription.read(CATCH_UP_WAIT) if _is_clock(one)]
-                finally:
-                    subscription.close()
-                self._lamport.adjust(max(found, default=0))
-        except MachineryError as error:
-            logger.debug("the clock of the fleet cannot be read: %s", error)
-
     def close(self) -> None:
         """Send what is left, for END_TIMEOUT at most. The next event starts all anew."""
         with self._lock:
@@ -163,18 +146,30 @@ class EventPublisher:
             clock = self._lamport.adjust(clock_of(event.signature))
         else:
             clock = self._lamport.forward()
-        if len(self._rows) >= QUEUE:
+        if len(self._lines) >= QUEUE:
             self._lose(1, f"more than {QUEUE:,} are waiting")
             return
-        self._rows.append(row_of(event, clock=clock, at=self._now()))
+        where = {
+            "worker": event.worker or f"{self._host}-{self._pid}",
+            "at": self._now(),
+            "host": self._host,
+            "pid": self._pid,
+            "clock": clock,
+        }
+        try:
+            line = line_of(event, where)
+        except (TypeError, ValueError) as error:  # half a surrogate pair, or a program's own event
+            self._lose(1, str(error))
+            return
+        self._lines.append(line)
         if not self._news.is_set():
             self._news.set()
 
     def _begin(self) -> None:
         with self._lock:
             if self._pid != os.getpid():  # what the parent had is sent by the parent
-                self._pid = os.getpid()
-                self._rows, self._news, self._loop = deque(), threading.Event(), None
+                self._host, self._pid = socket.gethostname(), os.getpid()
+                self._lines, self._news, self._loop = deque(), threading.Event(), None
             if self._loop is None:
                 loop = LoopThread("machinery-events", lambda: self._work(loop), wake=self._news.set)
                 loop.start()
@@ -183,45 +178,22 @@ class EventPublisher:
     # In the thread of its own
 
     def _work(self, loop: LoopThread) -> None:
-        while True:
+        is_last = False
+        while not is_last:
             self._news.wait()
             is_last = loop.pause(GATHER)
             self._news.clear()
+            lines: list[bytes] = []
+            with suppress(IndexError):  # the thread that `close` has left takes some, too
+                while len(lines) < QUEUE:
+                    lines.append(self._lines.popleft())
             try:
-                self._send(self._gathered())
-                self._tell_clock(at_once=is_last)
+                if lines:
+                    self._broker().broadcast(EVENTS, [*packed(lines)], ttl=EVENTS_TTL)
+            except MachineryError as error:
+                self._lose(len(lines), str(error))
             except Exception:  # the loop must live on: without it no event is sent any more
                 logger.exception("events could not be sent")
-            if is_last:
-                return
-
-    def _gathered(self) -> list[Row]:
-        rows: list[Row] = []
-        with suppress(IndexError):  # the thread that `close` has left takes some, too
-            while len(rows) < QUEUE:
-                rows.append(self._rows.popleft())
-        return rows
-
-    def _send(self, rows: list[Row]) -> None:
-        records, refused = packed(rows, host=socket.gethostname(), pid=self._pid)
-        if refused:
-            self._lose(refused, "they cannot be written as JSON, or are too large")
-        try:
-            if records:
-                self._broker().broadcast(EVENTS, records, ttl=EVENTS_TTL)
-        except MachineryError as error:
-            self._lose(len(rows) - refused, str(error))
-
-    def _tell_clock(self, *, at_once: bool) -> None:
-        if not at_once and time.monotonic() < self._tell_clock_at:
-            return
-        self._tell_clock_at = time.monotonic() + CLOCK_EVERY
-        try:
-            broker = self._broker()
-            if broker.features.keeps_topics:
-                broker.broadcast(CLOCKS, [str(self._lamport).encode()], ttl=TOPIC_AGE)
-        except MachineryError as error:
-            logger.debug("the clock cannot be told: %s", error)
 
     def _lose(self, count: int, why: str) -> None:
         with self._lock:
@@ -230,7 +202,3 @@ class EventPublisher:
                 return
             self._warn_at = time.monotonic() + WARN_EVERY
         logger.warning("events are lost: %s (%d of this process so far)", why, self.lost)
-
-
-def _is_clock(record: bytes) -> bool:
-    return record.isdigit() and len(record) < 17

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
+from typing import Any, Generic, Self, TypeVar, overload
 
+from machinery_py.async_twins import twin
 from machinery_py.brokers.base import Broker
 from machinery_py.brokers.topics import Subscription
 from machinery_py.control.fleet import FleetState
+from machinery_py.control.lamport import LamportClock
 from machinery_py.control.publisher import EventPublisher
-from machinery_py.control.records import EVENTS, FleetEvent, kinds_of, unpacked
+from machinery_py.control.records import EVENTS, event_of
 from machinery_py.errors import MachineryError, Unsupported
-from machinery_py.events import Event, EventBus
+from machinery_py.events import Event, EventBus, kinds_of
 from machinery_py.texts import get_logger
 from machinery_py.threads import LoopThread
 
@@ -25,8 +28,6 @@ PAUSE = 1.0  # seconds until a store that is away is asked again
 WARN_EVERY = 60.0  # seconds
 
 E = TypeVar("E", bound=Event)
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class EventStream(Generic[E]):
@@ -49,7 +50,7 @@ class EventStream(Generic[E]):
         }
         self.since = since
         self._subscription: Subscription | None = None
-        self._found: deque[FleetEvent[E]] = deque()
+        self._found: deque[E] = deque()
         self._lock = threading.Lock()  # of the thread that reads
         self._closed = threading.Event()
         self._is_away = False
@@ -70,6 +71,8 @@ class EventStream(Generic[E]):
             broker = self._broker()
             self._subscription = broker.subscribe(EVENTS, since=self.since)
             self.since *= broker.features.keeps_topics
+            if self._closed.is_set():  # meanwhile
+                self._subscription.close()
 
     def close(self) -> None:
         """End the stream, and what waits for it. May be called twice."""
@@ -77,7 +80,7 @@ class EventStream(Generic[E]):
         if self._subscription is not None:
             self._subscription.close()
 
-    def read(self, timeout: float) -> list[FleetEvent[E]]:
+    def read(self, timeout: float) -> list[E]:
         """Return the events since the last call; waits up to `timeout` seconds for the first."""
         deadline = time.monotonic() + timeout
         while not self._fill(max(0.0, deadline - time.monotonic())):
@@ -97,24 +100,20 @@ class EventStream(Generic[E]):
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> FleetEvent[E]:
+    def __next__(self) -> E:
         while not self._fill(READ_TIMEOUT):
             if self._closed.is_set():
                 raise StopIteration
         return self._found.popleft()
 
-    async def __aenter__(self) -> Self:
-        await _in_thread(self.open)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await _in_thread(self.close)
+    __aenter__ = twin(__enter__)
+    __aexit__ = twin(__exit__)
 
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> FleetEvent[E]:
-        while not self._found and not await _in_thread(self._fill, READ_TIMEOUT):
+    async def __anext__(self) -> E:
+        while not self._found and not await self._fill_async(READ_TIMEOUT):
             if self._closed.is_set():
                 raise StopAsyncIteration
         return self._found.popleft()
@@ -123,9 +122,12 @@ class EventStream(Generic[E]):
         """Wait for events that are not handed out yet; return whether there are any."""
         with self._lock:  # a cancelled coroutine may have left a thread in here
             if not self._found and not self._closed.is_set():
-                events = [one for record in self._records(timeout) for one in self._read(record)]
+                lines = b"\n".join(self._records(timeout)).split(b"\n")
+                events = [one for line in lines if (one := self._read(line)) is not None]
                 self._found.extend(sorted(events, key=lambda one: one.stamp))
             return bool(self._found)
+
+    _fill_async = twin(_fill)
 
     def _records(self, timeout: float) -> list[bytes]:
         try:
@@ -143,20 +145,14 @@ class EventStream(Generic[E]):
         self._is_away = False
         return records
 
-    def _read(self, record: bytes) -> list[FleetEvent[Any]]:
+    def _read(self, line: bytes) -> Any:
         try:
-            return list(unpacked(record, self._kinds))
-        except ValueError as error:
+            return event_of(line, self._kinds) if line else None
+        except (ValueError, RecursionError) as error:
             if time.monotonic() >= self._warn_at:
                 self._warn_at = time.monotonic() + WARN_EVERY
                 logger.warning("a record on topic %r is not of events: %s", EVENTS, error)
-            return []
-
-
-async def _in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    import asyncio  # loaded by now: we are in a coroutine
-
-    return await asyncio.to_thread(function, *args, **kwargs)
+            return None
 
 
 class Camera:
@@ -177,12 +173,6 @@ class Camera:
         self._loop.stop()
         self._loop.join(timeout)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
     def _work(self) -> None:
         begun = time.monotonic()
         due = begun + self._seconds
@@ -200,40 +190,28 @@ class Camera:
                 self._loop.pause(PAUSE)
 
 
-class ServerEvents:
-    """Events of this process, and of all processes: `server.events`."""
+class ServerEvents(EventBus):
+    """Events of this process, and of all processes: `server.events`.
+
+    Attributes:
+        publisher: sends those of this process.
+    """
 
     def __init__(
-        self, bus: EventBus, publisher: EventPublisher, broker: Callable[[], Broker]
+        self, lamport: LamportClock, *, now: Callable[[], dt.datetime], broker: Callable[[], Broker]
     ) -> None:
-        self._bus = bus
-        self._publisher = publisher
+        super().__init__()
+        self.publisher = EventPublisher(self, lamport, now=now, broker=broker)
         self._broker = broker
         self._cameras: list[Camera] = []
 
-    @property
-    def wanted(self) -> frozenset[type[Event]]:
-        """Classes of events that have a handler in this process; no others are made."""
-        return self._bus.wanted
-
-    def subscribe(self, kind: type[E], handler: Callable[[E], object]) -> Callable[[], None]:
-        """Call the handler for each event of this class that happens in this process.
-
-        It is called in the thread of the event, and must be quick. The returned function ends that.
-        """
-        return self._bus.subscribe(kind, handler)
-
-    def emit(self, event: Event) -> None:
-        """Call the handlers of this process, also with an event of your own; send it, if on."""
-        self._bus.emit(event)
-
     def enable(self) -> None:
         """Send the events of this process from now on, as the setting `events` does."""
-        self._publisher.enable()
+        self.publisher.enable()
 
     def disable(self) -> None:
         """End that. Waits up to 2 s until those of before are sent."""
-        self._publisher.disable()
+        self.publisher.disable()
 
     @overload
     def stream(self, *, since: float = 0.0) -> EventStream[Event]: ...

@@ -133,6 +133,14 @@ class Execution:
         """Workers and task processes that were lost while they ran it."""
         return self.delivery.strikes + self.signature.strikes
 
+    def waited(self, until: dt.datetime) -> float | None:
+        """Return the seconds since it was sent, or since its ETA; None: nobody knows.
+
+        Redis keeps no time of sending.
+        """
+        known = [one for one in (self.delivery.sent_at, self.signature.eta) if one is not None]
+        return max(0.0, (until - max(known)).total_seconds()) if known else None
+
     @property
     def is_over(self) -> bool:
         return self._done

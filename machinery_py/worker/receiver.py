@@ -351,11 +351,8 @@ class Receiver:
                 self._note_return(execution)
 
     def _tell_received(self, execution: Execution) -> None:
-        signature, sent_at = execution.signature, execution.delivery.sent_at
-        wait = None
-        if sent_at is not None:
-            due = max(sent_at, signature.eta or sent_at)
-            wait = max(0.0, (self._app.now() - due).total_seconds())
+        wait = execution.waited(self._app.now())
+        signature = execution.signature
         self._app.events.emit(TaskReceived(signature=signature, worker=self._worker, wait=wait))
 
     def _await_reports(self, executions: Sequence[Execution]) -> None:

@@ -104,13 +104,10 @@ def ends(
 
 
 def _started(execution: Execution) -> TaskLine:
-    signature, sent_at, at = execution.signature, execution.delivery.sent_at, execution.started_at
+    signature, at = execution.signature, execution.started_at
     assert at is not None
-    waited = ""
-    if sent_at is not None:
-        eta = signature.eta
-        since = sent_at if eta is None or eta < sent_at else eta
-        waited = f", waited {length((at - since).total_seconds())}"
+    wait = execution.waited(at)
+    waited = "" if wait is None else f", waited {length(wait)}"
     attempt = signature.attempt if signature.headers else 1
     text = f"task {signature.name} {signature.uuid} started (attempt {attempt}{waited})"
     return TaskLine(INFO, at.timestamp(), text, execution)

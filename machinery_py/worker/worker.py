@@ -338,8 +338,6 @@ class Worker:
         )
         self._session = session
         self._serve(self.order)
-        # Before the first claim: its failure does not change that this worker has started.
-        app.publisher.catch_up()
         app.events.emit(WorkerOnline(worker=self.name))
         self._settler.start(self._receiver.settled, self._receiver.reported)
         self._maintenance.timer.start()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import datetime as dt
 import json
 import os
 import pty
@@ -10,11 +10,10 @@ import subprocess
 import sys
 import termios
 
-from machinery_py import Config, Server
 from machinery_py.brokers.base import QueueStats, WorkerInfo
-from machinery_py.cli.watch import View
+from machinery_py.cli.watch import picture
+from machinery_py.clock import UTC
 from machinery_py.control.fleet import FleetState
-from machinery_py.control.records import FleetEvent
 from machinery_py.events import WorkerHeartbeat
 from machinery_py.testing.waiting import wait_until
 from tests.cli.app import HANG, TASKS, App, app_in_a_folder
@@ -145,10 +144,8 @@ def test_top_redraws_until_q_is_pressed(app: App) -> None:
 
 def test_top_shows_stalled_and_lost_workers_and_a_broker_that_is_away() -> None:
     """T46, T47."""
-    server = Server(Config(broker="memory://"))
-    now, beat = server.now(), WorkerHeartbeat(worker="gone", active=2, interval=2.5)
-    state = FleetState()
-    state.apply([FleetEvent(at=now, host="h", pid=7, worker="gone", clock=1, event=beat)])
+    now, state = dt.datetime.now(UTC), FleetState()
+    state.apply([WorkerHeartbeat(worker="gone", host="h", pid=7, active=2, interval=2.5)])
     stalled = WorkerInfo(
         session="s",
         name="busy",
@@ -159,9 +156,9 @@ def test_top_shows_stalled_and_lost_workers_and_a_broker_that_is_away() -> None:
         beat_at=now,
         stalled=True,
     )
-    view = View(server, argparse.Namespace(json=False), in_place=False)
+    queues = [QueueStats(queue="q", paused=True)]
 
-    text = view.text(state, [QueueStats(queue="q", paused=True)], [stalled], "Redis is away")
+    text = picture(state, queues, [stalled], now=now, trouble="Redis is away")
 
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "the broker cannot be asked: Redis is away" in lines

@@ -5,13 +5,13 @@ from __future__ import annotations
 import datetime as dt
 from typing import Any
 
+import msgspec
 import pytest
 
 from machinery_py import Signature
 from machinery_py.clock import UTC
 from machinery_py.control import fleet
 from machinery_py.control.fleet import OTHERS, FleetState
-from machinery_py.control.records import FleetEvent
 from machinery_py.events import (
     Event,
     TaskFailed,
@@ -39,17 +39,7 @@ class Told:
         self.state = FleetState(self.clock.monotonic)
 
     def tell(self, *events: Event) -> None:
-        self.state.apply(
-            FleetEvent(
-                at=EPOCH,
-                host="h",
-                pid=1,
-                worker=getattr(event, "worker", "h-1"),
-                clock=number,
-                event=event,
-            )
-            for number, event in enumerate(events)
-        )
+        self.state.apply(msgspec.structs.replace(one, at=EPOCH, host="h", pid=1) for one in events)
 
     def alive(self) -> list[str]:
         return [one.name for one in self.state.alive()]

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from machinery_py.control.lamport import MOST, LamportClock, Stamp
+from machinery_py.control.lamport import MOST, LamportClock
+from machinery_py.events import WorkerOnline
 from machinery_py.testing.waiting import together
 
 NODES = 4
@@ -72,10 +73,17 @@ def test_cause_has_a_smaller_clock_than_its_effect(events: list[tuple[int, int |
     )
 
 
-@given(st.permutations([Stamp(1, "b"), Stamp(2, "a"), Stamp(2, "b"), Stamp(10, "a")]))
-def test_stamps_have_one_order_by_clock_then_worker(stamps: list[Stamp]) -> None:
+@given(st.permutations([(1, "b"), (2, "a"), (2, "b"), (10, "a")]))
+def test_stamps_have_one_order_by_clock_then_worker(stamps: list[tuple[int, str]]) -> None:
     """L09: equal clocks are in the order of the workers' names, on every machine."""
-    assert sorted(stamps) == [(1, "b"), (2, "a"), (2, "b"), (10, "a")]
+    events = [WorkerOnline(worker=worker, clock=clock) for clock, worker in stamps]
+
+    assert [one.stamp for one in sorted(events, key=lambda one: one.stamp)] == [
+        (1, "b"),
+        (2, "a"),
+        (2, "b"),
+        (10, "a"),
+    ]
 
 
 def test_threads_lose_no_count() -> None:

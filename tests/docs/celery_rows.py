@@ -45,9 +45,10 @@ CLOCK = (
     Row(
         "L04 L10",
         "the clock starts at 0; small public class",
-        "`LamportClock`; a new process takes up the clock of the fleet, where the store keeps it",
+        "`LamportClock`; that of a process starts with the microseconds since 1970, later than "
+        "those before it",
         "test_clock_starts_at_zero_or_at_a_value_and_counts_events "
-        "test_new_process_takes_up_the_clock_of_the_fleet",
+        "test_new_process_has_a_later_clock_than_those_before",
     ),
     Row(
         "L05",
@@ -165,9 +166,10 @@ CONTROL = (
         "L25 L29",
         "mingle: both sides merge their revocations, and take over the clock",
         "a revocation is in the store, where all workers see it, those that run and those that "
-        "start later; the clock is on a topic",
+        "start later; the clock starts with the time",
         "test_revoked_task_is_remembered test_revoked_task_is_never_started "
-        "test_one_of_revoking_and_beginning_wins test_new_process_takes_up_the_clock_of_the_fleet",
+        "test_one_of_revoking_and_beginning_wins "
+        "test_new_process_has_a_later_clock_than_those_before",
         is_otherwise=True,
     ),
     Row(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from machinery_py.brokers.topics import TOPIC_LENGTH
-from machinery_py.control.records import EVENTS, FleetEvent
+from machinery_py.control.records import EVENTS
 from machinery_py.control.stream import EventStream
 from machinery_py.events import TaskEvent, TaskSucceeded, WorkerOffline, WorkerOnline
 from machinery_py.registry.task import Task
@@ -18,16 +18,14 @@ from tests.support.proxy import Proxy
 from tests.support.servers import RabbitMQServer, RedisServer, require
 
 
-def until(
-    stream: EventStream[Any], is_last: Callable[[FleetEvent[Any]], bool]
-) -> list[FleetEvent[Any]]:
+def until(stream: EventStream[Any], is_last: Callable[[Any], bool]) -> list[Any]:
     """Return the events up to the first one that is the last."""
-    found: list[FleetEvent[Any]] = []
+    found: list[Any] = []
     wait_until(lambda: found.extend(stream.read(1.0)) or any(map(is_last, found)))
     return found
 
 
-def is_end(event: FleetEvent[Any]) -> bool:
+def is_end(event: Any) -> bool:
     return isinstance(event.event, TaskSucceeded)
 
 
@@ -72,8 +70,7 @@ class TestEvents:
             "WorkerOffline",
         ]
         assert (online.worker, online.kind) == ("bob", "WorkerOnline")
-        if own.broker.features.keeps_topics:
-            assert online.clock > max(one.clock for one in found)
+        assert online.clock > max(one.clock for one in found)
 
     def test_stream_that_nobody_reads_is_bounded_and_tells_its_gap(
         self, open_server: OpenServer
@@ -101,9 +98,9 @@ def _add(a: int, b: int) -> int:
 # Outages
 
 
-def tell_until_seen(task: Task[..., Any], stream: EventStream[Any]) -> list[FleetEvent[Any]]:
+def tell_until_seen(task: Task[..., Any], stream: EventStream[Any]) -> list[Any]:
     """Send tasks until the end of one of them is told."""
-    found: list[FleetEvent[Any]] = []
+    found: list[Any] = []
 
     def is_seen() -> bool:
         assert task.send(1, 2).get(timeout=HANG) == 3

@@ -23,11 +23,14 @@ from machinery_py import (
     TaskFailed,
     current_task,
 )
+from machinery_py.brokers.base import Delivery
 from machinery_py.cli.logs import JSONFormatter, LinesHandler, TaskRecord, TextFormatter
-from machinery_py.clock import SystemClock
+from machinery_py.clock import UTC, SystemClock
 from machinery_py.tasks.signature import HEADER_EXPIRES
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.worker import task_log
+from machinery_py.worker.execution import Execution
+from machinery_py.worker.hooks import WorkerHooks
 
 LENGTH = r"(\d+ ms|\d+\.\d s)"
 
@@ -215,6 +218,23 @@ def test_long_task_has_its_line_while_it_runs(
         result.get(timeout=HANG)
 
     assert [text.split()[3] for _, text in texts(records)] == ["started", "succeeded"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "eta", "wait"),
+    [(None, None, None), (10, None, 90.0), (10, 40, 60.0), (40, 10, 60.0), (None, 40, 60.0)],
+)
+def test_wait_counts_from_sending_or_eta_whichever_is_later(
+    server: Server, sent: int | None, eta: int | None, wait: float | None
+) -> None:
+    def at(second: int | None) -> dt.datetime | None:
+        return None if second is None else dt.datetime.fromtimestamp(second, UTC)
+
+    delivery = Delivery(body=b"", queue="q", receipt=None, sent_at=at(sent))
+    signature = Signature(name="t", eta=at(eta))
+    execution = Execution(server.app, WorkerHooks(), delivery, "w", signature)
+
+    assert execution.waited(dt.datetime.fromtimestamp(100, UTC)) == wait
 
 
 class SlowStart(SystemClock):
