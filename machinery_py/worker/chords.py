@@ -25,16 +25,22 @@ from machinery_py.worker.hooks import text_of
 
 logger = get_logger(__name__)
 
+BATCH = 100  # groups that are asked for at once
+
 
 def settle_ready_groups(app: Application) -> int:
-    """Settle the groups that are ready, and return how many this caller settled."""
-    count = 0
-    while ready := app.store.ready_groups(100):
-        settled = sum([_settle(app, group) for group in ready])
-        count += settled
-        if not settled:
-            break  # another worker is at them
-    return count
+    """Settle the groups that are ready, and return how many this caller settled.
+
+    Groups that cannot be settled now keep none behind them waiting.
+    """
+    count, left = 0, set[str]()
+    while True:
+        ready = app.store.ready_groups(BATCH + len(left))
+        new = [group for group in ready if group.group_uuid not in left]
+        if not new:
+            return count
+        left.update(group.group_uuid for group in new if not _settle(app, group))
+        count += sum(group.group_uuid not in left for group in new)
 
 
 def _settle(app: Application, ready: ReadyGroup) -> bool:
