@@ -55,6 +55,7 @@ from machinery_py.brokers.redis.topics import RedisSubscription, append_records
 from machinery_py.clock import moment_of
 from machinery_py.connections.durability import Concern
 from machinery_py.connections.redis.client import RedisDriver, raw
+from machinery_py.connections.redis.errors import log_spoilt
 from machinery_py.connections.redis.keys import QUEUES, queue_keys
 from machinery_py.connections.redis.scripts import Script
 from machinery_py.connections.session_files import host_folder, remove
@@ -258,8 +259,10 @@ class RedisBroker(Broker):
     def stats(self) -> list[QueueStats]:
         self.move_due()
         queues = self._queues()
-        lines, to_wake, first = self.driver.run(scripts.STATS, self.driver.now(), queues, COUNT)
+        values = (self.driver.now(), queues, COUNT)
+        lines, to_wake, first, problems = self.driver.run(scripts.STATS, *values)
         self.driver.unblock(to_wake)
+        log_spoilt(problems, doing=scripts.STATS.doing)
         late = self._late_by_queue(*first)
         return [
             QueueStats(
@@ -271,9 +274,8 @@ class RedisBroker(Broker):
                 oldest_at=moment_of(int(oldest)) if oldest else None,
                 paused=bool(paused),
             )
-            for (queue, _), (waiting, running, parked, dead, oldest, paused) in zip(
-                queues, lines, strict=True
-            )
+            for (queue, _), line in zip(queues, lines, strict=True)
+            for waiting, running, parked, dead, oldest, paused in ([line] if line else ())
         ]
 
     def _late_by_queue(self, looked: int, names: list[Any]) -> collections.Counter[str]:

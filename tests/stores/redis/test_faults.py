@@ -191,6 +191,21 @@ def test_a_key_of_another_type_is_named_and_nothing_is_half_done(driver: RedisDr
     session.close()
 
 
+def test_spoilt_queue_is_left_out_of_listings_and_named(
+    driver: RedisDriver, caplog: pytest.LogCaptureFixture
+) -> None:
+    broker = store(driver).broker
+    for queue in ("mail", "news", "old"):
+        broker.put([Message(uuid="", name="", queue=queue, body=b"x")], token="")
+    for key in ("mail", "mpy:{old}:s"):
+        ask(driver, "SET", key, "a string")
+
+    assert [(one.queue, one.waiting) for one in broker.stats()] == [("news", 1)]
+    assert broker.workers() == []
+    for key in ("mail", "mpy:{old}:s"):
+        assert f"counting messages: key '{key}' holds a string" in caplog.text
+
+
 def test_a_wrong_password_is_fatal_and_not_told(server: RedisServer, driver: RedisDriver) -> None:
     ask(driver, "CONFIG", "SET", "requirepass", "secret")
     try:

@@ -4,7 +4,7 @@
 local lines = {}
 for i, q in ipairs(unpacked[1]) do
   lines[i] = {}
-  local found = call('ZRANGE', q[2] .. 's', 0, -1, 'WITHSCORES')
+  local found = try('ZRANGE', q[2] .. 's', 0, -1, 'WITHSCORES') or {}
   for j = 1, #found, 2 do
     table.insert(lines[i], {found[j], int(tonumber(found[j + 1])), call('HLEN', q[2] .. 'f:' .. found[j]),
       call('GET', q[2] .. 'b:' .. found[j])})
