@@ -139,7 +139,7 @@ def as_record(
     return {
         "queues": [fields_of(one) for one in queues],
         "workers": [fields_of(one) for one in workers],
-        "seen": [asdict(one) | {"alive": one in alive} for one in _seen(state)],
+        "seen": [asdict(one) | {"alive": one in alive} for one in state.workers.values()],
         "tasks": {name: tally(one) for name, one in state.tasks.items()},
         "queue_rates": {name: state.rate(one) for name, one in state.queues.items()},
         "running": [one.as_json() for one in state.running.values()],
@@ -195,16 +195,12 @@ def _workers(state: FleetState, workers: list[WorkerInfo], now: dt.datetime) -> 
         numbers = (f"{seen.active:,}", f"{seen.processed:,}") if seen else (NONE, NONE)
         word = "stalled" if one.stalled else "alive"
         rows.append([one.name, one.host, str(one.pid), word, *numbers, load, ago(one.beat_at, now)])
-    for gone in _seen(state):
+    for gone in state.workers.values():
         if gone.name not in names and gone.is_online:
             beat = f"{length(ticks - gone.seen_at)} ago"
             rows.append([gone.name, gone.host, str(gone.pid), "lost", NONE, NONE, NONE, beat])
     heads = ["WORKER", "HOST", "PID", "STATE", "RUNS", "DONE", "LOAD", "BEAT"]
     return table(heads, rows, (2, 4, 5, 6, 7))
-
-
-def _seen(state: FleetState) -> list[Any]:
-    return [one for _, one in sorted(state.workers.items())]
 
 
 def _tasks(state: FleetState) -> str:

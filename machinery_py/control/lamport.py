@@ -44,9 +44,3 @@ class LamportClock:
             received = other if 0 <= other <= MOST else 0
             self._value = min(max(self._value, received) + 1, MOST)
             return self._value
-
-    def __str__(self) -> str:
-        return str(self._value)
-
-    def __repr__(self) -> str:
-        return f"LamportClock({self._value})"

@@ -26,13 +26,7 @@ from typing import Any
 from machinery_py.brokers.base import Broker
 from machinery_py.connections.forks import ForkLock
 from machinery_py.control.lamport import LamportClock
-from machinery_py.control.records import (
-    EVENTS,
-    EVENTS_TTL,
-    clock_of,
-    line_of,
-    packed,
-)
+from machinery_py.control.records import EVENTS, EVENTS_TTL, clock_of, line_of, packed
 from machinery_py.errors import MachineryError
 from machinery_py.events import Event, EventBus, TaskReceived, TaskSent, WorkerHeartbeat
 from machinery_py.tasks.signature import HEADER_CLOCK, Signature
