@@ -186,6 +186,16 @@ class ChosenWorkers:
 
     log_level_async = twin(log_level)
 
+    def restart_pool(self) -> None:
+        """Renew all task processes, each when its task is over; new ones import the app anew.
+
+        The first one is started before any is ended: if it cannot import the app, the old
+        ones stay. Raises as `set_concurrency`; a worker without task processes refuses.
+        """
+        self._tell("restart_pool")
+
+    restart_pool_async = twin(restart_pool)
+
     def shutdown(self) -> None:
         """End in order, as `Worker.quit`; a `machinery worker` starts no process in their place.
 

@@ -95,6 +95,7 @@ KINDS: Mapping[str, type[msgspec.Struct]] = {
     "enable_events": NoArguments,
     "disable_events": NoArguments,
     "log_level": LogLevel,
+    "restart_pool": NoArguments,
     "shutdown": NoArguments,
     "terminate": Terminate,
 }

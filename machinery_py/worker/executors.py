@@ -297,6 +297,10 @@ class Executors:
         if task is not None:
             self._loop.loop.call_soon_threadsafe(task.cancel)
 
+    def restart_pool(self) -> None:
+        """Renew the task processes, each between two tasks. Raises as `ProcessPool.renew`."""
+        self._processes.renew()
+
     def terminate(self, execution: Execution) -> bool:
         """End the run of a revoked task: kill its process. Else ask it to stop, and return False.
 

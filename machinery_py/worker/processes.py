@@ -91,6 +91,7 @@ class ProcessPool:
         self._max_memory = max_memory
         self._idle: list[TaskProcess] = []  # the last used is the last; new ones are the first
         self._running: dict[Execution, TaskProcess] = {}
+        self._generation = 0  # of the processes that are to stay
         self._lock = threading.Lock()
         self._starter: ThreadPoolExecutor | None = None  # one thread: see TaskProcess
         self._ender: ThreadPoolExecutor | None = None
@@ -164,6 +165,29 @@ class ProcessPool:
         if process is not None:
             process.cancel(execution, kill=execution.is_over)
 
+    def renew(self) -> None:
+        """Let new processes take the place of all that there are, as soon as these run no task.
+
+        The first of them is started before: an app that cannot be imported any more ends nothing.
+
+        Raises:
+            MachineryError: it could not be started, or there are no task processes.
+        """
+        if self._starter is None:
+            raise MachineryError(
+                'no task of this worker runs in a process (threads are renewed by "shutdown")'
+            )
+        process = self._start()
+        process.wait_ready()
+        with self._lock:
+            if not self.is_closed:
+                self._generation += 1
+                process.generation = self._generation
+                self._end_soon(*self._idle)
+                self._idle = [process]
+                return
+        _end(process)
+
     def shrink(self, count: int) -> None:
         """End idle processes, as long as there are more than so many."""
         with self._lock:
@@ -228,16 +252,19 @@ class ProcessPool:
         _end(process)
 
     def _is_worn(self, process: TaskProcess) -> bool:
-        """Return whether it has run enough, or is too large, and the next one is warm."""
+        """Return whether it is to be renewed: its pool is, it has run enough, or it is too large
+        and the next one is warm."""
         if self._max_tasks and process.started >= self._max_tasks:
+            return True
+        if process.generation < self._generation:
             return True
         successor = process.successor
         return successor is not None and (successor not in self._idle or successor.is_warm)
 
-    def _end_soon(self, process: TaskProcess) -> None:
-        """End it in another thread: no result must wait for that. The caller holds `_lock`."""
+    def _end_soon(self, *processes: TaskProcess) -> None:
+        """End them in another thread: no result must wait for that. The caller holds `_lock`."""
         assert self._ender is not None
-        self._ender.submit(_end, process)
+        self._ender.submit(_end, *processes)
 
     def _warm_up(self, process: TaskProcess) -> None:
         """Start the process that is to take the place of this one."""
@@ -269,8 +296,10 @@ class ProcessPool:
             if self._starter is None:
                 self._starter = _one_thread(f"{self._name}-starter")
                 self._ender = _one_thread(f"{self._name}-ender")
-            future = self._starter.submit(TaskProcess, setup)
-        return future.result()
+            future, generation = self._starter.submit(TaskProcess, setup), self._generation
+        process = future.result()
+        process.generation = generation
+        return process
 
 
 def _end(*processes: TaskProcess) -> None:

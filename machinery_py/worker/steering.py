@@ -87,6 +87,7 @@ class Steering:
             "set_time_limit": self._set_time_limit,
             "enable_events": lambda _: self._app.publisher.enable(),
             "disable_events": lambda _: self._app.publisher.disable(),
+            "restart_pool": lambda _: self._executors.restart_pool(),
             "shutdown": lambda _: self._on_shutdown(),
             "terminate": self._terminate,
             "log_level": lambda given: logging.getLogger(PACKAGE).setLevel(given.level),

@@ -63,6 +63,7 @@ class TaskProcess:
         memory: bytes that it had in memory after the last one; 0 if that is not asked for.
         is_killed: it is not to be used again.
         successor: the process that is to take its place.
+        generation: of its pool, when it was started.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -88,7 +89,7 @@ class TaskProcess:
         self._tasks = FrameWriter(tasks_out, self._is_over)
         self._control = FrameWriter(control_out)
         self._replies: FrameReader[Reply] = FrameReader(replies_in, Reply, self._is_over)
-        self.started = self.memory = 0
+        self.started = self.memory = self.generation = 0
         self.is_killed = self._is_ready = False
         self.successor: TaskProcess | None = None
         self._execution: Execution | None = None  # that runs

@@ -337,6 +337,7 @@ def test_change_that_a_worker_refuses_is_an_error(server: Server) -> None:
             (lambda: workers.set_time_limit("unknown", 1), "ada: .*'unknown' is not registered"),
             (lambda: workers.set_time_limit("unknown", math.nan), "Expected `float` > 0"),
             (lambda: workers.add_queue("a" * 5000), "ada: "),
+            (workers.restart_pool, "ada: no task of this worker runs in a process"),
             (lambda: workers.log_level("loud"), "Invalid enum value 'LOUD'"),
             (workers.enable_events, r"gone: no answer in .* \(done by ada\)"),
         ):

@@ -537,6 +537,29 @@ def test_worker_that_starts_again_is_not_worn_by_what_processes_ran_before() -> 
             assert not worker._is_worn()
 
 
+def test_restarted_pool_has_new_processes_and_running_tasks_go_on(
+    worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, first = pooled.until_cancelled.send(str(tmp_path)), pooled.where.send().get(HANG)
+    wait_until(lambda: bool(os.listdir(tmp_path)))
+    workers = server.control.workers(timeout=HANG)
+    with monkeypatch.context() as broken:
+        broken.setenv("POOLED_FAILS_OUTSIDE", str(os.getpid()))
+        with pytest.raises(MachineryError, match="w: a task process could not start"):
+            workers.restart_pool()
+    assert pooled.where.send().get(HANG) == first
+
+    workers.restart_pool()
+
+    second = pooled.where.send().get(HANG)
+    assert second != first
+    wait_until(lambda: not is_alive(first))
+    assert children() == {second, *runs(tmp_path)}
+    running.revoke()
+    assert running.get(HANG) == "stopped"
+    wait_until(lambda: children() == {second})
+
+
 def test_process_that_grew_is_renewed() -> None:
     with server.new_worker("w", 1, max_memory_per_child=200 * 2**20):
         first = pooled.grow.send(250 * 2**20).get(HANG)
