@@ -21,6 +21,7 @@ import msgspec
 
 from machinery_py.async_twins import twin
 from machinery_py.brokers.base import Broker
+from machinery_py.brokers.topics import TOPIC_AGE
 from machinery_py.control.answers import (
     ActiveTask,
     Answers,
@@ -48,7 +49,6 @@ from machinery_py.texts import get_logger
 logger = get_logger(__name__)
 
 TIMEOUT = 2.0  # seconds; more than a subscription takes to look for records, which is 1 s
-LONGEST = 3600.0  # seconds; a topic keeps nothing for longer
 
 Place = tuple[str, str, int]  # name, host and pid of a worker
 T = TypeVar("T")
@@ -65,9 +65,9 @@ class ChosenWorkers:
         *,
         timeout: float,
     ) -> None:
-        if not 0 < timeout <= LONGEST:
+        if not 0 < timeout <= TOPIC_AGE:
             raise ValueError(
-                f"timeout: found {timeout!r} (expected more than 0 s, at most {LONGEST:g} s)"
+                f"timeout: found {timeout!r} (expected more than 0 s, at most {TOPIC_AGE:g} s)"
             )
         if len(patterns) > MOST_NAMES:
             raise ValueError(f"workers: found {len(patterns):,} names (at most {MOST_NAMES:,})")
@@ -232,6 +232,7 @@ class ChosenWorkers:
             to=self._patterns,
             args=msgspec.structs.asdict(arguments(kind, args)),
             clock=self._lamport.forward(),
+            timeout=self._timeout,
         )
         # Before the order: its answers must find somebody.
         with contextlib.closing(broker.subscribe(order.replies)) as replies:

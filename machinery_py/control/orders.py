@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from machinery_py.brokers.topics import MAX_RECORD
+from machinery_py.brokers.topics import MAX_RECORD, TOPIC_AGE
 from machinery_py.clock import LONGEST
 from machinery_py.control.lamport import MOST
 from machinery_py.errors import ArgumentError
@@ -108,6 +108,7 @@ class ControlOrder(msgspec.Struct, frozen=True, kw_only=True):
         id: unique; the answers are sent to `replies`.
         to: names of workers, with `*` for any text; empty: all.
         clock: the sender's logical clock.
+        timeout: seconds that the sender waits for answers.
     """
 
     id: Id
@@ -115,6 +116,7 @@ class ControlOrder(msgspec.Struct, frozen=True, kw_only=True):
     to: Annotated[list[str], msgspec.Meta(max_length=MOST_NAMES)] = []
     args: dict[str, Any] = {}
     clock: Clock = 0
+    timeout: Annotated[float, msgspec.Meta(gt=0, le=TOPIC_AGE)] = TOPIC_AGE
 
     @property
     def replies(self) -> str:

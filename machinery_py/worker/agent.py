@@ -2,8 +2,9 @@
 
 It listens before the worker is known to others: whom a caller sees, it can reach. An order that
 cannot be read, or that no worker knows, is ignored, with a warning a minute; one with wrong
-arguments, or that fails, is answered with the error. An idle agent asks the store for orders once a
-second at most.
+arguments, or that fails, is answered with the error. None is begun more than READ_TIMEOUT after its
+sender has given up, also by a process that was stopped meanwhile. An idle agent asks the store for
+orders once a second at most.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from machinery_py.threads import LoopThread
 
 logger = get_logger(__name__)
 
-READ_TIMEOUT = 30.0  # seconds of one wait for orders
+READ_TIMEOUT = 2.0  # seconds of one wait for orders
 PAUSE = 5.0  # seconds until a store that is away is asked again
 WARN_EVERY = 60.0  # seconds
 ANSWER_TTL = 60.0  # seconds; its caller waits, or is gone
@@ -105,8 +106,9 @@ class Agent:
                 if subscription is None:
                     self._subscription = self._app.store.broker.subscribe(ORDERS)
                     continue  # `stop` may have come meanwhile
+                begun = time.monotonic()
                 for record in subscription.read(READ_TIMEOUT):
-                    self._receive(record)
+                    self._receive(record, begun)
             except MachineryError as error:
                 logger.debug("no orders can be received: %s", error)
                 loop.pause(PAUSE)
@@ -114,13 +116,17 @@ class Agent:
                 logger.exception("an order could not be dealt with")
                 loop.pause(PAUSE)
 
-    def _receive(self, record: bytes) -> None:
+    def _receive(self, record: bytes, begun: float) -> None:
         try:
             order = decode_order(record)
         except ValueError as error:
             self._warn(f"a record of {len(record):,} bytes is no order: {cut(str(error), 200)}")
             return
         if not matches(self._name, order.to):
+            return
+        if time.monotonic() - begun > READ_TIMEOUT + order.timeout:
+            # A stopped process reads it from its connection when it goes on, days later perhaps.
+            self._warn(f"order {quoted(order.kind)} came when its sender had given up")
             return
         if order.kind not in KINDS:
             self._warn(f"unknown order {quoted(order.kind)} (known: {', '.join(KINDS)})")

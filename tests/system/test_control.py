@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import threading
 import time
 
 import pytest
 
-from machinery_py import MachineryError
+from machinery_py import MachineryError, Server
 from machinery_py.testing.waiting import HANG, wait_until
+from machinery_py.worker.agent import READ_TIMEOUT, Agent
+from tests.cli.app import App, app_in_a_folder
 from tests.support.fixtures import OpenServer
+from tests.support.freezing import freeze
+
+app = app_in_a_folder
 
 
 class TestControl:
@@ -76,3 +84,54 @@ class TestControl:
 
         assert (answers, answers.missing) == ({}, ("nobody", "deaf"))
         assert asking.control.ping() == {}
+
+
+def test_frozen_worker_is_named_and_a_stopping_one_answers(app: App, redis_url: str) -> None:
+    """L32: the caller is told in time, and what it gave up is not done later."""
+    app.env["MACHINERY_URL"] = redis_url
+    frozen = app.worker("-n", "frozen", "-c", "1", "-Q", "other")
+    stopping = app.worker("-n", "stopping", "-c", "1")
+    uuid = app.send("hold", "a")
+    wait_until(lambda: bool(app.notes))
+    with contextlib.closing(Server(redis_url)) as asking:
+        control, pid = asking.control, frozen.worker
+        assert set(control.ping(timeout=HANG)) == {"frozen", "stopping"}
+        stopping.signal(signal.SIGTERM)
+        stopping.wait_for("stopping when the running tasks are done")
+
+        freeze(pid, redis_url)
+        with pytest.raises(MachineryError, match="frozen: no answer in 0.5 s"):
+            control.workers("frozen", timeout=0.5).set_concurrency(7)
+        answers = control.ping(timeout=READ_TIMEOUT + 0.5)
+        assert (set(answers), answers.missing) == ({"stopping"}, ("frozen",))
+        os.kill(pid, signal.SIGCONT)
+
+        wait_until(lambda: "frozen" in control.ping(timeout=1.0))
+        assert control.workers("frozen", timeout=HANG).stats()["frozen"].concurrency == 1
+        [active] = control.workers("stopping", timeout=HANG).active()["stopping"]
+        assert active.uuid == uuid
+        app.go("a")
+        assert stopping.wait() == 0
+        assert set(control.ping(timeout=HANG)) == {"frozen"}
+
+
+def test_hundred_workers_are_asked_at_once(redis_url: str) -> None:
+    """Each has an agent and a session of its own."""
+    large = {"text": "x" * 10_000}
+    with contextlib.ExitStack() as stack:
+        fleet, asking = (stack.enter_context(contextlib.closing(Server(redis_url))) for _ in "12")
+        for number in range(100):
+            agent = Agent(fleet.app, f"w{number}")
+            agent.listen()
+            agent.start({"ping": lambda _: None, "config": lambda _: large})
+            stack.callback(agent.stop, HANG)
+            consumer = fleet.broker.consume(["other"], worker=f"w{number}")
+            stack.callback(consumer.close)
+
+        workers = asking.control.workers(timeout=HANG)
+        names = {f"w{number}" for number in range(100)}
+        assert (set(workers.ping()), workers.ping().missing) == (names, ())
+        assert workers.config() == dict.fromkeys(names, large)
+        consumer.close()
+        agent.stop(HANG)
+        assert set(workers.ping()) == names - {"w99"}
