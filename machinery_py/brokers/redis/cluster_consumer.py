@@ -58,11 +58,8 @@ class QueueConsumer(RedisConsumer):
     def _new_file(self) -> SessionFile:
         return self._owner.file
 
-    def _known_queues(self) -> Sequence[str]:
-        return tuple(self._owner.by_queue)
-
-    def _shown_queues(self) -> tuple[str, ...]:
-        return self._owner.queues
+    def _registered(self) -> tuple[Sequence[str], Sequence[str]]:
+        return self._owner.queues, tuple(self._owner.by_queue)
 
     def restart(self) -> None:
         """Give everything back, if that was not done, and register as the owner's next session."""

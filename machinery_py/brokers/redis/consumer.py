@@ -56,13 +56,10 @@ class RedisConsumer(Consumer):
         self._driver = driver
         self._own = own
         self._served = tuple(dict.fromkeys(queues))
-        self._queues = self._served  # and those that it served before, behind
-        self.keys = [queue_keys(queue) for queue in self._queues]
+        self._know(self._served)
         self.none_revoked = False  # whether the last claim saw no revoked task at all
         # The queue to block at, as the last claim said.
         self._blocking_queue: tuple[str, str] | None = None
-        self._places = {queue: index for index, queue in enumerate(self._queues)}
-        self._marks = {queue: mark_of(queue) for queue in self._queues}
         self._worker = printable(worker)
         self._move_due = move_due
         self._block = min(BLOCK, driver.limits.block)
@@ -77,18 +74,25 @@ class RedisConsumer(Consumer):
         self._starting = threading.Lock()
         self._start_session()
 
+    def _know(self, queues: tuple[str, ...]) -> None:
+        """Remember these queues: those that it serves, or has served before."""
+        self.keys = [queue_keys(queue) for queue in queues]
+        self._marks = {queue: mark_of(queue) for queue in queues}
+        self._places = {queue: index for index, queue in enumerate(queues)}
+        self._queues = queues
+
     def _start_session(self) -> None:
         file = self._new_file()
         session = file.key
-        self._record = own_record(self._worker, self._shown_queues(), self._driver.clock)
+        self._record = own_record(self._worker, (), self._driver.clock)
         self._register(session)
         self.session, self._file = session, file
 
     def _register(self, session: str) -> None:
         """Write the session into the registries of its queues, with the queues that it shows."""
         self._own.update(dict.fromkeys(self._queues))
-        served = self._shown_queues()
-        left = [queue for queue in self._known_queues() if queue not in served]
+        served, known = self._registered()
+        left = [queue for queue in known if queue not in served]
         record = raw(with_queues(self._record, served, left))
         self._driver.run(scripts.REGISTER, self._driver.now(), session, record, self.keys)
 
@@ -100,23 +104,15 @@ class RedisConsumer(Consumer):
         """Return the client to be woken, and whether it blocks at none of these queues."""
         return link.number.decode(), False
 
-    def _known_queues(self) -> Sequence[str]:
-        """Return the queues in which the session is registered."""
-        return self._queues
-
-    def _shown_queues(self) -> tuple[str, ...]:
-        """Return the queues that listings of workers show."""
-        return self._served
+    def _registered(self) -> tuple[Sequence[str], Sequence[str]]:
+        """Return the queues that listings of workers show, and all that have the session."""
+        return self._served, self._queues
 
     def serve(self, queues: Sequence[str]) -> None:
         with self._starting:
             is_alive = self._beats()
             served = tuple(dict.fromkeys(queues))
-            known = tuple(dict.fromkeys((*self._queues, *served)))  # the places stay the same
-            self.keys = [queue_keys(queue) for queue in known]
-            self._marks = {queue: mark_of(queue) for queue in known}
-            self._places = {queue: index for index, queue in enumerate(known)}
-            self._queues = known
+            self._know(tuple(dict.fromkeys((*self._queues, *served))))  # the places stay the same
             before, self._served = self._served, served
             try:
                 if is_alive:  # else the next beat starts a session, with these queues

@@ -18,7 +18,7 @@ from machinery_py.brokers.redis import scripts
 from machinery_py.brokers.topics import KeptRecord, KeptSubscription
 from machinery_py.connections.redis.client import RedisConnection, RedisDriver, command, raw
 from machinery_py.connections.redis.keys import topic_key
-from machinery_py.errors import BrokerUnavailable, PublishUnknown
+from machinery_py.errors import BrokerUnavailable, MachineryError, PublishUnknown
 
 BLOCK = 1.0  # seconds of one sleep
 READ = 500  # records of one `read`
@@ -62,6 +62,8 @@ class RedisSubscription(KeptSubscription):
                 streams, now = self._ask(min(wait, self._block))
             except Exception as error:  # redis-py's, sorted by `fail`, or ours
                 self._drop_link()
+                if isinstance(error, MachineryError):
+                    raise
                 self._driver.fail(error, doing=DOING, away=BrokerUnavailable)
         return (
             [(id, _number(id), _body(pairs, now)) for id, pairs in streams[0][1]] if streams else []

@@ -62,9 +62,7 @@ class SQLiteSubscription(KeptSubscription):
             self._next = connection.execute(_LAST, (topic,)).fetchone()[0] + 1
 
     def _fetch(self, wait: float) -> list[KeptRecord]:
-        with (
-            self._notifier
-        ):  # its pipe is there before the look: what comes behind that notifies it
+        with self._notifier:  # first its pipe, then the look: what comes behind that is notified
             now = self._driver.now()
             with self._driver.reading() as connection:
                 found = connection.execute(_READ, (now, self._topic, self._after, READ)).fetchall()
