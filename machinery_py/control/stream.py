@@ -185,7 +185,7 @@ class Camera:
                     # From the planned moment on, without those that were missed.
                     due += self._seconds * (1 + (now - due) // self._seconds)
                     self._function(self.state)
-            except Exception:  # user code, or a store: the camera goes on
+            except (Exception, SystemExit):  # user code, or a store: the camera goes on
                 logger.exception("camera %r failed", self._function)
                 self._loop.pause(PAUSE)
 
