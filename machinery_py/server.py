@@ -94,7 +94,7 @@ class Server(TaskRegistrar):
         self.around_task, self.lifespan = hooks.around_task, hooks.lifespan
         self.before_task, self.after_task = hooks.before_task, hooks.after_task
         self.on_success, self.on_retry = hooks.on_success, hooks.on_retry
-        self.on_failure = hooks.on_failure
+        self.on_failure, self.worker_part = hooks.on_failure, hooks.worker_part
         self.inspect = Inspector(self.app)
         self.events = self.app.events
         self.control = Control(lambda: self.broker, self.app.lamport, self.revoke)

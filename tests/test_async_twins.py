@@ -62,6 +62,7 @@ OFFLINE: dict[type, set[str]] = {
         "convert",
         "get_registered_task",
         "get_registered_task_names",
+        "include",
         "is_task_registered",
         "lock",
         "new_custom_queue_worker",
@@ -85,6 +86,10 @@ OFFLINE: dict[type, set[str]] = {
     Control: {"workers"},
     Worker: {
         "abort",
+        "add_part",
+        "after",
+        "every",
+        "parts",
         "quit",
         "launch",
         "launch_async",  # Go's: it has a thread of its own

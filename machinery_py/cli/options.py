@@ -218,6 +218,7 @@ WORKER: Options = (
     _choice("--log-format", "default: text", "text", "json", default="text"),
     _switch("--no-log-tasks", "log final failures and lost task processes alone, not each task"),
     _switch("--no-banner", "print nothing but logs"),
+    _switch("--parts", "print the parts of the worker in the order of their start, and end"),
     _text(
         "--heartbeat-file", "file for this worker's heartbeat, read by `machinery health`", "FILE"
     ),

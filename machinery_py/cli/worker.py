@@ -36,6 +36,8 @@ def worker(args: argparse.Namespace) -> int:
     logs.configure(args.log_level, args.log_format)
     link = ParentLink(args.child)
     try:
+        if args.parts:
+            return _show_parts(args, link)
         if not link.is_child and os.name == "posix":
             from machinery_py.cli.supervisor import Supervisor
 
@@ -103,6 +105,14 @@ def _work(args: argparse.Namespace, link: ParentLink) -> int:
             link.tell("worn" if one.is_worn else "over")
     server.close()
     return code
+
+
+def _show_parts(args: argparse.Namespace, link: ParentLink) -> int:
+    from machinery_py.cli import apps  # loads the library
+    from machinery_py.worker.parts import drawn
+
+    say(args, drawn(_new_worker(apps.load(args.app, args.app_dir), args, link).parts()))
+    return 0
 
 
 def _new_worker(server: Server, args: argparse.Namespace, link: ParentLink) -> Worker:

@@ -5,8 +5,9 @@ Which is called where and when, and what an exception in it does: docs/how-to/ho
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 from machinery_py.tasks.context import Context
 from machinery_py.tasks.signature import Signature
@@ -27,6 +28,38 @@ E = TypeVar("E", bound=ErrorHandler)
 L = TypeVar("L", bound=Lifespan)
 
 
+class WorkerPart(Protocol):
+    """A part of an app in the process of a worker. Both may be coroutine functions."""
+
+    def start(self, worker: Any, /) -> object:
+        """Begin, and return; the worker does not start if this fails."""
+
+    def stop(self, worker: Any, /) -> object:
+        """End what `start` began; not called after a `start` that failed."""
+
+
+P = TypeVar("P", bound=WorkerPart)
+
+
+@dataclass(frozen=True, slots=True)
+class AddedPart:
+    """A part that an app adds to its workers, or a program to one.
+
+    Attributes:
+        after: names of parts that are started before it, and stopped after it.
+        make: called at each start of a worker.
+    """
+
+    name: str
+    after: Sequence[str]
+    make: Callable[[], WorkerPart]
+
+
+def added_part(make: Callable[[], WorkerPart], name: str, after: str | Sequence[str]) -> AddedPart:
+    """Return a part, after one or several others."""
+    return AddedPart(name, (after,) if isinstance(after, str) else tuple(after), make)
+
+
 class Hooks:
     """Handlers of one Server, each kind in the order of registration. All may be coroutines.
 
@@ -38,6 +71,7 @@ class Hooks:
         self.before: list[TaskHandler] = []
         self.after: list[TaskHandler] = []
         self.lifespans: list[Lifespan] = []
+        self.parts: list[AddedPart] = []
         self.on_end: dict[State, list[Callable[[Context, Any], object]]] = {}
 
     def around_task(self, function: A) -> A:
@@ -78,3 +112,22 @@ class Hooks:
         """
         self.lifespans.append(function)
         return function
+
+    def worker_part(
+        self, *, name: str = "", after: str | Sequence[str] = "broker"
+    ) -> Callable[[type[P]], type[P]]:
+        """Start and stop an instance of the class with each worker, between its own parts.
+
+        It is started before tasks are claimed and stopped when they have ended, unless it comes
+        after "consumer". `machinery worker APP --parts` shows the order.
+
+        Args:
+            name: by default that of the class.
+            after: the part or parts that it needs.
+        """
+
+        def decorate(part: type[P]) -> type[P]:
+            self.parts.append(added_part(part, name or part.__name__, after))
+            return part
+
+        return decorate

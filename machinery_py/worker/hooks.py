@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from machinery_py.errors import TimeLimitExceeded
 from machinery_py.registry.hooks import Around
@@ -13,6 +13,7 @@ from machinery_py.tasks.context import Context
 from machinery_py.tasks.signature import Signature
 from machinery_py.texts import MAX_ERROR, cut, get_logger, traceback_text
 from machinery_py.worker.event_loop import EventLoopThread
+from machinery_py.worker.reconnect import Handler, Reconnect
 
 logger = get_logger(__name__)
 
@@ -20,7 +21,7 @@ INTERRUPTIBLE = True  # calls user code and takes no lock, see worker/executors.
 
 
 class WorkerHooks:
-    """Handlers of one worker (see Worker for the setters), and what those of the app need there.
+    """Handlers of one worker (set by HandlerSetters), and what those of the app need there.
 
     Attributes:
         state: what the lifespans have yielded.
@@ -41,6 +42,51 @@ class WorkerHooks:
         ).run
         self.ended: Callable[[Any], object] = lambda _: None
         self.is_behind: Callable[[], bool] | None = None
+
+
+class HandlerSetters:
+    """The setters of a worker's handlers, usable as decorators; Go's names."""
+
+    def __init__(self, reconnect: Reconnect) -> None:
+        self._hooks = WorkerHooks()
+        self._reconnect = reconnect
+
+    def set_error_handler(
+        self, handler: Callable[[Exception], object]
+    ) -> Callable[[Exception], object]:
+        """Set what is called with the exception of each task that fails for good.
+
+        It replaces the log line, and runs in the task's thread.
+        """
+        self._hooks.error = handler
+        return handler
+
+    def set_pre_task_handler(
+        self, handler: Callable[[Signature[Any]], object]
+    ) -> Callable[[Signature[Any]], object]:
+        """Set what is called before each run; what it raises fails the run."""
+        self._hooks.pre_task = handler
+        return handler
+
+    def set_post_task_handler(
+        self, handler: Callable[[Signature[Any]], object]
+    ) -> Callable[[Signature[Any]], object]:
+        """Set what is called after each run, however it ended."""
+        self._hooks.post_task = handler
+        return handler
+
+    def set_pre_consume_handler(self, handler: Callable[[Self], bool]) -> Callable[[Self], bool]:
+        """Set what is called before each claim: while it returns False, nothing is claimed."""
+        self._hooks.pre_consume = lambda: handler(self)
+        return handler
+
+    def set_connection_error_handler(self, handler: Handler) -> Handler:
+        """Set what is called when the broker is lost, and after each attempt that failed.
+
+        It may return the seconds to the next attempt.
+        """
+        self._reconnect.handler = handler
+        return handler
 
 
 # Handlers of the app: what they raise is logged, and nothing else

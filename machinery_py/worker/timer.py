@@ -108,9 +108,16 @@ class Timer:
         if self._loop is not None:
             self._loop.stop()
 
-    def join(self, timeout: float) -> bool:
-        """Wait for the end of the thread. False: a function still runs."""
-        return self._loop is None or self._loop.join(timeout)
+    def close(self, timeout: float) -> None:
+        """End, and wait for that; a function that goes on for longer is left behind."""
+        self.stop()
+        if self._loop is not None and not self._loop.join(timeout):
+            logger.error("%s: a timed function did not end within %g s", self._name, timeout)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Error that ended the timer itself: a fault of ours, or of `on_error`."""
+        return self._loop.failure if self._loop is not None else None
 
     def fire(self) -> float:
         """Call what is due; return the seconds until the next, or infinity."""

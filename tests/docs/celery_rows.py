@@ -201,7 +201,15 @@ CONTROL = (
 )
 
 WORKER = (
-    Row("T01 T02 T03", "bootsteps: parts in the order of their dependencies, and the user's own"),
+    Row(
+        "T01 T02 T03",
+        "bootsteps: parts in the order of their dependencies, and the user's own",
+        "`server.worker_part(after=…)`, `worker.add_part`; the worker's own are parts like them, "
+        "see `machinery worker --parts`",
+        "test_parts_come_behind_what_they_come_after test_impossible_order_is_refused "
+        "test_parts_start_before_the_first_task_and_stop_after_the_last "
+        "test_command_line_draws_the_parts",
+    ),
     Row(
         "T04",
         "`--statedb`: revocations in a file of the worker",
@@ -222,7 +230,13 @@ WORKER = (
         "test_worker_sends_schedules_and_keeps_pauses_over_a_restart "
         "test_ten_schedulers_send_each_tick_once",
     ),
-    Row("T07 T08 T14", "a timer of the event loop, or of the pool; its class is a setting"),
+    Row(
+        "T07 T08 T14",
+        "a timer of the event loop, or of the pool; its class is a setting",
+        "one class for all, of one thread; coroutine functions run on the worker's loop",
+        "test_functions_are_called_beside_the_tasks",
+        is_otherwise=True,
+    ),
     Row(
         "T09",
         "connection, channel and transport are separate",
@@ -286,7 +300,12 @@ WORKER = (
         "one lock around the heap; functions are called outside of it",
         "test_function_may_cancel_its_own_entry_and_enter_others",
     ),
-    Row("T20", "`call_repeatedly`, for users"),
+    Row(
+        "T20",
+        "`call_repeatedly`, for users",
+        "`worker.every`, `worker.after`",
+        "test_functions_are_called_beside_the_tasks",
+    ),
     Row(
         "T21",
         "the next call counts from the last one",
@@ -307,7 +326,12 @@ WORKER = (
         "test_cancelled_entry_is_not_called "
         "test_entries_count_from_the_start_and_stay_for_the_next",
     ),
-    Row("T25", "a jump of the wall clock does no harm"),
+    Row(
+        "T25",
+        "a jump of the wall clock does no harm",
+        "the same",
+        "test_wall_clock_that_jumps_does_no_harm",
+    ),
     Row(
         "T26 T27 T29",
         "hub: one event loop that user code can add sockets to; `run_once`, `run_forever`",
@@ -317,7 +341,12 @@ WORKER = (
         "test_a_burst_that_was_started_ends_by_itself test_nothing_runs_by_itself",
         is_otherwise=True,
     ),
-    Row("T28 T30", "a busy timer cannot hold up sockets; messages beside a timer"),
+    Row(
+        "T28 T30",
+        "a busy timer cannot hold up sockets; messages beside a timer",
+        "timers have threads of their own: the user's, that of maintenance, that of time limits",
+        "test_functions_are_called_beside_the_tasks",
+    ),
     Row(
         "T31",
         "a daemon thread around the same schedule",
@@ -330,7 +359,13 @@ WORKER = (
         "at once, whatever is pending",
         "test_timer_with_an_entry_in_an_hour_ends_at_once",
     ),
-    Row("T34", "an unexpected error of the timer itself kills the process"),
+    Row(
+        "T34",
+        "an unexpected error of the timer itself kills the process",
+        "it is logged, and the worker ends in order",
+        "test_failure_of_the_timer_itself_is_known test_worker_whose_timer_breaks_ends_in_order",
+        is_otherwise=True,
+    ),
     Row(
         "T35",
         "safe while the interpreter ends",

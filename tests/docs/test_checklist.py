@@ -11,8 +11,6 @@ from tests.system import endings
 #: What is being built, and to be answered on docs/explanation/celery.md: numbers of rows, and words
 #: of its other tables. Each stands there as "to come [T01]".
 OPEN = {
-    *("T01", "T02", "T03"),  # parts of a worker
-    *("T07", "T08", "T14", "T20", "T25", "T28", "T30", "T34"),  # timer
     *("T11", "rate"),  # of the fleet
     *("shutdown", "restart_pool", "terminate", "headers", "keeper", "TaskSet", "SIGHUP"),
 }

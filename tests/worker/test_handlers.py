@@ -20,7 +20,7 @@ from machinery_py.errors import MachineryError, RetryTaskLater, TimeLimitExceede
 from machinery_py.tasks.signature import HEADER_EXPIRES, Arg
 from machinery_py.testing.harness import Harness
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.worker import end_hooks, worker
+from machinery_py.worker import end_hooks, engine
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "hooks.md"
 ENDS = ("on_success", "on_retry", "on_failure")
@@ -443,7 +443,7 @@ def test_lifespan_that_fails_at_its_end_is_logged(
 def test_lifespan_that_does_not_end_is_left_behind(
     server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(worker, "LOOP_WAIT", 0.05)
+    monkeypatch.setattr(engine, "LOOP_WAIT", 0.05)
     gate = threading.Event()
 
     @server.lifespan

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -42,8 +43,7 @@ def running() -> Iterator[Timer]:
     timer = Timer("test-timer")
     timer.start()
     yield timer
-    timer.stop()
-    assert timer.join(HANG)
+    timer.close(HANG)
 
 
 def test_earlier_ones_come_first_then_those_made_first(timer: Timer, clock: Seconds) -> None:
@@ -155,9 +155,9 @@ def test_timer_with_an_entry_in_an_hour_ends_at_once() -> None:
     timer = Timer("test-hour")
     timer.start()
     timer.after(3_600.0, lambda: None)
-    timer.stop()
+    timer.close(HANG)
 
-    assert timer.join(HANG)
+    assert all(one.name != "test-hour" for one in threading.enumerate())
 
 
 def test_timer_has_a_thread_only_from_its_first_entry_on(running: Timer) -> None:
@@ -178,11 +178,34 @@ def test_entries_count_from_the_start_and_stay_for_the_next(clock: Seconds) -> N
     for _ in range(2):
         timer.start()
         assert called.acquire(timeout=HANG)
-        timer.stop()
-        assert timer.join(HANG)
-        timer.stop()
+        timer.close(HANG)
+        timer.close(HANG)
 
     assert entry.called_at == 160.0
+
+
+def test_wall_clock_that_jumps_does_no_harm(
+    running: Timer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = threading.Semaphore(0)
+    running.every(0.001, called.release)
+    for jump in (86_400.0, -86_400.0):
+        monkeypatch.setattr(time, "time", lambda jump=jump: jump)
+        for _ in range(3):
+            assert called.acquire(timeout=HANG)
+
+
+def test_failure_of_the_timer_itself_is_known() -> None:
+    def fail(error: BaseException) -> None:
+        raise error
+
+    timer = Timer("test-broken", on_error=fail)
+    error = ValueError("no")
+    timer.after(0.0, lambda: fail(error))
+    timer.start()
+
+    wait_until(lambda: timer.failure is error, HANG, "the failure")
+    timer.close(HANG)
 
 
 def test_process_ends_quietly_with_a_timer_that_runs() -> None:

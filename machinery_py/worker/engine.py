@@ -1,0 +1,348 @@
+"""Engine of a worker: its settings, and its parts, started in order and stopped in reverse.
+
+So claims stop first, and nothing new comes; running tasks may finish, for at most
+`shutdown_timeout`; what is not finished goes back to its queue; the settler ends when all that is
+over has been committed; then the session is closed, and the lifespans are left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from machinery_py.app import Application
+from machinery_py.config.config import OPTIONS
+from machinery_py.config.options import raise_all
+from machinery_py.connections import proc
+from machinery_py.errors import MachineryError
+from machinery_py.events import WorkerOffline, WorkerOnline
+from machinery_py.queues import QueueOrder, Queues
+from machinery_py.registry.hooks import AddedPart
+from machinery_py.schedules.scheduler import Declared
+from machinery_py.schedules.thread import SchedulerThread
+from machinery_py.stores.base import Session
+from machinery_py.texts import get_logger
+from machinery_py.worker.agent import Agent
+from machinery_py.worker.autoscale import Autoscaler, check_autoscale
+from machinery_py.worker.chords import settle_ready_groups
+from machinery_py.worker.executors import Executors
+from machinery_py.worker.frames import Setup
+from machinery_py.worker.go_groups import GoGroupPoller
+from machinery_py.worker.hooks import HandlerSetters
+from machinery_py.worker.maintenance import Maintenance
+from machinery_py.worker.parts import CONSUMER, Part, RunningParts, added
+from machinery_py.worker.processes import ProcessPool
+from machinery_py.worker.receiver import Receiver
+from machinery_py.worker.reconnect import Reconnect, open_patiently
+from machinery_py.worker.settler import Settler
+from machinery_py.worker.signs import Signs, signs_for
+from machinery_py.worker.steering import Steering
+from machinery_py.worker.stopping import StopRequest
+from machinery_py.worker.surroundings import Surroundings
+from machinery_py.worker.timer import Timer
+
+logger = get_logger(__name__)
+
+LOOP_WAIT = 10.0  # seconds for a thread to end
+SETTLER_WAIT = 2.0  # seconds for a task that has ended to reach the settler
+
+
+class Engine(HandlerSetters):
+    """Engine of one Worker, which starts and stops its parts."""
+
+    def __init__(
+        self,
+        app: Application,
+        name: str = "",
+        *,
+        concurrency: int = 0,
+        queues: Queues = (),
+        burst: bool = False,
+        shutdown_timeout: float | None = None,
+        pool: str = "",
+        max_tasks_per_child: int = 0,
+        max_memory_per_child: int = 0,
+        autoscale: tuple[int, int] | None = None,
+        child_app: Callable[[], Setup] | None = None,
+        declared: Declared | None = None,
+    ) -> None:
+        given: dict[str, object] = {"concurrency": concurrency, "pool": pool or app.config.pool}
+        if shutdown_timeout is not None:
+            given["shutdown_timeout"] = shutdown_timeout
+        raise_all([text for key, value in given.items() if (text := OPTIONS[key].problem(value))])
+        check_autoscale(autoscale)
+        self.autoscale = autoscale
+        self.app = app
+        self.name = name or f"{proc.hostname()}-{os.getpid()}"
+        super().__init__(Reconnect(app, self.name))
+        if autoscale is not None:
+            concurrency = autoscale[0]
+        self.concurrency = concurrency or app.config.concurrency or 2 * (os.cpu_count() or 1)
+        self.order = QueueOrder.of(queues or app.config.worker_queues)
+        self.queues = self.order.names
+        self.burst = burst
+        self.pool = pool or app.config.pool
+        self.child_app = child_app
+        self._max_per_child = max_tasks_per_child, max_memory_per_child
+        self.shutdown_timeout = (
+            app.config.shutdown_timeout if shutdown_timeout is None else shutdown_timeout
+        )
+        self.beat_at = -math.inf  # monotonic seconds; the last beat that the broker answered
+        self.on_failure: Callable[[], object] = lambda: None  # before it stops by a failure
+        self.on_retire: Callable[[], object] = lambda: None  # before it stops by an order
+        self.is_worn = False  # it has ended to be renewed
+        self._stop_request = StopRequest(self.shutdown_timeout)
+        self._stopped = threading.Lock()
+        self._attendant: threading.Thread | None = None  # ends what `start` began
+        self._has_ended = False
+        self._session: Session | None = None
+        self._parts: RunningParts | None = None  # while it runs
+        self._added: list[AddedPart] = []
+        self._is_patient = self._is_online = False
+        self._timer = Timer(f"{self.name}-timer")
+        self._agent = Agent(app, self.name)
+        self._signs: Signs | None = None
+        self._processes = ProcessPool(self.name)
+        self._processes.close()
+        self._processed_before = 0
+        self._declared = declared
+        self._scheduler: SchedulerThread | None = None
+
+    # The parts
+
+    def parts(self) -> list[Part]:
+        """Return its own parts and those added, as they are started and stopped."""
+        own = [
+            Part("events", stop=self._go_offline),
+            Part("lifespan", ("events",), self._enter, self._leave),
+            Part("broker", ("lifespan",), self._connect, self._disconnect),
+            Part("control", ("broker",), self._listen, lambda: self._agent.stop(LOOP_WAIT)),
+            Part("pool", ("broker",), stop=self._close_pool),
+            Part("timer", ("broker",), self._timer.start, lambda: self._timer.close(LOOP_WAIT)),
+            Part("maintenance", ("pool",), self._maintain, self._end_maintenance),
+            Part("settler", ("maintenance",), self._settle, self._close_settler),
+            Part(CONSUMER, ("control", "settler"), self._consume, self._drain),
+            Part("scheduler", (CONSUMER,), self._schedule, self._end_schedule),
+        ]
+        given = [*self.app.hooks.parts, *self._added]
+        return own + [added(one, self, self._hooks) for one in given]
+
+    def _enter(self) -> None:
+        self._surroundings = Surroundings(self.app, self._hooks, name=self.name)
+        self._surroundings.enter(self._stop_request)
+
+    def _leave(self) -> None:
+        self._surroundings.leave(LOOP_WAIT)
+
+    def _connect(self) -> None:
+        if self._is_patient:
+            session = open_patiently(
+                self._open, self._reconnect, self._stop_request, name=self.name
+            )
+        else:
+            session = self._open()
+        if session is not None:
+            self._build(session)
+
+    def _open(self) -> Session:
+        app = self.app
+        if self._processes.is_closed:
+            self._processes = ProcessPool(
+                self.name,
+                setup=self.child_app,
+                by_default=self.pool == "process",
+                max_tasks=self._max_per_child[0],
+                max_memory=self._max_per_child[1],
+            )
+        # Before there is a session, which nobody beats for yet.
+        self._processes.start(map(app.registry.get, app.registry.names()))
+        self._agent.listen()  # before others know of the session
+        session = app.store.open_session(self.queues, worker=self.name)
+        try:
+            # A dead worker's messages go back to their queues, its ready groups are settled.
+            app.store.tend()
+            settle_ready_groups(app)
+        except BaseException:
+            with contextlib.suppress(MachineryError):
+                session.close()
+            raise
+        self._signs = signs_for(app.store.broker, app.config)
+        return session
+
+    def _build(self, session: Session) -> None:
+        """Make the parts around the session; none of them runs yet."""
+        app = self.app
+        self._reconnect.succeeded()
+        self._groups = GoGroupPoller(app.store.backend)
+        self._processed_before = self.processed
+        self._settler = Settler(
+            app, session, self._groups, reconnect=self._reconnect, name=self.name
+        )
+        self._executors = Executors(
+            self.concurrency,
+            session,
+            name=self.name,
+            on_done=self._settler.put,
+            on_mark=self._settler.mark,
+            processes=self._processes,
+            loop=self._surroundings.loop,
+        )
+        self._receiver = Receiver(
+            app,
+            self._hooks,
+            session,
+            self._executors,
+            self._settler,
+            order=self.order,
+            reconnect=self._reconnect,
+            name=self.name,
+            burst=self.burst,
+            autoscaler=Autoscaler(*self.autoscale) if self.autoscale else None,
+        )
+        self._maintenance = Maintenance(
+            app,
+            session,
+            self._receiver,
+            self._executors,
+            self._settler,
+            self._groups,
+            name=self.name,
+            on_beat=self._on_beat,
+        )
+        self._session = session
+        self._serve(self.order)
+        app.events.emit(WorkerOnline(worker=self.name))
+        self._is_online = True
+
+    def _listen(self) -> None:
+        steering = Steering(
+            self.app,
+            self._receiver,
+            self._executors,
+            on_queues=self._serve,
+            on_shutdown=self._retire,
+            pool=self.pool,
+            processed=lambda: self.processed,
+        )
+        self._agent.start(steering.handlers())
+
+    def _maintain(self) -> None:
+        self._maintenance.timer.start()
+
+    def _settle(self) -> None:
+        self._settler.start(self._receiver.settled, self._receiver.reported)
+
+    def _consume(self) -> None:
+        self._receiver.loop.start()
+
+    def _schedule(self) -> None:
+        if self._declared is not None:
+            self._scheduler = SchedulerThread(self.app, self._declared, name=self.name)
+            self._scheduler.start()
+
+    def _serve(self, order: QueueOrder) -> None:
+        self.order, self.queues = order, order.names
+        if self._signs is not None and self._session is not None:
+            self._signs.keep(self._session.consumer, self.queues, self.app.config)
+
+    def _retire(self) -> None:
+        logger.info("worker %s was ordered to end when the running tasks are done", self.name)
+        self.on_retire()
+        self._stop_request.quit()
+
+    def _end_schedule(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.stop()
+            self._scheduler.join(LOOP_WAIT)
+
+    def _drain(self) -> None:
+        """Claim no more, let running tasks end in time, and give back those that do not."""
+        self._receiver.stop()
+        self._receiver.hand_back()
+        self._wait_while(
+            lambda: bool(self._executors.busy()) and not self._stop_request.is_abrupt,
+            self.shutdown_timeout,
+        )
+        unfinished = self._receiver.hand_back(started=True)
+        for execution in unfinished:
+            self._executors.cancel(execution)
+        # Ended tasks must be with the settler before it is closed.
+        self._wait_while(lambda: self._executors.are_ending(unfinished), SETTLER_WAIT)
+        back = [one.signature.uuid for one in unfinished if not one.is_final]
+        if back:
+            logger.warning(
+                "%d unfinished tasks go back to their queues: %s", len(back), ", ".join(back[:5])
+            )
+
+    def _close_settler(self) -> None:
+        if not self._settler.close(timeout=max(5.0, self.shutdown_timeout)):
+            logger.error("some results could not be stored; their tasks will run again")
+
+    def _end_maintenance(self) -> None:
+        self._maintenance.timer.close(LOOP_WAIT)
+
+    def _close_pool(self) -> None:
+        self._executors.close()
+
+    def _disconnect(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            self.app.locks.flush()
+            try:
+                session.close()
+            except MachineryError as error:
+                logger.warning("this worker could not sign off, and will be found gone: %s", error)
+            if self._signs is not None:
+                self._signs.drop(session.consumer)
+        self._agent.stop(LOOP_WAIT)
+        self._processes.close()
+
+    def _go_offline(self) -> None:
+        if self._is_online:
+            self._is_online = False
+            self.app.events.emit(WorkerOffline(worker=self.name, processed=self.processed))
+        self.app.publisher.close()
+
+    def blame(self) -> None:
+        """Give a strike to all begun tasks that are not settled, should this process die now."""
+        session = self._session
+        if session is not None:
+            for execution in self._receiver.held():
+                if execution.call_started:
+                    session.consumer.run_begins(execution.delivery)
+
+    @property
+    def ready(self) -> bool:
+        """Whether tasks can be received and settled."""
+        return self._session is not None and self._receiver.connected and self._settler.healthy
+
+    @property
+    def processed(self) -> int:
+        """Number of tasks that have ended here."""
+        settler = getattr(self, "_settler", None)
+        return self._processed_before + (settler.processed if settler is not None else 0)
+
+    @property
+    def active(self) -> int:
+        """Number of tasks that run now."""
+        return len(self._executors.running()) if self._session is not None else 0
+
+    def _wait_while(self, is_so: Callable[[], bool], timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while is_so() and time.monotonic() < deadline:
+            self._stop_request.wait(0.02)
+
+    def _on_beat(self) -> None:
+        if self._signs is not None:
+            self._signs.give()
+        self.beat_at = time.monotonic()
+        self.app.publisher.emit_heartbeat(
+            worker=self.name,
+            active=self.active,
+            processed=self.processed,
+            interval=self._maintenance.beat_every,
+        )
