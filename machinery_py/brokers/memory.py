@@ -67,9 +67,11 @@ class _Topic:
     def __init__(self) -> None:
         #: Each with when it came and until when it counts, by the monotonic clock.
         self.records: deque[tuple[bytes, float, float]] = deque(maxlen=TOPIC_LENGTH)
-        self.subscriptions: set[MemorySubscription] = set()
+        self.subscriptions: list[PushedSubscription] = []
 
     def is_over(self, now: float) -> bool:
+        """Forget closed subscriptions; return whether nobody needs the topic."""
+        self.subscriptions = [one for one in self.subscriptions if not one.is_closed]
         return not self.subscriptions and all(until <= now for _, _, until in self.records)
 
 
@@ -296,10 +298,11 @@ class MemoryBroker(Broker):
             for subscription in there.subscriptions:
                 subscription.add((record, now + ttl) for record in records)
 
-    def subscribe(self, topic: str, *, since: float = 0.0) -> MemorySubscription:
+    def subscribe(self, topic: str, *, since: float = 0.0) -> PushedSubscription:
         with self.hub.lock:
             there = self._topics.setdefault(topic, _Topic())
-            subscription = MemorySubscription(self.hub, there.subscriptions)
+            subscription = PushedSubscription(self.hub.clock)
+            there.subscriptions.append(subscription)
             oldest = self.hub.clock.monotonic() - since
             if since > 0:
                 subscription.add((body, until) for body, at, until in there.records if at >= oldest)
@@ -307,21 +310,6 @@ class MemoryBroker(Broker):
 
     def close(self) -> None:
         pass  # the hub belongs to whoever made it
-
-
-class MemorySubscription(PushedSubscription):
-    """An entry among the subscriptions of its topic."""
-
-    def __init__(self, hub: MemoryHub, subscriptions: set[MemorySubscription]) -> None:
-        super().__init__(hub.clock)
-        self._hub = hub
-        self._subscriptions = subscriptions
-        subscriptions.add(self)
-
-    def close(self) -> None:
-        with self._hub.lock:
-            self._subscriptions.discard(self)
-        super().close()
 
 
 class MemoryConsumer(Consumer):

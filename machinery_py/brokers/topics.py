@@ -21,6 +21,7 @@ from machinery_py.texts import quoted
 TOPIC_LENGTH = 2000  # records of one topic
 TOPIC_AGE = 3600.0  # seconds; a greater `ttl` counts as this
 MAX_RECORD = 65_536  # bytes
+READ = 500  # records of one look
 
 KeptRecord = tuple[Any, int, bytes | None]
 """Place among all records of the store, number in its topic, from 1, and body; None: it is over."""
@@ -108,7 +109,7 @@ class PushedSubscription(Subscription):
         self._records: deque[tuple[bytes, float]] = deque()
         self._changing = threading.Lock()
         self._news = threading.Event()
-        self._closed = False
+        self.is_closed = False
 
     def add(self, records: Iterable[tuple[bytes, float]]) -> None:
         """Take records in, each with the moment of the monotonic clock at which it is over."""
@@ -126,7 +127,7 @@ class PushedSubscription(Subscription):
             found = [body for body, until in self._records if now < until]
             self.missed += len(self._records) - len(found)
             self._records.clear()
-            if self._closed:
+            if self.is_closed:
                 return []
             self._news.clear()
             return found
@@ -135,7 +136,7 @@ class PushedSubscription(Subscription):
         self._news.set()
 
     def close(self) -> None:
-        self._closed = True
+        self.is_closed = True
         self.wake()
 
 

@@ -17,7 +17,8 @@ import pytest
 
 from machinery_py import Config, Server, Signature
 from machinery_py.brokers.base import Broker
-from machinery_py.brokers.memory import MemoryBroker, MemorySubscription
+from machinery_py.brokers.memory import MemoryBroker
+from machinery_py.brokers.topics import PushedSubscription
 from machinery_py.clock import SYSTEM_CLOCK, UTC, Clock
 from machinery_py.connections.memory import MemoryHub
 from machinery_py.control import publisher
@@ -263,16 +264,16 @@ def test_thread_that_a_cancelled_read_left_behind_takes_nothing_away(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = fleet.server()
-    read_of_memory, reader = MemorySubscription.read, threading.Lock()
+    read_of_memory, reader = PushedSubscription.read, threading.Lock()
 
-    def read_alone(subscription: MemorySubscription, timeout: float) -> list[bytes]:
+    def read_alone(subscription: PushedSubscription, timeout: float) -> list[bytes]:
         assert reader.acquire(blocking=False)  # a subscription is for one thread
         try:
             return read_of_memory(subscription, timeout)
         finally:
             reader.release()
 
-    monkeypatch.setattr(MemorySubscription, "read", read_alone)
+    monkeypatch.setattr(PushedSubscription, "read", read_alone)
 
     async def read() -> str:
         async with server.events.stream(TaskSent) as stream:
@@ -321,7 +322,7 @@ class AwayBroker(MemoryBroker):
     is_away = False
     may_answer = threading.Event()
 
-    def subscribe(self, topic: str, *, since: float = 0.0) -> MemorySubscription:
+    def subscribe(self, topic: str, *, since: float = 0.0) -> PushedSubscription:
         if self.is_away:
             raise BrokerUnavailable("away")
         return super().subscribe(topic, since=since)

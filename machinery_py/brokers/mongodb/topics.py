@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from bson.binary import Binary
 from pymongo import ReturnDocument
 
-from machinery_py.brokers.topics import TOPIC_LENGTH, KeptRecord, KeptSubscription
+from machinery_py.brokers.topics import READ, TOPIC_LENGTH, KeptRecord, KeptSubscription
 from machinery_py.connections.mongodb.client import (
     Document,
     DriverUser,
@@ -33,7 +33,6 @@ from machinery_py.errors import BrokerUnavailable
 
 SOONEST, LATEST = 0.01, 1.0  # seconds between two looks
 GAP = 0.5  # seconds that a sender has between taking numbers and writing
-READ = 500  # records of one look
 TRIM = 100  # records between two deletions of old ones
 NOTIFIER = "topics"
 

@@ -113,7 +113,7 @@ class AMQPSubscription(PushedSubscription):
 
     def read(self, timeout: float) -> list[bytes]:
         with self._opening:
-            if not self._closed and not self._link.is_open:
+            if not self.is_closed and not self._link.is_open:
                 self._link.close()
                 self._link = self._open()
         return super().read(timeout)

@@ -15,13 +15,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from machinery_py.brokers.redis import scripts
-from machinery_py.brokers.topics import KeptRecord, KeptSubscription
+from machinery_py.brokers.topics import READ, KeptRecord, KeptSubscription
 from machinery_py.connections.redis.client import RedisConnection, RedisDriver, command, raw
 from machinery_py.connections.redis.keys import topic_key
 from machinery_py.errors import BrokerUnavailable, MachineryError, PublishUnknown
 
 BLOCK = 1.0  # seconds of one sleep
-READ = 500  # records of one `read`
 LINK_TIMEOUT = 3.0  # seconds for a reply, beyond its sleep
 DOING = "reading a topic"
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from machinery_py.brokers.topics import TOPIC_LENGTH, KeptRecord, KeptSubscription
+from machinery_py.brokers.topics import READ, TOPIC_LENGTH, KeptRecord, KeptSubscription
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.connections.sqlite.rows import insert_rows
-
-READ = 500  # records of one `read`
 
 _SEND = "INSERT INTO topics (topic, number, sent_at, until, body)"
 _LAST = "SELECT coalesce(max(number), 0) FROM topics WHERE topic = ?"
