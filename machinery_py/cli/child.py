@@ -34,7 +34,7 @@ def main(option: str) -> int:
     for number in pipes:
         os.set_inheritable(number, False)
     # A service manager signals all processes of a service; the worker alone says when to end.
-    for stop in (signal.SIGINT, signal.SIGTERM):
+    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         forks.handle(stop, lambda *_: None)
     die_with_parent(parent, signal.SIGKILL)
     faulthandler.enable()

@@ -181,10 +181,15 @@ def _has_colours(stream: TextIO) -> bool:
 
 
 def configure(level: str, log_format: str) -> None:
-    """Log to stderr from this level on, in "text" or "json"; before the app is imported."""
+    """Log to stderr from this level on ("" is INFO), in "text" or "json"; before the import."""
     logging.setLogRecordFactory(TaskRecord)
     text = TextFormatter(colours=_has_colours(sys.stderr))
-    _to_stderr(JSONFormatter() if log_format == "json" else text, level.upper())
+    _to_stderr(JSONFormatter() if log_format == "json" else text, level.upper() or "INFO")
+
+
+def set_level(level: str) -> None:
+    """Log from this level on; "" is INFO. After `configure`."""
+    logging.getLogger().setLevel(level.upper() or "INFO")
 
 
 def configure_short() -> None:

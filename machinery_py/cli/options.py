@@ -214,7 +214,7 @@ WORKER: Options = (
         type=_stall_timeout,
         metavar="TIME",
     ),
-    _choice("--log-level", "default: info", "debug", "info", "warning", "error", default="info"),
+    _choice("--log-level", "default: the setting, info", "debug", "info", "warning", "error"),
     _choice("--log-format", "default: text", "text", "json", default="text"),
     _switch("--no-log-tasks", "log final failures and lost task processes alone, not each task"),
     _switch("--no-banner", "print nothing but logs"),

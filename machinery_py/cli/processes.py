@@ -1,7 +1,7 @@
 """Worker processes, and the sockets between them and their supervisor.
 
     supervisor → process    a byte: 1, end when the running tasks are done; 2, end now;
-                            end of file: the supervisor is gone, as 1
+                            3: read the settings again; end of file: the supervisor is gone, as 1
     process → supervisor    lines:
         ready 30.0 600.0    shutdown and stall timeout, before its first claim
         sign …              for the keeper (worker/keeper.py)
@@ -40,8 +40,10 @@ from machinery_py.texts import get_logger
 logger = get_logger(__name__)
 
 RUN, STOP, STOP_NOW = 0, 1, 2
+READ_AGAIN = 3  # not a level of RUN to STOP_NOW: the settings
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+HANGUP = getattr(signal, "SIGHUP", None)
 STACKS = getattr(signal, "SIGUSR1", signal.SIGTERM)  # a worker writes the stacks of its threads
 
 
@@ -92,6 +94,11 @@ class Child:
             self._told = level
             with suppress(OSError):  # it has ended
                 self._socket.send(bytes([level]))
+
+    def read_again(self) -> None:
+        """Tell it to read its settings again."""
+        with suppress(OSError):
+            self._socket.send(bytes([READ_AGAIN]))
 
     def kill(self) -> None:
         self.is_killed = True
@@ -162,6 +169,8 @@ class Orders:
         self.grace = ""  # how long tasks may run on, for the log
         self._link = link
         self._changed: Callable[[int], object] | None = None
+        self._on_hangup: Callable[[], object] | None = None
+        self._is_hangup_due = False  # one came before `follow`
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         for end in (self._read, self._write):
@@ -169,20 +178,39 @@ class Orders:
         self._lock = threading.Lock()
         for number in SIGNALS:
             forks.handle(number, self._on_signal)
+        # Under nohup it stays ignored; closing the terminal ends a worker that has one.
+        if HANGUP is not None and signal.getsignal(HANGUP) is signal.SIG_DFL:
+            if link.is_child:
+                forks.handle(HANGUP, lambda *_: None)  # to a whole service; the parent decides
+            elif not _has_terminal():
+                forks.handle(HANGUP, self._on_signal)
         if link.is_child:
             die_with_parent(os.getppid(), signal.SIGTERM)
         threading.Thread(target=self._listen, name="machinery-orders", daemon=True).start()
 
-    def follow(self, changed: Callable[[int], object]) -> None:
-        """Call this with each new level from now on, in another thread."""
+    def follow(self, changed: Callable[[int], object], on_hangup: Callable[[], object]) -> None:
+        """Call the first with each new level from now on, in another thread.
+
+        Args:
+            on_hangup: called there when the settings are to be read again; raises nothing.
+        """
         with self._lock:
-            self._changed = changed
+            self._changed, self._on_hangup = changed, on_hangup
             level = self.level
         if level:
             changed(level)
+        if self._is_hangup_due:
+            on_hangup()
+
+    def _hang_up(self) -> None:
+        with self._lock:
+            on_hangup = self._on_hangup
+            self._is_hangup_due = on_hangup is None
+        if on_hangup is not None:
+            on_hangup()
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        if self._changed is None:
+        if self._changed is None and number != HANGUP:
             self.level = max(self.level, STOP)
             raise StopAsked
         with suppress(OSError):  # thousands are waiting already
@@ -199,7 +227,9 @@ class Orders:
                 with suppress(ConnectionResetError):  # it died with lines of ours unread
                     found = os.read(source, 64)
                 if found:
-                    self._rise(max(found))
+                    if READ_AGAIN in found:
+                        self._hang_up()
+                    self._rise(max(level for level in (RUN, *found) if level != READ_AGAIN))
                 else:
                     sources.remove(source)
                     logger.warning("the parent process is gone: stopping")
@@ -207,7 +237,9 @@ class Orders:
 
     def _on_number(self, number: int) -> None:
         name = signal.Signals(number).name
-        if self._link.is_child:
+        if number == HANGUP:
+            self._hang_up()
+        elif self._link.is_child:
             self._rise(STOP)
         elif self.level < STOP:
             logger.info("%s: stopping when the running tasks are done%s", name, self.grace)
@@ -227,6 +259,14 @@ class Orders:
         else:
             # The app is being imported: interrupt that.
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def die_with_parent(parent: int, number: int) -> None:

@@ -114,6 +114,7 @@ class Supervisor:
         self._keeper = Keeper(patience=math.inf)  # a process that is silent for too long is killed
         self._groups: list[orphans.ProcessGroup] = []  # of those that have ended
         self._level = RUN
+        self._has_hung_up = False
         self._code = 0
         self._is_ready = False
         self._orders = orders
@@ -126,7 +127,7 @@ class Supervisor:
         previous = signal.getsignal(signal.SIGCHLD)
         signal.signal(signal.SIGCHLD, lambda *_: self._wake())
         try:
-            self._orders.follow(self._on_order)
+            self._orders.follow(self._on_order, self._on_hangup)
             health.clear(self._place)
             self._keeper.loop.start()
             host, port = self._args.health_host, self._args.health_port
@@ -153,6 +154,10 @@ class Supervisor:
 
     def _on_order(self, level: int) -> None:
         self._level = max(self._level, level)
+        self._wake()
+
+    def _on_hangup(self) -> None:
+        self._has_hung_up = True
         self._wake()
 
     def _wake(self) -> None:
@@ -211,6 +216,11 @@ class Supervisor:
             self._awaits_change = self._is_ready = False
             for slot in self._slots:
                 slot.renew()
+        if self._has_hung_up:
+            self._has_hung_up = False
+            logger.info("SIGHUP: the settings that may change while it runs are read again")
+            for _, child in self._running():
+                child.read_again()
         for group in self._groups:
             group.check()
         for slot, child in self._running():

@@ -7,10 +7,11 @@ import faulthandler
 import os
 import socket
 import textwrap
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from machinery_py.cli import health, logs, orphans, reload
 from machinery_py.cli.output import READY, clean, many, say, shown_url
@@ -33,7 +34,7 @@ INDENT = 11  # columns in front of its values
 
 def worker(args: argparse.Namespace) -> int:
     """Run `machinery worker`."""
-    logs.configure(args.log_level, args.log_format)
+    logs.configure(args.log_level or "", args.log_format)
     link = ParentLink(args.child)
     try:
         if args.parts:
@@ -64,10 +65,10 @@ def _work(args: argparse.Namespace, link: ParentLink) -> int:
         server = apps.load(args.app, args.app_dir)
     finally:
         report()  # also the files of an app that is broken
+    server.app.config = server.config.replace(**_chosen(args))
+    logs.set_level(server.config.log_level)
     if args.events:
         server.events.enable()
-    if args.no_log_tasks:
-        server.app.config = server.config.replace(log_tasks=False)
     one = _new_worker(server, args, link)
     if not args.no_banner:
         say(args, banner(server, one, args.processes))
@@ -98,7 +99,11 @@ def _work(args: argparse.Namespace, link: ParentLink) -> int:
                 health.serve(args.health_host, args.health_port, lambda: True, is_ready)
             )
         orders.grace = f" (at most {one.shutdown_timeout:g} s; once more to stop now)"
-        orders.follow(lambda level: one.abort() if level == STOP_NOW else one.quit())
+        orders.follow(
+            lambda level: one.abort() if level == STOP_NOW else one.quit(),
+            # In a thread of its own: the order to stop must not wait for the end of a claim.
+            lambda: threading.Thread(target=_read_again, args=(server, one), daemon=True).start(),
+        )
         try:
             code = _launch(args, link, one)
         finally:
@@ -115,6 +120,36 @@ def _show_parts(args: argparse.Namespace, link: ParentLink) -> int:
     return 0
 
 
+def _chosen(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that options stand for, in place of those of the app."""
+    options = {
+        "concurrency": args.concurrency,
+        "events": args.events or None,
+        "log_level": args.log_level,
+        "log_tasks": False if args.no_log_tasks else None,
+    }
+    return {key: value for key, value in options.items() if value is not None}
+
+
+def _read_again(server: Server, one: Worker) -> None:
+    """Let the worker go on with the settings as they are now."""
+    from machinery_py.config.live import LIVE, read_again  # for SIGHUP only
+
+    try:
+        before, after = server.config, read_again(server.config)
+        changed = [key for key in LIVE if getattr(after, key) != getattr(before, key)]
+        shown = ", ".join(f"{key} = {getattr(after, key)!r}" for key in changed) or "none"
+        logger.info("settings that have changed: %s (of %s)", shown, ", ".join(LIVE))
+        server.app.config = after
+        logs.set_level(after.log_level)
+        if "events" in changed:
+            (server.events.enable if after.events else server.events.disable)()
+        if "concurrency" in changed and one.autoscale is None:
+            one.resize(after.concurrency)
+    except Exception as error:  # a file that cannot be read, a claim that does not end
+        logger.error("not all settings could be read again: %s", error)
+
+
 def _new_worker(server: Server, args: argparse.Namespace, link: ParentLink) -> Worker:
     from machinery_py.worker.frames import Setup  # loads the library, as `_work` does
 
@@ -122,7 +157,6 @@ def _new_worker(server: Server, args: argparse.Namespace, link: ParentLink) -> W
     name = args.name and (f"{args.name}-{label}" if label else args.name)
     one = server.new_worker(
         name or f"{socket.gethostname()}-{os.getpid()}",
-        server.config.concurrency if args.concurrency is None else args.concurrency,
         queues=args.queues,
         burst=args.burst,
         shutdown_timeout=args.shutdown_timeout,
@@ -134,7 +168,10 @@ def _new_worker(server: Server, args: argparse.Namespace, link: ParentLink) -> W
     )
     folder = os.path.abspath(args.app_dir or ".")
     one.child_app = lambda: Setup(
-        app=args.app, folder=folder, log_level=args.log_level, log_format=args.log_format
+        app=args.app,
+        folder=folder,
+        log_level=server.config.log_level or "info",
+        log_format=args.log_format,
     )
     return one
 

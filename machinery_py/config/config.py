@@ -28,6 +28,7 @@ from machinery_py.config.options import (
     MOMENT,
     SHORTEST_STALL,
     Section,
+    one_of,
     option,
     options_of,
     raise_all,
@@ -43,12 +44,6 @@ from machinery_py.texts import get_logger
 logger = get_logger(__name__)
 
 POOLS = ("thread", "process")
-
-
-def _backoff_problem(name: str) -> str:
-    if name in SCHEDULES:
-        return ""
-    return f"found {name!r} (known: {', '.join(sorted(SCHEDULES))}{nearest(name, SCHEDULES)})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +81,7 @@ class Config(Section):
         "jitter",
         "pauses between these attempts: `jitter`, `linear` or `fibonacci`",
         low=1,
-        check=_backoff_problem,
+        check=one_of(*sorted(SCHEDULES)),
     )
     default_queue: str = option(
         "machinery_tasks", "queue of tasks that name none", low=1, check=queue_problem
@@ -132,7 +127,7 @@ class Config(Section):
     pool: str = option(
         "thread",
         "where tasks run that do not say: `thread` or `process`",
-        check=lambda word: "" if word in POOLS else f"found {word!r} (expected thread or process)",
+        check=one_of(*POOLS),
     )
     events: bool = option(
         False, "send the events of this process to all that open a stream of them"
@@ -145,6 +140,11 @@ class Config(Section):
         "",
         "prefixes of headers that tasks hand on to what they send: `tenant,x-`; "
         "trace context always goes on",
+    )
+    log_level: str = option(
+        "",
+        "`debug`, `info`, `warning` or `error`: what `machinery worker` logs; empty = `info`",
+        check=one_of("", "debug", "info", "warning", "error"),
     )
     log_tasks: bool = option(True, "a worker logs each task, and not final failures alone")
     require_server: bool = option(

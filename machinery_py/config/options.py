@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from machinery_py.config import urls
 from machinery_py.config.files import kind_of
-from machinery_py.errors import ConfigError
+from machinery_py.errors import ConfigError, nearest
 from machinery_py.texts import quoted
 
 T = TypeVar("T")
@@ -91,6 +91,16 @@ def _shown(value: object) -> str:
     if isinstance(value, int | float):
         return "a huge number" if math.isfinite(value) and abs(value) > 1e30 else repr(value)
     return kind_of(value)
+
+
+def one_of(*words: str) -> Callable[[str], str]:
+    """Return the check of a text that is one of these words."""
+
+    def check(word: str) -> str:
+        known = ", ".join(filter(None, words))
+        return "" if word in words else f"found {word!r} (known: {known}{nearest(word, words)})"
+
+    return check
 
 
 def option(

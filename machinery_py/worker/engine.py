@@ -307,6 +307,17 @@ class Engine(HandlerSetters):
             self.app.events.emit(WorkerOffline(worker=self.name, processed=self.processed))
         self.app.publisher.close()
 
+    def resize(self, concurrency: int) -> None:
+        """Run so many tasks at a time from now on; 0: two for each processor. What runs goes on.
+
+        Raises:
+            MachineryError: with `autoscale`, or if no claim came to an end in time.
+        """
+        concurrency = concurrency or 2 * (os.cpu_count() or 1)
+        if self._session is not None:
+            self._receiver.resize(concurrency)
+        self.concurrency = concurrency
+
     def blame(self) -> None:
         """Give a strike to all begun tasks that are not settled, should this process die now."""
         session = self._session

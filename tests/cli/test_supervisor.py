@@ -280,6 +280,55 @@ def test_a_signal_to_the_whole_group_is_one_signal(app: App) -> None:
     assert len(app.notes) == 1
 
 
+def test_hangup_reads_settings_again_and_tasks_run_on(app: App) -> None:
+    app.write("config.toml", "concurrency = 1\n")
+    process = app.start(
+        "worker", "tasks", "-p", "1", own_group=True, MACHINERY_CONFIG="config.toml"
+    )
+    process.wait_ready()
+    uuids = [app.send("hold", name) for name in ("one", "two")]
+    wait_until(lambda: app.notes, HANG)
+
+    app.write("config.toml", 'concurrency = 2\nlog_level = "debug"\n')
+    for pid in (*workers(process), process.pid):
+        os.kill(pid, signal.SIGHUP)
+    process.wait_for("settings that have changed: concurrency = 2, log_level = 'debug' (of")
+    wait_until(lambda: len(app.notes) == 2, HANG, what="the second task beside the first")
+    app.write("config.toml", "concurrency = many\n")
+    process.signal(signal.SIGHUP)
+    process.wait_for("not all settings could be read again: ")
+    app.go("one")
+    app.go("two")
+    process.signal(signal.SIGTERM)
+
+    assert process.wait() == 0
+    assert [app.state(uuid) for uuid in uuids] == ["SUCCESS", "SUCCESS"]
+    assert len({pid for _, pid in app.notes}) == 1
+
+
+def test_hangup_is_ignored_where_it_was_before(app: App) -> None:
+    app.write(
+        "run.py",
+        """\
+import signal, sys
+from machinery_py.cli.main import main
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+sys.exit(main(["worker", "tasks"]))
+""",
+    )
+    process = app.program("run.py")
+    process.wait_ready()
+
+    for pid in (*workers(process), process.pid):
+        os.kill(pid, signal.SIGHUP)
+    app.run("send", "tasks", "note", "alive")
+    wait_until(lambda: app.notes, HANG)
+    process.signal(signal.SIGTERM)
+
+    assert process.wait() == 0
+    assert "SIGHUP" not in process.err
+
+
 def test_a_second_signal_gives_unfinished_tasks_back(app: App) -> None:
     process = app.worker("-p", "2", "-c", "1")
     app.send("hold", "slow")
