@@ -66,7 +66,8 @@ def _work(args: argparse.Namespace, link: ParentLink) -> int:
     finally:
         report()  # also the files of an app that is broken
     server.app.config = server.config.replace(**_chosen(args))
-    logs.set_level(server.config.log_level)
+    if server.config.log_level:  # else as it is: the app may have set one
+        logs.set_level(server.config.log_level)
     if args.events:
         server.events.enable()
     one = _new_worker(server, args, link)
@@ -141,7 +142,8 @@ def _read_again(server: Server, one: Worker) -> None:
         shown = ", ".join(f"{key} = {getattr(after, key)!r}" for key in changed) or "none"
         logger.info("settings that have changed: %s (of %s)", shown, ", ".join(LIVE))
         server.app.config = after
-        logs.set_level(after.log_level)
+        if "log_level" in changed:
+            logs.set_level(after.log_level)
         if "events" in changed:
             (server.events.enable if after.events else server.events.disable)()
         if "concurrency" in changed and one.autoscale is None:

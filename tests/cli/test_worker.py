@@ -280,10 +280,21 @@ def test_text_logs_are_a_line_a_record_and_know_the_task(app: App) -> None:
     assert "\x1b" not in done.stderr
 
 
-def test_log_level_is_the_requested_one(app: App) -> None:
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        ("Server()", ["--log-level", "error"]),
+        ('Server(machinery_py.Config(log_level="error"))', []),
+        ('Server(); logging.getLogger().setLevel("ERROR")', []),
+        ('Server(machinery_py.Config(log_level="debug"))', ["--log-level", "error"]),
+    ],
+)
+def test_log_level_is_the_requested_one(app: App, made: str, words: list[str]) -> None:
+    code = (app.folder / "tasks.py").read_text().replace("server = Server()", f"server = {made}")
+    app.write("tasks.py", f"import machinery_py\n{code}")
     app.send("chat", "hello")
 
-    done = app.run("worker", "tasks", "--burst", "--log-level", "error")
+    done = app.run("worker", "tasks", "--burst", *words)
 
     assert "said hello" not in done.stderr
 
