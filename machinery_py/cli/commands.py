@@ -11,6 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 
 from machinery_py.cli.options import (
     ALL,
+    ANSWERS,
     APP,
     CHANGE,
     CONTROL,
@@ -164,7 +165,12 @@ _MODULES: Mapping[str, Sequence[Command]] = {
     ),
     "queues": (
         Command("queues", "list queues, and how full they are", examples=("tasks", "tasks --json")),
-        Command("workers", "list the live workers", examples=("tasks",)),
+        Command(
+            "workers",
+            "list the live workers, and what those that answer tell of themselves",
+            options=(ANSWERS,),
+            examples=("tasks",),
+        ),
         Command(
             "purge",
             "delete what waits in a queue, delayed tasks too",

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from machinery_py.cli.output import NONE, ago, answer, confirm, length, listing, many, note
+import msgspec
+
+from machinery_py.cli.output import (
+    NONE,
+    ago,
+    answer,
+    confirm,
+    length,
+    listing,
+    many,
+    note,
+    size,
+)
 from machinery_py.errors import ArgumentError, MachineryError, nearest
 
 if TYPE_CHECKING:
     from machinery_py.brokers.base import WorkerInfo
+    from machinery_py.control.answers import WorkerStats
     from machinery_py.inspection import QueueReport
     from machinery_py.server import Server
 
@@ -33,6 +46,16 @@ def workers(server: Server, args: argparse.Namespace) -> int:
     """Run `machinery workers`."""
     found = server.inspect.workers()
     now = server.now()
+    stats: Mapping[str, WorkerStats] = {}
+    if found and server.broker.features.topics:
+        stats = server.control.workers(timeout=args.timeout).stats()
+
+    def facts(one: WorkerInfo) -> WorkerStats | None:
+        return stats.get(one.name) or stats.get(f"{one.name}@{one.host}:{one.pid}")
+
+    def told(show: Callable[[WorkerStats], str]) -> Callable[[WorkerInfo], str]:
+        return lambda one: show(known) if (known := facts(one)) is not None else NONE
+
     columns: dict[str, Callable[[WorkerInfo], str]] = {
         "WORKER": lambda one: one.name,
         "HOST": lambda one: one.host,
@@ -41,8 +64,20 @@ def workers(server: Server, args: argparse.Namespace) -> int:
         "HOLDS": lambda one: f"{one.holding:,}",
         "UP": lambda one: ago(one.started_at, now),
         "BEAT": lambda one: ago(one.beat_at, now) + (" (stalled)" if one.stalled else ""),
+        "RUNS": told(lambda one: f"{one.active:,}/{one.concurrency:,} {one.pool}"),
+        "OLDEST": told(lambda one: length(one.oldest) if one.active else NONE),
+        "DONE": told(lambda one: f"{one.processed:,}"),
+        "FAILED": told(lambda one: f"{one.failed:,}"),
+        "MEMORY": told(lambda one: size(one.memory)),
+        "LOAD": told(lambda one: f"{one.load[0]:.1f}" if one.load else NONE),
+        "VERSION": told(lambda one: one.version),
     }
-    return listing(args, found, columns, right=("PID", "HOLDS", "UP", "BEAT"))
+
+    def record(one: WorkerInfo) -> object:
+        return msgspec.structs.asdict(one) | {"stats": msgspec.to_builtins(facts(one))}
+
+    right = [head for head in columns if head not in ("WORKER", "HOST", "QUEUES", "RUNS")]
+    return listing(args, found, columns, right=right, record=record)
 
 
 def purge(server: Server, args: argparse.Namespace) -> int:

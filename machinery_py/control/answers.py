@@ -48,9 +48,9 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         uptime: seconds since the worker was started.
-        active: tasks that run.
+        active: tasks that run; the `oldest` of them for so many seconds.
         held: tasks that are claimed and not settled, with those that run.
-        processed: tasks that have ended here.
+        processed: tasks that have ended since then, `failed` of them in FAILURE.
         connected: whether the last claim reached the store.
         memory: bytes of the process; 0 if the platform does not tell.
         load: of the host over 1, 5 and 15 minutes.
@@ -68,8 +68,10 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: int
     pool: str
     active: int
+    oldest: float
     held: int
     processed: int
+    failed: int
     connected: bool
     memory: int
     load: tuple[float, float, float] | None

@@ -223,10 +223,10 @@ class Engine(HandlerSetters):
             self.app,
             self._receiver,
             self._executors,
+            self._settler,
             on_queues=self._serve,
             on_shutdown=self._retire,
             pool=self.pool,
-            processed=lambda: self.processed,
         )
         self._agent.start(steering.handlers())
 

@@ -50,7 +50,7 @@ class Settler:
     Attributes:
         loop: its thread.
         healthy: False while the store is away; nothing is claimed then.
-        processed: tasks that have ended here.
+        processed: tasks that have ended here, `failed` of them in FAILURE.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Settler:
         self._queue: queue.SimpleQueue[Execution | None] = queue.SimpleQueue()
         self.loop = LoopThread(f"{name}-settler", self._work)
         self.healthy = True
-        self.processed = 0
+        self.processed = self.failed = 0
 
     def start(
         self, on_settled: Callable[[Sequence[Execution]], None], on_reported: Callable[[], None]
@@ -178,6 +178,7 @@ class Settler:
                 _log_fenced(execution)
             else:
                 self.processed += state in FINISHED
+                self.failed += state is State.FAILURE
                 if settlement is not None and settlement.arrivals:
                     self._groups.note(settlement.arrivals)
             report_end(self._app, execution, verdict)

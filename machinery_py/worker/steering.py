@@ -34,6 +34,7 @@ from machinery_py.worker.agent import Handlers
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.receiver import Receiver
+from machinery_py.worker.settler import Settler
 
 PACKAGE = "machinery_py"  # the logger of all our modules
 MAX_STACK = 20_000  # bytes of one thread's stack
@@ -53,19 +54,19 @@ class Steering:
         app: Application,
         receiver: Receiver,
         executors: Executors,
+        settler: Settler,
         *,
         on_queues: Callable[[QueueOrder], None],
         on_shutdown: Callable[[], None],
         pool: str,
-        processed: Callable[[], int],
     ) -> None:
         self._app = app
         self._receiver = receiver
         self._executors = executors
+        self._settler = settler
         self._on_queues = on_queues
         self._on_shutdown = on_shutdown
         self._pool = pool
-        self._processed = processed
         self._host = proc.hostname()
         self._started_at = app.now()
         self._begun = time.monotonic()
@@ -94,6 +95,7 @@ class Steering:
         }
 
     def _stats(self, _: object) -> WorkerStats:
+        running, now = self._executors.running(), time.perf_counter()
         return WorkerStats(
             host=self._host,
             pid=os.getpid(),
@@ -104,9 +106,11 @@ class Steering:
             uptime=time.monotonic() - self._begun,
             concurrency=self._executors.concurrency,
             pool=self._pool,
-            active=len(self._executors.running()),
+            active=len(running),
             held=len(self._receiver.held()),
-            processed=self._processed(),
+            oldest=max([now - one.call_started for one in running], default=0.0),
+            processed=self._settler.processed,
+            failed=self._settler.failed,
             connected=self._receiver.connected,
             memory=proc.memory(),
             load=os.getloadavg() if hasattr(os, "getloadavg") else None,

@@ -213,13 +213,13 @@ def test_queues_are_a_table_with_right_aligned_numbers(app: App) -> None:
 
 
 def test_workers_are_listed(app: App) -> None:
-    worker = app.worker("-n", "ada", "-Q", "high,low")
+    worker = app.worker("-n", "ada", "-Q", "high,low", "-c", "3")
 
-    (one,) = app.json("workers", "tasks")
+    (one,) = app.json("workers", "tasks", "--timeout", "30")
     assert (one["name"], one["pid"], one["queues"]) == ("ada", worker.worker, ["high", "low"])
-    assert re.search(
-        r"^ada +\S+ +\d+ +high,low +0 ", app.run("workers", "tasks").stdout, re.MULTILINE
-    )
+    assert (one["stats"]["concurrency"], one["stats"]["pid"]) == (3, worker.worker)
+    text = app.run("workers", "tasks", "--timeout", "30").stdout
+    assert re.search(r"^ada +\S+ +\d+ +high,low +0 .* 0/3 thread +- +0 +0 ", text, re.MULTILINE)
 
 
 def test_a_purge_asks_first(app: App) -> None:

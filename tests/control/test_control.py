@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from machinery_py import ArgumentError, Config, MachineryError, Server, current_task
+from machinery_py import ArgumentError, Config, MachineryError, Server, TaskFailed, current_task
 from machinery_py.brokers.topics import MAX_RECORD
 from machinery_py.control.answers import Answers
 from machinery_py.control.lamport import MOST
@@ -130,6 +130,25 @@ def test_answer_that_cannot_be_encoded_is_told(server: Server) -> None:
         assert "surrogates not allowed" in server.control.workers().stack().errors["ada"]
         assert set(server.control.ping()) == {"ada"}
     done.set()
+
+
+def test_stats_count_what_runs_has_ended_and_failed(server: Server) -> None:
+    gate = threading.Event()
+    hold = server.register_task("hold", lambda: gate.wait(HANG))
+    fail = server.register_task("fail", lambda: 1 // 0)
+    with server.new_worker("ada", 2) as worker:
+        running = hold.send()
+        with pytest.raises(TaskFailed):
+            fail.send().get(timeout=HANG)
+        wait_until(lambda: worker.processed == 1)
+        stats = server.control.workers(timeout=HANG).stats()["ada"]
+        assert (stats.active, stats.processed, stats.failed) == (1, 1, 1)
+        assert stats.oldest > 0
+        gate.set()
+        assert running.get(timeout=HANG)
+        wait_until(lambda: worker.processed == 2 and not worker.active)
+        stats = server.control.workers(timeout=HANG).stats()["ada"]
+        assert (stats.active, stats.oldest, stats.processed, stats.failed) == (0, 0.0, 2, 1)
 
 
 def test_configuration_is_told_without_its_secrets(server: Server) -> None:
