@@ -65,11 +65,7 @@ def _work(args: argparse.Namespace, link: ParentLink) -> int:
         server = apps.load(args.app, args.app_dir)
     finally:
         report()  # also the files of an app that is broken
-    server.app.config = server.config.replace(**_chosen(args))
-    if server.config.log_level:  # else as it is: the app may have set one
-        logs.set_level(server.config.log_level)
-    if args.events:
-        server.events.enable()
+    _apply_options(server, args)
     one = _new_worker(server, args, link)
     if not args.no_banner:
         say(args, banner(server, one, args.processes))
@@ -121,15 +117,20 @@ def _show_parts(args: argparse.Namespace, link: ParentLink) -> int:
     return 0
 
 
-def _chosen(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that options stand for, in place of those of the app."""
+def _apply_options(server: Server, args: argparse.Namespace) -> None:
+    """Put options in the place of the app's settings, also for `read_again`."""
     options = {
         "concurrency": args.concurrency,
         "events": args.events or None,
         "log_level": args.log_level,
         "log_tasks": False if args.no_log_tasks else None,
     }
-    return {key: value for key, value in options.items() if value is not None}
+    chosen: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
+    server.app.config = server.config.replace(**chosen)
+    if server.config.log_level:  # else as it is: the app may have set one
+        logs.set_level(server.config.log_level)
+    if args.events:
+        server.events.enable()
 
 
 def _read_again(server: Server, one: Worker) -> None:
