@@ -74,7 +74,6 @@ def _work(args: argparse.Namespace, link: ParentLink) -> int:
         health.clear(place)
     watchdog = Watchdog(stderr, one.blame)
     one.on_failure = watchdog.check
-    one.on_retire = lambda: link.tell("retired")
 
     def is_ready() -> bool:
         # Where a store hangs, beats stay away without an error; they come each quarter of a lease.
@@ -169,6 +168,7 @@ def _new_worker(server: Server, args: argparse.Namespace, link: ParentLink) -> W
         max_tasks_per_child=args.max_tasks_per_child or 0,
         max_memory_per_child=args.max_memory_per_child or 0,
     )
+    one.on_retire = lambda: link.tell("retired")
     folder = os.path.abspath(args.app_dir or ".")
     one.child_app = lambda: Setup(
         app=args.app,
