@@ -37,7 +37,7 @@ from machinery_py.worker.receiver import Receiver
 from machinery_py.worker.settler import Settler
 
 PACKAGE = "machinery_py"  # the logger of all our modules
-MAX_STACK = 20_000  # bytes of one thread's stack
+MAX_STACK = 16_000  # bytes of one thread's stack
 MAX_STACKS = 200  # threads
 
 
