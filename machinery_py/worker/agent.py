@@ -37,7 +37,7 @@ from machinery_py.threads import LoopThread
 logger = get_logger(__name__)
 
 READ_TIMEOUT = 2.0  # seconds of one wait for orders
-PAUSE = 5.0  # seconds until a store that is away is asked again
+PAUSE = 2.0  # seconds until a store that is away is asked again
 WARN_EVERY = 60.0  # seconds
 ANSWER_TTL = 60.0  # seconds; its caller waits, or is gone
 MAX_ERROR = 2_000  # bytes of an error in an answer

@@ -10,6 +10,7 @@ import pytest
 from machinery_py.brokers.topics import TOPIC_LENGTH
 from machinery_py.control.records import EVENTS
 from machinery_py.control.stream import EventStream
+from machinery_py.errors import BrokerUnavailable
 from machinery_py.events import TaskEvent, TaskSucceeded, WorkerOffline, WorkerOnline
 from machinery_py.registry.task import Task
 from machinery_py.testing.waiting import HANG, wait_until
@@ -122,9 +123,12 @@ def survives(
         break_off()
         wait_until(lambda: not worker.ready)
         assert stream.read(0.2) == []
+        with pytest.raises(BrokerUnavailable):
+            watching.control.ping(timeout=HANG)
         mend()
         wait_until(lambda: worker.ready)
         tell_until_seen(task, stream)
+        wait_until(lambda: "ada" in watching.control.ping(timeout=1.0))
 
 
 class TestRedisRestart:
@@ -138,7 +142,7 @@ class TestRedisRestart:
     def broker_url(self, redis: RedisServer) -> str:
         return redis.url
 
-    def test_events_go_on_after_a_restart_of_the_server(
+    def test_events_and_orders_go_on_after_a_restart_of_the_server(
         self, open_server: OpenServer, redis: RedisServer
     ) -> None:
         survives(open_server, redis.kill, lambda: print(redis.start()))
@@ -154,7 +158,9 @@ class TestAMQPOutage:
     def broker_url(self, proxy: Proxy, amqp_url: str) -> str:
         return proxy.through(amqp_url)
 
-    def test_events_go_on_after_an_outage(self, open_server: OpenServer, proxy: Proxy) -> None:
+    def test_events_and_orders_go_on_after_an_outage(
+        self, open_server: OpenServer, proxy: Proxy
+    ) -> None:
         def break_off() -> None:
             proxy.refuse()
             proxy.reset()
