@@ -27,6 +27,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -45,6 +46,8 @@ READ_AGAIN = 3  # not a level of RUN to STOP_NOW: the settings
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 HANGUP = getattr(signal, "SIGHUP", None)
 STACKS = getattr(signal, "SIGUSR1", signal.SIGTERM)  # a worker writes the stacks of its threads
+STACKS_TIME = 1.0  # seconds that it has for them
+STACKS_STEP = 0.02  # seconds without another line: it has written all
 
 
 class Child:
@@ -68,14 +71,16 @@ class Child:
         self.is_ready = self.is_over = self.is_worn = self.is_killed = False
         self.answered_at = -math.inf
         self.kill_at = self.stop_now_at = math.inf
-        self.stacks_at: float | None = None  # it has been asked for its stacks
+        self.stacks_at: float | None = None  # they have been asked for, because it is silent
         self.beat_at = 0.0  # of the next heartbeat that is written for it
         self._socket, theirs = socket.socketpair()
-        link = f"{label}:{theirs.fileno()}"
+        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115  # until `close`
+        self._asking = threading.Lock()
+        link = f"{label}:{theirs.fileno()}:{self._stacks.fileno()}"
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "machinery_py", "worker", "--child", link, *words],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), self._stacks.fileno()],
                 stdin=None if is_at_terminal else subprocess.DEVNULL,
                 process_group=None if is_at_terminal else 0,
             )
@@ -100,13 +105,30 @@ class Child:
         with suppress(OSError):
             self._socket.send(bytes([READ_AGAIN]))
 
+    def stacks(self) -> str:
+        """Return the stacks of its threads, also if a task holds the interpreter; "": none came."""
+        with self._asking, suppress(OSError, ValueError):  # it has ended
+            file = self._stacks.fileno()
+            os.lseek(file, 0, os.SEEK_SET)  # for the process, too
+            os.ftruncate(file, 0)
+            self.process.send_signal(STACKS)
+            deadline, size = time.monotonic() + STACKS_TIME, 0
+            while (found := os.fstat(file).st_size) != size or not size:
+                size = found
+                if time.monotonic() >= deadline:
+                    break
+                time.sleep(STACKS_STEP)
+            return os.pread(file, size, 0).decode(errors="replace")
+        return ""
+
     def kill(self) -> None:
         self.is_killed = True
         self.process.kill()
 
     def close(self) -> None:
-        """Close the socket, when it has ended."""
+        """Close what there is between us, when it has ended."""
         self._socket.close()
+        self._stacks.close()
 
 
 def readable(descriptors: Sequence[int], timeout: float | None = None) -> set[int]:
@@ -127,15 +149,19 @@ def label_of(args: argparse.Namespace, number: str) -> str:
 
 
 class ParentLink:
-    """A worker process's end of the socket, from its option `--child LABEL:FD`; "": no parent."""
+    """A worker process's end of the socket, and the file for its stacks.
+
+    From its option `--child LABEL:FD:FD`; "": no parent.
+    """
 
     def __init__(self, option: str) -> None:
-        self.label, _, number = option.partition(":")
-        self.descriptor = int(number or -1)
+        self.label, *numbers = option.split(":")
+        self.descriptor, self.stacks = map(int, numbers or (-1, -1))
         if self.is_child:
-            os.set_inheritable(self.descriptor, False)
+            for one in (self.descriptor, self.stacks):
+                os.set_inheritable(one, False)
+                descriptors.keep(one)
             os.set_blocking(self.descriptor, False)
-            descriptors.keep(self.descriptor)
         self._writer = LineWriter(lambda data: os.write(self.descriptor, data))
 
     @property

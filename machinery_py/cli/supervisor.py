@@ -11,8 +11,8 @@ until a file changes.
 
 A ready process gives signs of life. While a task holds its interpreter there are none: the process
 is *stalled*, and lives. Its keeper (worker/keeper.py), a thread here, beats for its sessions, and
-its heartbeat file says so. After `stall_timeout` it writes the stacks of its threads (SIGUSR1),
-and STACKS_TIME later it is killed and replaced.
+its heartbeat file says so. After `stall_timeout` the stacks of its threads are logged, which it
+writes on SIGUSR1, and STACKS_TIME later it is killed and replaced.
 
 A process that was told to end, or that ends by itself and hangs in an exit handler, is killed
 PATIENCE after the shutdown timeout.
@@ -32,7 +32,7 @@ from machinery_py.cli import health, orphans, reload
 from machinery_py.cli.output import READY, say
 from machinery_py.cli.processes import (
     RUN,
-    STACKS,
+    STACKS_TIME,
     STOP,
     STOP_NOW,
     Child,
@@ -51,7 +51,7 @@ LONGEST_PAUSE = 30.0  # seconds
 SHORTEST_LIFE = 0.5  # seconds, at least, between two starts in one slot
 HEALTHY = 60.0  # seconds of life after which a failure is the first one again
 PATIENCE = 5.0  # seconds beyond the shutdown timeout until a process that does not end is killed
-STACKS_TIME = 1.0  # seconds that a silent process has to write its stacks
+STDERR = 2
 DEFAULT_GRACE = 30.0  # seconds; until a process has reported its shutdown timeout
 LONGEST_WAIT = 1.0  # seconds between two checks
 CANNOT_START = (2, 3)
@@ -111,7 +111,8 @@ class Supervisor:
         self._awaits_change = False
         self._grace = DEFAULT_GRACE if args.shutdown_timeout is None else args.shutdown_timeout
         self._stall_timeout = math.inf  # until a process has reported it
-        self._keeper = Keeper(patience=math.inf)  # a process that is silent for too long is killed
+        # A process that is silent for too long is killed.
+        self._keeper = Keeper(patience=math.inf, stacks_of=self._stacks_of)
         self._groups: list[orphans.ProcessGroup] = []  # of those that have ended
         self._level = RUN
         self._has_hung_up = False
@@ -241,6 +242,9 @@ class Supervisor:
             if not self._args.no_banner:
                 say(self._args, READY)
 
+    def _stacks_of(self, pid: int) -> str:
+        return next((child.stacks() for _, child in self._running() if child.pid == pid), "")
+
     def _label(self, slot: _Slot) -> str:
         return label_of(self._args, str(slot.number))
 
@@ -262,9 +266,9 @@ class Supervisor:
             child.stacks_at = None
         elif child.stacks_at is None:
             logger.error("%s %s; its threads:", _which(slot, child), why)
-            child.process.send_signal(STACKS)
+            os.write(STDERR, child.stacks().encode())
             child.stacks_at = now
-        elif now >= child.stacks_at + STACKS_TIME:
+        elif now >= child.stacks_at + STACKS_TIME:  # the signal has not helped
             _kill(slot, child, why)
 
     def _read_news(self, slot: _Slot, child: Child) -> None:

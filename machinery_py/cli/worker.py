@@ -54,8 +54,8 @@ def _work(args: argparse.Namespace, link: ParentLink) -> int:
     orders = Orders(link)
     orphans.hold_lifeline()
     stderr = copy_of_stderr()
-    if stderr >= 0:
-        faulthandler.register(STACKS, stderr)
+    if link.is_child:
+        faulthandler.register(STACKS, link.stacks)
     report = reload.FileReport(link.tell).send if args.reload else lambda: None
     try:
         # Loads the library; a signal may interrupt that from here on.

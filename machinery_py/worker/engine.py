@@ -213,14 +213,9 @@ class Engine(HandlerSetters):
             name=self.name,
             on_beat=self._on_beat,
         )
-        self._session = session
-        self._serve(self.order)
-        app.events.emit(WorkerOnline(worker=self.name))
-        self._is_online = True
-
-    def _listen(self) -> None:
-        steering = Steering(
-            self.app,
+        self._steering = Steering(
+            app,
+            self.name,
             self._receiver,
             self._executors,
             self._settler,
@@ -228,7 +223,13 @@ class Engine(HandlerSetters):
             on_shutdown=self._retire,
             pool=self.pool,
         )
-        self._agent.start(steering.handlers())
+        self._session = session
+        self._serve(self.order)
+        app.events.emit(WorkerOnline(worker=self.name))
+        self._is_online = True
+
+    def _listen(self) -> None:
+        self._agent.start(self._steering.handlers())
 
     def _maintain(self) -> None:
         self._maintenance.timer.start()
@@ -247,7 +248,8 @@ class Engine(HandlerSetters):
     def _serve(self, order: QueueOrder) -> None:
         self.order, self.queues = order, order.names
         if self._signs is not None and self._session is not None:
-            self._signs.keep(self._session.consumer, self.queues, self.app.config)
+            consumer, answers = self._session.consumer, self._steering.answers
+            self._signs.keep(consumer, self.queues, self.app.config, answers)
 
     def _retire(self) -> None:
         logger.info("worker %s was ordered to end when the running tasks are done", self.name)

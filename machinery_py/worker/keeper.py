@@ -6,6 +6,7 @@ lease and how its broker is opened (`worker/signs.py`). What the keeper does for
     silent for lease / 3        opens the broker (only now: clients are large), beats each lease / 4
     silent for a lease          the same; its beats say that the worker is stalled
     silent for stall_timeout    nothing more: the lease lapses, unless the process is killed before
+    silent for lease / 3        answers orders in its place, as far as it can (deputy.py)
     gives a sign                closes the broker; the sessions are those of the sign
     stopped (SIGSTOP, ptrace)   nothing: the lease lapses
     ended                       forgets them
@@ -32,7 +33,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ from machinery_py.threads import LoopThread
 
 if TYPE_CHECKING:
     from machinery_py.stores.open import Family
+    from machinery_py.worker.deputy import Deputy
 
 logger = get_logger(__name__)
 
@@ -62,6 +64,8 @@ class ToldSession:
         self.lease = float(told["lease"])
         self.stall_timeout = float(told["stall_timeout"]) if patience is None else patience
         self.config: dict[str, Any] = told["config"]
+        self.key = json.dumps(self.config, sort_keys=True)  # of the broker
+        self.answers: dict[str, Any] = told.get("answers", {})
         self.beat_at = self.lease / 3  # seconds of silence
 
     def is_due(self, silence: float) -> bool:
@@ -110,13 +114,18 @@ class Keeper:
 
     Args:
         patience: seconds, in place of the `stall_timeout` of each session.
+        stacks_of: see deputy.StacksOf.
     """
 
-    def __init__(self, *, patience: float | None = None) -> None:
+    def __init__(
+        self, *, patience: float | None = None, stacks_of: Callable[[int], str] = lambda _: ""
+    ) -> None:
         self._patience = patience
+        self._stacks_of = stacks_of
         self._lock = threading.Lock()
         self._processes: dict[int, ToldProcess] = {}
         self._families: dict[str, Family] = {}  # by configuration; of the thread alone
+        self._deputies: dict[str, Deputy] = {}  # the same
         self.loop = LoopThread("machinery-keeper", self._work)
 
     def hear(self, pid: int, sign: str) -> None:
@@ -163,13 +172,36 @@ class Keeper:
             if not self._beat(process, session):
                 with self._lock, suppress(ValueError):  # a sign has come meanwhile
                     process.sessions.remove(session)
-        if not has_silent:
+        if has_silent:
+            self._answer([(one, s) for one in processes if one.is_kept for s in one.sessions])
+        else:
             self.close()
+
+    def _answer(self, deaf: Sequence[tuple[ToldProcess, ToldSession]]) -> None:
+        """Answer orders to deaf workers whose broker is open, which it is after the first beat."""
+        from machinery_py.worker.deputy import DeafWorker, Deputy  # not for one that has none
+
+        for key, family in self._families.items():
+            mine = [
+                DeafWorker(one.pid, one.silence, session.answers)
+                for one, session in deaf
+                if session.key == key and session.answers
+            ]
+            if not mine:
+                continue
+            try:
+                if key not in self._deputies:
+                    silence = max(one.silence for one in mine)
+                    self._deputies[key] = Deputy(family.broker(), self._stacks_of, silence=silence)
+                self._deputies[key].answer(mine)
+            except MachineryError as error:
+                logger.debug("orders to silent worker processes cannot be answered: %s", error)
+            except Exception:  # the loop must live on: it beats
+                logger.exception("an order to a silent worker process could not be answered")
 
     def _beat(self, process: ToldProcess, session: ToldSession) -> bool:
         """Beat for a session; return whether it is to be kept on."""
-        key = json.dumps(session.config, sort_keys=True)
-        stalled = process.silence >= session.lease
+        key, stalled = session.key, process.silence >= session.lease
         try:
             if key not in self._families:
                 self._families[key] = _open_family(session.config)
@@ -183,6 +215,9 @@ class Keeper:
 
     def close(self) -> None:
         """Close the brokers, when its thread has ended, or in it."""
+        for deputy in self._deputies.values():
+            deputy.close()
+        self._deputies.clear()
         families, self._families = self._families, {}
         for family in families.values():
             try:

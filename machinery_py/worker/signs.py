@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -57,14 +57,26 @@ class Signs:
         self.pid = os.getpid()
         self._tell = tell
         self._kept: dict[Consumer, dict[str, object]] = {}
+        self._answers: dict[Consumer, Callable[[], Mapping[str, Any]]] = {}
         self._interval = LONGEST_INTERVAL
         self._lock = ForkLock()
         self._woken = threading.Event()
         threading.Thread(target=self._work, name="machinery-signs", daemon=True).start()
 
-    def keep(self, consumer: Consumer, queues: Sequence[str], config: Config) -> None:
-        """Have the keeper beat for a consumer when this process is silent; it knows at once."""
+    def keep(
+        self,
+        consumer: Consumer,
+        queues: Sequence[str],
+        config: Config,
+        answers: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
+        """Have the keeper beat for a consumer when this process is silent; it knows at once.
+
+        Args:
+            answers: called for each sign: what the keeper answers with (deputy.py), as JSON.
+        """
         with self._lock:
+            self._answers[consumer] = answers
             self._kept[consumer] = {
                 "queues": list(queues),
                 "config": nested(config),
@@ -79,6 +91,7 @@ class Signs:
         """End that: the consumer is closed."""
         with self._lock:
             self._kept.pop(consumer, None)
+            self._answers.pop(consumer, None)
         self.give()
 
     def give(self) -> bool:
@@ -89,7 +102,10 @@ class Signs:
         if self.pid != os.getpid():
             return False  # a forked child has the worker of its parent
         with self._lock:
-            sessions = [facts | {"session": one.session} for one, facts in self._kept.items()]
+            sessions = [
+                facts | {"session": one.session, "answers": self._answers[one]()}
+                for one, facts in self._kept.items()
+            ]
             return self._tell(f"{SIGN} {json.dumps(sessions)}")
 
     def _work(self) -> None:

@@ -28,7 +28,7 @@ from machinery_py.errors import MachineryError
 from machinery_py.names import check_queue
 from machinery_py.queues import PLAIN, QueueOrder
 from machinery_py.revocation import revoked_among
-from machinery_py.texts import cut, quoted
+from machinery_py.texts import cut, get_logger, quoted
 from machinery_py.version import __version__
 from machinery_py.worker.agent import Handlers
 from machinery_py.worker.execution import Execution
@@ -39,6 +39,9 @@ from machinery_py.worker.settler import Settler
 PACKAGE = "machinery_py"  # the logger of all our modules
 MAX_STACK = 16_000  # bytes of one thread's stack
 MAX_STACKS = 200  # threads
+MAX_TOLD = 50  # tasks that the keeper knows of
+
+logger = get_logger(__name__)
 
 
 class Steering:
@@ -52,6 +55,7 @@ class Steering:
     def __init__(
         self,
         app: Application,
+        worker: str,
         receiver: Receiver,
         executors: Executors,
         settler: Settler,
@@ -61,6 +65,7 @@ class Steering:
         pool: str,
     ) -> None:
         self._app = app
+        self._worker = worker
         self._receiver = receiver
         self._executors = executors
         self._settler = settler
@@ -93,6 +98,20 @@ class Steering:
             "terminate": self._terminate,
             "log_level": lambda given: logging.getLogger(PACKAGE).setLevel(given.level),
         }
+
+    def answers(self) -> dict[str, object]:
+        """Return what the keeper (deputy.py) answers with, should the worker fall silent."""
+        if not self._app.config.control:
+            return {}
+        try:
+            stats, active = self._stats(None), self._active(None)[:MAX_TOLD]
+            return {
+                "worker": self._worker,
+                **msgspec.to_builtins({"stats": stats, "active": active}),
+            }
+        except Exception:  # a sign of life must not be late for it
+            logger.exception("the keeper cannot be told what the worker does")
+            return {}
 
     def _stats(self, _: object) -> WorkerStats:
         running, now = self._executors.running(), time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -9,6 +10,7 @@ import time
 
 import pytest
 
+from machinery_py import Config, Server
 from machinery_py.testing.waiting import wait_until
 from tests.cli.app import HANG, TASKS, App, app_in_a_folder, is_alive
 from tests.support.servers import RedisServer
@@ -39,6 +41,17 @@ def hold_the_interpreter(how: str) -> None:
 )
 
 
+HOLDING += """
+@server.task
+def hold_until_told(fifo: str) -> None:
+    descriptor = os.open(fifo, os.O_RDONLY)
+    with open(HERE / "notes.txt", "a") as file:
+        file.write(f"told {os.getpid()}\\n")
+    ctypes.PyDLL(None).read(descriptor, ctypes.create_string_buffer(1), 1)
+    os.close(descriptor)
+"""
+
+
 @pytest.fixture(params=["redis", "cluster", "mongodb"])
 def url(request: pytest.FixtureRequest) -> str:
     if request.param == "mongodb":
@@ -61,6 +74,41 @@ def test_task_that_holds_the_interpreter_runs_once(app: App, url: str, how: str)
     assert [one["stalled"] for one in app.json("workers", "tasks")] == [False, False]
     assert [one.stop() for one in workers] == [0, 0]
     assert not any("lost its lease" in one.err or "is gone" in one.err for one in workers)
+
+
+@pytest.mark.parametrize("store", ["redis", "mongodb"])
+def test_keeper_answers_for_a_worker_that_cannot(
+    app: App, store: str, request: pytest.FixtureRequest, tmp_path: pathlib.Path
+) -> None:
+    found = request.getfixturevalue("mongodb_url" if store == "mongodb" else "empty_redis")
+    url = found if isinstance(found, str) else found.url
+    app.env |= {"MACHINERY_URL": url, "MACHINERY_LEASE": str(LEASE)}
+    app.write("tasks.py", HOLDING)
+    os.mkfifo(tmp_path / "fifo")
+    fifo = os.open(tmp_path / "fifo", os.O_RDWR)
+    worker = app.worker("-c", "1", "-n", "ada")
+    pid = worker.worker
+    with contextlib.closing(Server(config=Config(broker=url, lease=LEASE))) as asking:
+        ada = asking.control.workers("ada", timeout=HANG)
+        before = ada.stats()["ada"]
+        uuid = app.send("hold_until_told", str(tmp_path / "fifo"))
+        wait_until(lambda: app.notes, HANG)
+
+        assert ada.ping()["ada"].seconds > 0
+        stats, active, stacks = ada.stats()["ada"], ada.active()["ada"], ada.stack()["ada"]
+        assert asking.control.workers("ada", timeout=0.7).queues().missing == ("ada",)
+
+        os.write(fifo, b"!")
+        wait_until(lambda: app.state(uuid) == "SUCCESS", HANG)
+        assert set(ada.queues()) == {"ada"}
+    os.close(fifo)
+
+    assert (stats.pid, stats.started_at) == (pid, before.started_at)
+    assert stats.uptime - before.uptime >= LEASE / 3
+    assert [one.uuid for one in active] in ([], [uuid])  # it may have begun after the last sign
+    assert any("in hold_until_told" in one.stack for one in stacks)
+    assert len(app.notes) == 1
+    assert worker.stop() == 0
 
 
 def test_supervisor_that_is_stopped_changes_nothing(app: App) -> None:
