@@ -91,6 +91,7 @@ OFFLINE: dict[type, set[str]] = {
         "every",
         "parts",
         "quit",
+        "resize",
         "launch",
         "launch_async",  # Go's: it has a thread of its own
         "blame",  # the worker process's own, before it ends
