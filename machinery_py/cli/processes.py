@@ -57,6 +57,7 @@ class Child:
         is_ready: it claims tasks.
         is_over: it ends by itself.
         is_worn: it is to be renewed.
+        must_read_again: the settings, as soon as it is ready.
         answered_at: of its broker; a process that is stopped says nothing.
         kill_at: it has been given until then to end.
     """
@@ -71,6 +72,7 @@ class Child:
         self.is_ready = self.is_over = self.is_worn = self.is_killed = False
         self.answered_at = -math.inf
         self.kill_at = self.stop_now_at = math.inf
+        self.must_read_again = False
         self.stacks_at: float | None = None  # they have been asked for, because it is silent
         self.beat_at = 0.0  # of the next heartbeat that is written for it
         self._socket, theirs = socket.socketpair()
@@ -102,6 +104,7 @@ class Child:
 
     def read_again(self) -> None:
         """Tell it to read its settings again."""
+        self.must_read_again = False
         with suppress(OSError):
             self._socket.send(bytes([READ_AGAIN]))
 
@@ -195,8 +198,7 @@ class Orders:
         self.grace = ""  # how long tasks may run on, for the log
         self._link = link
         self._changed: Callable[[int], object] | None = None
-        self._on_hangup: Callable[[], object] | None = None
-        self._is_hangup_due = False  # one came before `follow`
+        self._on_hangup: Callable[[], object] = lambda: None
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         for end in (self._read, self._write):
@@ -225,15 +227,6 @@ class Orders:
             level = self.level
         if level:
             changed(level)
-        if self._is_hangup_due:
-            on_hangup()
-
-    def _hang_up(self) -> None:
-        with self._lock:
-            on_hangup = self._on_hangup
-            self._is_hangup_due = on_hangup is None
-        if on_hangup is not None:
-            on_hangup()
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if self._changed is None and number != HANGUP:
@@ -254,7 +247,7 @@ class Orders:
                     found = os.read(source, 64)
                 if found:
                     if READ_AGAIN in found:
-                        self._hang_up()
+                        self._on_hangup()
                     self._rise(max(level for level in (RUN, *found) if level != READ_AGAIN))
                 else:
                     sources.remove(source)
@@ -264,7 +257,7 @@ class Orders:
     def _on_number(self, number: int) -> None:
         name = signal.Signals(number).name
         if number == HANGUP:
-            self._hang_up()
+            self._on_hangup()
         elif self._link.is_child:
             self._rise(STOP)
         elif self.level < STOP:

@@ -221,13 +221,15 @@ class Supervisor:
             self._has_hung_up = False
             logger.info("SIGHUP: the settings that may change while it runs are read again")
             for _, child in self._running():
-                child.read_again()
+                child.must_read_again = True
         for group in self._groups:
             group.check()
         for slot, child in self._running():
             code = child.process.poll()  # before its lines, which are complete then
             self._read_news(slot, child)
             if code is None:
+                if child.must_read_again and child.is_ready:
+                    child.read_again()
                 self._check_time(slot, child)
                 continue
             child.close()

@@ -306,6 +306,28 @@ def test_hangup_reads_settings_again_and_tasks_run_on(app: App) -> None:
     assert len({pid for _, pid in app.notes}) == 1
 
 
+def test_hangup_during_the_import_of_the_app_counts(app: App) -> None:
+    app.write("config.toml", "concurrency = 1\n")
+    app.write(
+        "tasks.py",
+        TASKS + "\nwhile not (HERE / 'import.go').exists():\n"
+        "    (HERE / 'imports').touch()\n    time.sleep(0.01)\n",
+    )
+    process = app.start(
+        "worker", "tasks", "-p", "1", own_group=True, MACHINERY_CONFIG="config.toml"
+    )
+    wait_until((app.folder / "imports").exists, HANG)
+
+    app.write("config.toml", "concurrency = 2\n")
+    process.signal(signal.SIGHUP)
+    process.wait_for("SIGHUP: ")
+    app.go("import")
+
+    process.wait_for("settings that have changed: concurrency = 2 (of")
+    process.signal(signal.SIGTERM)
+    assert process.wait() == 0
+
+
 def test_hangup_is_ignored_where_it_was_before(app: App) -> None:
     app.write(
         "run.py",
