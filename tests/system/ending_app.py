@@ -53,7 +53,7 @@ def act(play: str, word: str = "") -> str:
             raise RetryTaskLater("busy", 0.0, limit=1)
         case "wait":
             wait_until(lambda: False, timeout=600.0)
-        case "ignore":
+        case "ignore" | "terminate":
             while True:
                 with contextlib.suppress(TimeLimitExceeded):
                     wait_until(lambda: False, timeout=600.0)

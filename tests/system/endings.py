@@ -205,6 +205,14 @@ ENDINGS = (
     ),
     Ending(
         "",
+        "terminate",
+        'it is revoked with `terminate=True` while it runs, with `pool="process"`',
+        'its process is killed; FAILURE, "revoked"',
+        FAILED,
+        "Revoked",
+    ),
+    Ending(
+        "",
         "expire",
         "it expires before it runs",
         'FAILURE, "expired before it was started"',

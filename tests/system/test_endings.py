@@ -31,6 +31,7 @@ ROWS = list(itertools.product(ENDINGS, SETTINGS)) if FULL else differing()
 TOGETHER = ["-c", str(len(SETTINGS) if FULL else 3)]  # all "stop" at a time
 ALONE = ["-c", "1", "-p", "2"]  # for threads whose tasks kill their worker
 KINDS = ("stop", "die")  # rows that are played by themselves
+KILLED = ("ignore", "terminate")  # a thread cannot be
 HANG = 60.0  # seconds; a guard, nothing is measured with it
 
 
@@ -88,14 +89,22 @@ class Place:
             self.played[kind] = {
                 (one.play, with_setting): sent(self, one, with_setting)
                 for one, with_setting in ROWS
-                if kind_of(one) == kind and (one.play != "ignore" or self.pool == "process")
+                if kind_of(one) == kind and (one.play not in KILLED or self.pool == "process")
             }
+            for (play, _), result in self.played[kind].items():
+                if play == "terminate":
+                    wait_until(lambda: self.terminates(result.uuid), HANG)  # noqa: B023
             if kind == "stop":
                 results = self.played[kind].values()
                 wait_until(lambda: all(self.calls(one.uuid) for one in results), HANG, what="runs")
                 self.stop()
                 self.run(ALONE if self.pool == "thread" else TOGETHER)
         return self.played[kind][ending.play, setting]
+
+    def terminates(self, uuid: str) -> bool:
+        if not self.calls(uuid):
+            return False
+        return any(self.server.control.revoke(uuid, terminate=True).values())
 
     def calls(self, uuid: str) -> int:
         return self.ledger.read_text().split().count(uuid)
@@ -172,7 +181,7 @@ def sent(place: Place, ending: Ending, setting: str) -> AsyncResult[object]:
     ),
 )
 def test_each_ending_under_each_setting(place: Place, ending: Ending, setting: str) -> None:
-    if ending.play == "ignore" and place.pool == "thread":
+    if ending.play in KILLED and place.pool == "thread":
         pytest.skip("a thread cannot be killed")
     result = place.result_of(ending, setting)
 
