@@ -60,6 +60,7 @@ class Deputy:
     def __init__(self, broker: Broker, stacks_of: StacksOf, *, silence: float) -> None:
         self._broker = broker
         self._stacks_of = stacks_of
+        self._stacks: dict[int, list[dict[str, str]] | None] = {}  # of this call, by pid
         self._orders = broker.subscribe(ORDERS, since=silence + MARGIN)
 
     def answer(self, deaf: Sequence[DeafWorker]) -> None:
@@ -68,6 +69,7 @@ class Deputy:
         Raises:
             MachineryError: the broker is away.
         """
+        self._stacks = {}
         for record in self._orders.read(0.0):
             try:
                 order = decode_order(record)
@@ -92,10 +94,14 @@ class Deputy:
         if kind == "ping":
             return {}
         if kind == "stats":
-            return _later(one.told["stats"], "uptime", one.silence)
+            return _later(one.told["stats"], one.silence, "uptime", "oldest")
         if kind == "active":
-            return [_later(task, "seconds", one.silence) for task in one.told["active"]]
-        return stacks_in(self._stacks_of(one.pid)) if kind == "stack" else None
+            return [_later(task, one.silence, "seconds") for task in one.told["active"]]
+        if kind != "stack":
+            return None
+        if one.pid not in self._stacks:  # once: the keeper has beats to send, too
+            self._stacks[one.pid] = stacks_in(self._stacks_of(one.pid))
+        return self._stacks[one.pid]
 
     def close(self) -> None:
         try:
@@ -104,8 +110,8 @@ class Deputy:
             logger.debug("a deputy of deaf workers cannot be closed: %s", error)
 
 
-def _later(facts: Mapping[str, Any], key: str, seconds: float) -> dict[str, Any]:
-    return {**facts, key: facts[key] + seconds}
+def _later(facts: Mapping[str, Any], seconds: float, *keys: str) -> dict[str, Any]:
+    return {**facts, **{key: facts[key] + seconds for key in keys}}
 
 
 def stacks_in(text: str) -> list[dict[str, str]] | None:
