@@ -158,9 +158,13 @@ _MODULES: Mapping[str, Sequence[Command]] = {
         Command(
             "revoke",
             "never start these tasks; ask those that run to stop",
-            words="UUID …",
+            words="[UUID …]",
             options=TERMINATE + YES,
-            examples=("tasks task_0f6c", "tasks task_0f6c --terminate"),
+            examples=(
+                "tasks task_0f6c",
+                "tasks task_0f6c --terminate",
+                "tasks --header tenant=acme",
+            ),
         ),
     ),
     "queues": (

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from machinery_py.cli.output import clean, clean_lines, length, note, shorten, to_json
-from machinery_py.control.answers import Answers, Pong, ThreadStack
+from machinery_py.control.answers import Answers, Pong, Revoked, ThreadStack
 from machinery_py.control.orders import KINDS, arguments
 from machinery_py.errors import ArgumentError, nearest
 
 if TYPE_CHECKING:
     from machinery_py.server import Server
+
+REVOKING = ("find", "terminate")  # orders of `machinery revoke`
 
 
 def control(server: Server, args: argparse.Namespace) -> int:
@@ -34,7 +36,13 @@ def control(server: Server, args: argparse.Namespace) -> int:
 def print_answers(answers: Answers[Any], timeout: float, *, as_json: bool) -> None:
     """Print answers, and which workers did not answer."""
     if as_json:
-        found = {"answers": answers, "missing": answers.missing, "errors": answers.errors}
+        found: dict[str, Any] = {
+            "answers": answers,
+            "missing": answers.missing,
+            "errors": answers.errors,
+        }
+        if isinstance(answers, Revoked):
+            found = {"revoked": answers.uuids, **found}
         print(to_json(msgspec.to_builtins(found)))
         return
     for worker, value in answers.items():
@@ -53,7 +61,7 @@ def _order(name: str, words: list[str]) -> tuple[str, dict[str, Any]]:
         ArgumentError: there is no such order, or it takes others.
     """
     kind = name.replace("-", "_")
-    known = [one.replace("_", "-") for one in KINDS if one != "terminate"]  # machinery revoke
+    known = [one.replace("_", "-") for one in KINDS if one not in REVOKING]
     if name not in known:
         raise ArgumentError(
             f"no order is called {name!r}{nearest(name, known)} (known: {', '.join(known)})"

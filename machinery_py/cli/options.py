@@ -134,6 +134,13 @@ YES: Options = (_switch("--yes -y", "do not ask"),)
 ANSWERS = _time("--timeout", "longest wait for answers; default: 2 s", 2.0)
 TERMINATE: Options = (
     _switch("--terminate", "end those that run: kill their task processes; ask others to stop"),
+    _option(
+        "--header",
+        "instead of UUIDs: all tasks sent so far that have this header; repeated: all of them",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+    ),
     ANSWERS,
 )
 LIMIT: Options = (_count("--limit", "at most this many; default: 50", 1, 50),)

@@ -265,12 +265,26 @@ def retry(server: Server, args: argparse.Namespace) -> int:
 
 def revoke(server: Server, args: argparse.Namespace) -> int:
     """Run `machinery revoke`."""
+    headers = dict(_pair(one) for one in args.header) if args.header else None
+    if not (args.rest or headers):
+        raise ArgumentError("no task named (give UUIDs, or --header NAME=VALUE)")
     uuids = list(dict.fromkeys(server.inspect.find(one) for one in args.rest))
-    if len(uuids) > 1:
+    if headers:
+        pairs = " and ".join(f"{name}={value}" for name, value in headers.items())
+        confirm(args, f"revoke all tasks with {pairs}?")
+    elif len(uuids) > 1:
         confirm(args, f"revoke {many(len(uuids), 'task')}?")
-    done = server.control.revoke(*uuids, terminate=args.terminate, timeout=args.timeout)
-    if not (args.terminate and args.json):
-        answer(args, {"revoked": uuids}, f"revoked {many(len(uuids), 'task')}")
-    if args.terminate:
-        print_answers(done, args.timeout, as_json=args.json)
+    done = server.control.revoke(
+        *uuids, headers=headers, terminate=args.terminate, timeout=args.timeout
+    )
+    if not args.json:
+        print(f"revoked {many(len(done.uuids), 'task')}")
+    print_answers(done, args.timeout, as_json=args.json)
     return 1 if done.missing or done.errors else 0
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise ArgumentError(f"--header {text!r}: no name (expected NAME=VALUE)")
+    return name, value

@@ -31,6 +31,25 @@ class Answers(dict[str, T]):
         self.errors = dict(errors or {})
 
 
+class Revoked(Answers[dict[str, str]]):
+    """Answers to `Control.revoke`: "killed" or "asked", by the UUID of a task that was running.
+
+    Attributes:
+        uuids: of the tasks that are revoked now.
+    """
+
+    def __init__(
+        self,
+        answers: Mapping[str, dict[str, str]],
+        *,
+        uuids: Sequence[str],
+        missing: Sequence[str] = (),
+        errors: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(answers, missing=missing, errors=errors)
+        self.uuids = tuple(uuids)
+
+
 class Pong(msgspec.Struct, frozen=True, kw_only=True):
     """A sign of life.
 

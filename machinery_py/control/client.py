@@ -14,7 +14,7 @@ import contextlib
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,6 +27,7 @@ from machinery_py.control.answers import (
     Answers,
     HeldTask,
     Pong,
+    Revoked,
     ThreadStack,
     WorkerQueue,
     WorkerStats,
@@ -39,16 +40,19 @@ from machinery_py.control.orders import (
     Answer,
     ControlOrder,
     arguments,
+    contains,
     decode_answer,
     decoded,
     matches,
 )
-from machinery_py.errors import MachineryError
+from machinery_py.errors import ArgumentError, MachineryError, Unsupported
 from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
 
 TIMEOUT = 2.0  # seconds; more than a subscription takes to look for records, which is 1 s
+MOST_LISTED = 100_000  # tasks of a queue, and delayed ones, that one call looks through
+ROUNDS = 3  # looks at queues and workers
 
 Place = tuple[str, str, int]  # name, host and pid of a worker
 T = TypeVar("T")
@@ -214,6 +218,18 @@ class ChosenWorkers:
 
     terminate_async = twin(terminate)
 
+    def find(self, headers: Mapping[str, Any]) -> Answers[list[str]]:
+        """Return the UUIDs of claimed and running tasks whose headers contain all these pairs.
+
+        A worker with some 2,500 such tasks cannot tell them: it is in `errors`.
+
+        Raises:
+            ArgumentError: no pair, more than 20, or a name or value that is not plain and short.
+        """
+        return self._ask("find", list[str], headers=headers)
+
+    find_async = twin(find)
+
     def _tell(self, kind: str, **args: Any) -> None:
         done = self._ask(kind, object, **args)
         problems = [f"{name}: {error}" for name, error in done.errors.items()]
@@ -334,21 +350,101 @@ class Control:
     ping_async = twin(ping)
 
     def revoke(
-        self, *uuids: str, terminate: bool = False, timeout: float = TIMEOUT
-    ) -> Answers[dict[str, str]]:
+        self,
+        *uuids: str,
+        headers: Mapping[str, Any] | None = None,
+        terminate: bool = False,
+        timeout: float = TIMEOUT,
+    ) -> Revoked:
         """Revoke tasks, as `Server.revoke`, and with `terminate` end those that run.
+
+        Args:
+            headers: instead of UUIDs: the tasks whose headers contain all these pairs, as far as
+                they have been sent: waiting, delayed, held by workers or running. Each is revoked
+                by its UUID. Those that are sent during the call may be revoked, later ones are not.
+
+        A task moves while it is looked for: a worker claims it, or gives it back for a retry. So
+        queues and workers are looked through in turn until nothing new is found, 3 times at most.
+        What a worker in `missing` or `errors` holds is not revoked, if it is in no queue either:
+        repeat the call when the worker answers, or is gone.
 
         Returns what each worker did with those that it runs: "killed", a task process and all that
         the task has started, which ends it in FAILURE, "revoked"; or "asked" to stop, a thread or
         a coroutine. A worker in `missing` asks its tasks itself, as soon as it goes on: the
         revocation is stored before any worker is told.
 
-        Raises as `Server.revoke`, and as `ping`: then the tasks are revoked.
+        Raises as `Server.revoke`, and as `ping`: then the tasks are revoked. With `headers`: some
+        are; repeat it. And:
+            ArgumentError: UUIDs and headers, more than 1,000 UUIDs to terminate, or as `find`.
+            Unsupported: more than 100,000 tasks wait in a queue, or are delayed.
         """
         workers = self.workers(timeout=timeout)
+        if headers is not None:
+            if uuids:
+                raise ArgumentError("revoke: found UUIDs and headers (expected one of the two)")
+            return self._revoke_by_headers(workers, headers, terminate=terminate)
         if terminate:
             arguments("terminate", {"uuids": uuids})
         self._revoke(uuids)
-        return workers.terminate(*uuids) if terminate else Answers({})
+        done = workers.terminate(*uuids) if terminate else Answers[dict[str, str]]({})
+        return Revoked(done, uuids=uuids, missing=done.missing, errors=done.errors)
 
     revoke_async = twin(revoke)
+
+    def _revoke_by_headers(
+        self, workers: ChosenWorkers, headers: Mapping[str, Any], *, terminate: bool
+    ) -> Revoked:
+        arguments("find", {"headers": headers})
+        broker = self._broker()
+        revoked: set[str] = set()
+        held: set[str] = set()
+        heard: list[Answers[Any]] = []
+        done: dict[str, dict[str, str]] = {}
+        for number in range(ROUNDS):
+            before = len(revoked)
+            # Before the workers are asked: what is claimed from now on is not begun.
+            self._revoke_others(_listed(broker, headers), revoked)
+            found = workers.find(headers)
+            heard.append(found)
+            held.update(uuid for uuids in found.values() for uuid in uuids)
+            self._revoke_others(held, revoked)
+            # Twice at least: at the first look a task may have been on its way to a worker.
+            if number and len(revoked) == before:
+                break
+        for some in _batches(held if terminate else ()):
+            ended = workers.terminate(*some)
+            heard.append(ended)
+            for name, fates in ended.items():
+                done.setdefault(name, {}).update(fates)
+        missing = dict.fromkeys(name for one in heard for name in one.missing)
+        errors = {name: text for one in heard for name, text in one.errors.items()}
+        return Revoked(done, uuids=sorted(revoked), missing=list(missing), errors=errors)
+
+    def _revoke_others(self, uuids: Set[str], revoked: set[str]) -> None:
+        for some in _batches(uuids - revoked):
+            self._revoke(some)
+            revoked.update(some)
+
+
+def _listed(broker: Broker, headers: Mapping[str, Any]) -> set[str]:
+    """Return the UUIDs of the waiting and delayed tasks that have these headers."""
+    broker.tend()  # what dead workers held is in no queue yet, if no other worker lives
+    queues = broker.stats()
+    counts = {f"in queue {one.queue!r}": one.waiting for one in queues}
+    counts["delayed"] = sum(one.delayed for one in queues)
+    for where, count in counts.items():
+        if count > MOST_LISTED:
+            raise Unsupported(
+                f"tasks cannot be revoked by headers: found {count:,} {where} (at most "
+                f"{MOST_LISTED:,}); revoke them by UUID"
+            )
+    found = broker.get_delayed_tasks(MOST_LISTED)  # first: some may be queued meanwhile
+    for one in queues:
+        if one.waiting or one.delayed:
+            found += broker.get_pending_tasks(one.queue, MOST_LISTED)
+    return {one.uuid for one in found if contains(one.headers, headers)}
+
+
+def _batches(uuids: Iterable[str]) -> list[list[str]]:
+    every = sorted(uuids)
+    return [every[start : start + MOST_NAMES] for start in range(0, len(every), MOST_NAMES)]

@@ -12,6 +12,7 @@ store can write to a topic.
 from __future__ import annotations
 
 import re
+import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
@@ -28,9 +29,15 @@ ANY = "*"  # in a name: any text
 MOST_BYTES = 2**22  # of an answer
 MOST_NAMES = 1000  # of workers or tasks
 MOST_CONCURRENCY = 10_000
+MOST_HEADERS = 20  # pairs; with names and values of MOST_TEXT they always fit into a record
+MOST_TEXT = 250  # characters
 
 Clock = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 Id = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}\\Z")]
+
+Text = Annotated[str, msgspec.Meta(max_length=MOST_TEXT, pattern=r"^[^\ud800-\udfff]*\Z")]
+Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+Number = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 
 NOTHING = msgspec.Raw(b"null")
 
@@ -72,6 +79,15 @@ class Terminate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     uuids: Annotated[list[str], msgspec.Meta(max_length=MOST_NAMES)]
 
 
+class Find(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Tell the UUIDs of held and running tasks whose headers contain all these pairs."""
+
+    headers: Annotated[
+        dict[Text, Text | Whole | Number | bool | None],
+        msgspec.Meta(min_length=1, max_length=MOST_HEADERS),
+    ]
+
+
 class LogLevel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Log from this level on."""
 
@@ -98,6 +114,7 @@ KINDS: Mapping[str, type[msgspec.Struct]] = {
     "restart_pool": NoArguments,
     "shutdown": NoArguments,
     "terminate": Terminate,
+    "find": Find,
 }
 
 
@@ -206,6 +223,16 @@ def decoded(decoder: msgspec.json.Decoder[T], record: bytes | msgspec.Raw) -> T:
         return decoder.decode(record)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def contains(headers: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """Return whether headers contain all the wanted pairs; 1 and 1.0 are equal, 1 and True not."""
+    return all(
+        name in headers
+        and headers[name] == value
+        and isinstance(headers[name], bool) == isinstance(value, bool)
+        for name, value in wanted.items()
+    )
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:

@@ -23,7 +23,14 @@ from machinery_py.control.answers import (
     WorkerQueue,
     WorkerStats,
 )
-from machinery_py.control.orders import AddQueue, CancelQueue, SetTimeLimit, Terminate
+from machinery_py.control.orders import (
+    AddQueue,
+    CancelQueue,
+    Find,
+    SetTimeLimit,
+    Terminate,
+    contains,
+)
 from machinery_py.errors import MachineryError
 from machinery_py.names import check_queue
 from machinery_py.queues import PLAIN, QueueOrder
@@ -96,6 +103,7 @@ class Steering:
             "restart_pool": lambda _: self._executors.restart_pool(),
             "shutdown": lambda _: self._on_shutdown(),
             "terminate": self._terminate,
+            "find": self._find,
             "log_level": lambda given: logging.getLogger(PACKAGE).setLevel(given.level),
         }
 
@@ -210,6 +218,10 @@ class Steering:
         return {
             uuid: "killed" if self._executors.terminate(runs[uuid]) else "asked" for uuid in revoked
         }
+
+    def _find(self, given: Find) -> list[str]:
+        signatures = [one.signature for one in self._receiver.held()]
+        return [one.uuid for one in signatures if contains(one.headers, given.headers)]
 
 
 def _task_of(execution: Execution) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import pytest
 
+from machinery_py import Server, Signature
 from tests.cli.app import App, app_in_a_folder
 
 app = app_in_a_folder
@@ -175,3 +177,20 @@ def test_a_revoked_task_is_never_started(app: App) -> None:
 
     assert app.notes == []
     assert app.state(uuid) == "FAILURE"
+
+
+def test_tasks_are_revoked_by_their_headers(app: App) -> None:
+    with contextlib.closing(Server(f"sqlite:///{app.folder}/machinery.db")) as server:
+        tenants = [{"tenant": "acme"}, {"tenant": "globex"}]
+        uuids = [server.send_task(Signature(name="note", headers=one)).uuid for one in tenants]
+        revoke = ("revoke", "tasks", "--header", "tenant=acme")
+        assert "revoke all tasks with tenant=acme? (nobody" in app.run(*revoke, code=2).stderr
+        assert app.json(*revoke, "--yes") == {
+            "revoked": uuids[:1],
+            "answers": {},
+            "missing": [],
+            "errors": {},
+        }
+        assert [*server.backend.revoked(uuids)] == uuids[:1]
+    assert "no task named" in app.run("revoke", "tasks", code=2).stderr
+    assert "no name" in app.run("revoke", "tasks", "--header", "=x", code=2).stderr

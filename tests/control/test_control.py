@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -17,19 +17,22 @@ import pytest
 
 from machinery_py import ArgumentError, Config, MachineryError, Server, TaskFailed, current_task
 from machinery_py.brokers.topics import MAX_RECORD
+from machinery_py.control import client
 from machinery_py.control.answers import Answers
+from machinery_py.control.client import Control
 from machinery_py.control.lamport import MOST
 from machinery_py.control.orders import (
     KINDS,
     MOST_BYTES,
     ORDERS,
     Answer,
+    contains,
     decode_answer,
     decode_order,
     encode_answer,
     matches,
 )
-from machinery_py.errors import BrokerUnavailable
+from machinery_py.errors import BrokerUnavailable, Unsupported
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.worker.steering import Steering
 
@@ -345,6 +348,70 @@ def test_terminated_task_in_a_thread_is_asked_and_a_deaf_worker_named(server: Se
             server.control.revoke(*many, terminate=True)
         assert not server.backend.revoked(many)
     consumer.close()
+
+
+def test_headers_to_revoke_by_must_be_few_plain_and_short(server: Server) -> None:
+    many = {f"{number}{'x' * 240}": "\0" * 250 for number in range(20)}
+    revoke = server.control.revoke
+    hostile: list[Any] = [
+        {},
+        {**many, "one": "more"},
+        {"x" * 251: 1},
+        {"x": "y" * 251},
+        {"x": "\ud800"},
+        {"x": math.nan},
+        {"x": 2**63},
+        {"x": ["y"]},
+        {1: "y"},
+        "x=y",
+    ]
+    waiting = server.register_task("note", lambda: None).options(queue="idle").send()
+    with server.new_worker("ada", 1):
+        for headers in hostile:
+            with pytest.raises(ArgumentError, match="order 'find'"):
+                revoke(headers=headers)
+        with pytest.raises(ArgumentError, match="UUIDs and headers"):
+            revoke("task_1", headers={"x": "y"})
+        assert not server.backend.revoked([waiting.uuid])
+        [answer] = answered(server, order(kind="find", args={"headers": {}}))
+        assert "length >= 1" in answer.error
+        done = revoke(headers=many, timeout=HANG)
+        assert (done.uuids, done.missing, done.errors) == ((), (), {})
+
+
+def test_value_of_a_header_is_compared_exactly() -> None:
+    headers = {"a": 1, "b": True, "c": None}
+    for wanted in ({"a": 1}, {"a": 1.0}, {"b": True, "c": None}):
+        assert contains(headers, wanted)
+    for wanted in ({"a": True}, {"a": "1"}, {"b": 1}, {"d": None}, {"a": 1, "b": False}):
+        assert not contains(headers, wanted)
+
+
+def test_revoking_by_headers_is_refused_when_too_many_tasks_wait(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "MOST_LISTED", 2)
+    task = server.register_task("note", lambda: None)
+    for delay in (None, 3600.0):
+        sent = [task.options(headers={"a": "b"}, delay=delay).send() for _ in "123"]
+        with pytest.raises(Unsupported, match=r"3 (in queue 'machinery_tasks'|delayed)"):
+            server.control.revoke(headers={"a": "b"})
+        assert not server.backend.revoked([one.uuid for one in sent])
+        server.inspect.purge("machinery_tasks")
+
+
+def test_task_that_comes_back_after_the_first_look_is_revoked(server: Server) -> None:
+    """As a retry does: the queue was read before, and the worker is asked after it."""
+    task = server.register_task("note", lambda: None)
+    sent = [task.options(headers={"a": "b"}).send().uuid]
+
+    def revoke(uuids: Sequence[str]) -> None:
+        if len(sent) < 2:
+            sent.append(task.options(headers={"a": "b"}).send().uuid)
+        server.revoke(uuids)
+
+    control = Control(lambda: server.broker, server.app.lamport, revoke)
+    assert sorted(control.revoke(headers={"a": "b"}).uuids) == sorted(sent)
 
 
 def test_change_that_a_worker_refuses_is_an_error(server: Server) -> None:

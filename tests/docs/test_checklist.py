@@ -12,7 +12,6 @@ from tests.system import endings
 #: of its other tables. Each stands there as "to come [T01]".
 OPEN = {
     *("T11", "rate"),  # of the fleet
-    "headers",
 }
 
 

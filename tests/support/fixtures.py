@@ -234,10 +234,11 @@ def broker_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 @pytest.fixture
 def open_server(broker_url: str) -> Iterator[OpenServer]:
     """Opens a Server with connections of its own, as another process would; closed after it."""
+    results = f"memory://results-{next(_databases)}"
     with ExitStack() as servers:
 
         def open_one() -> Server:
-            server = Server(Config(broker=broker_url, result_backend="memory://"))
+            server = Server(Config(broker=broker_url, result_backend=results))
             servers.callback(server.close)
             return server
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from machinery_py import MachineryError, Server
+from machinery_py import MachineryError, Server, TaskFailed
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.worker.agent import READ_TIMEOUT, Agent
 from tests.cli.app import App, app_in_a_folder
@@ -71,6 +71,36 @@ class TestControl:
                     workers.cancel_queue("other")
             finally:
                 gate.set()
+
+    def test_tasks_are_revoked_by_their_headers(self, open_server: OpenServer) -> None:
+        """Waiting, delayed, held and running ones; those of others, and later ones, run."""
+        own, asking, gate = open_server(), open_server(), threading.Event()
+        wait = own.register_task("wait", lambda: gate.wait(HANG))
+        asking.register_task("wait", lambda: None)
+        acme = wait.options(headers={"tenant": "acme", "plan": "free"})
+        with own.new_worker("ada", 1) as ada, own.new_worker("bob", 1, queues=["other"]) as bob:
+            try:
+                running = [acme.send(), acme.options(queue="other").send()]
+                wait_until(lambda: (ada.active, bob.active) == (1, 1))
+                unstarted = [acme.send() for _ in range(5)]
+                unstarted += [acme.options(delay=3600).send(), acme.options(queue="idle").send()]
+                others = [wait.options(headers={"tenant": "acme", "plan": "paid"}).send()]
+                others += [wait.send()]
+
+                wanted = {"tenant": "acme", "plan": "free"}
+                done = asking.control.revoke(headers=wanted, terminate=True, timeout=HANG)
+
+                assert set(done.uuids) == {one.uuid for one in (*running, *unstarted)}
+                first, second = running
+                assert done == {"ada": {first.uuid: "asked"}, "bob": {second.uuid: "asked"}}
+                assert (done.missing, done.errors) == ((), {})
+                others.append(acme.send())
+            finally:
+                gate.set()
+            for one in unstarted:
+                with pytest.raises(TaskFailed, match="revoked"):
+                    one.get(timeout=HANG)
+            assert [one.get(timeout=HANG) for one in others] == [True] * 3
 
     def test_worker_that_does_not_answer_is_named_in_time(self, open_server: OpenServer) -> None:
         deaf, asking = open_server(), open_server()
