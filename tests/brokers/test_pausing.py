@@ -184,6 +184,7 @@ def test_file_of_the_first_version_is_migrated_for_pausing(tmp_path: pathlib.Pat
         connection.execute("DROP TABLE claims")
         connection.execute("DROP TABLE topics")
         connection.execute("ALTER TABLE tasks RENAME COLUMN notes_json TO older")
+        connection.execute("ALTER TABLE tasks RENAME COLUMN keep_for TO oldest")
         connection.execute("PRAGMA user_version = 1")
     connection.close()
 

@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +281,15 @@ def test_a_signal_to_the_whole_group_is_one_signal(app: App) -> None:
     assert len(app.notes) == 1
 
 
+@pytest.fixture
+def hangup() -> Iterator[None]:
+    """Let processes have SIGHUP as it is by default, also if these tests run under nohup."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, previous)
+
+
+@pytest.mark.usefixtures("hangup")
 def test_hangup_reads_settings_again_and_tasks_run_on(app: App) -> None:
     app.write("config.toml", "concurrency = 1\n")
     process = app.start(
@@ -306,6 +316,7 @@ def test_hangup_reads_settings_again_and_tasks_run_on(app: App) -> None:
     assert len({pid for _, pid in app.notes}) == 1
 
 
+@pytest.mark.usefixtures("hangup")
 def test_hangup_during_the_import_of_the_app_counts(app: App) -> None:
     app.write("config.toml", "concurrency = 1\n")
     app.write(
