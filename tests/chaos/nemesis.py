@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from machinery_py.worker.processes import TRIES
 from tests.chaos.history import Happened
 from tests.chaos.plan import Fault, Plan
 from tests.support.private import PrivateServer
@@ -42,6 +43,7 @@ class Member:
         self.slot = slot
         self.process = process
         self.is_frozen = False
+        self.only_ones_killed = 0  # task processes that were its only one
 
     def pids(self) -> list[int]:
         """The supervisor, which may be the child of `unshare`, and its worker process."""
@@ -318,7 +320,9 @@ class Nemesis:
 
     def _kill_child(self, member: Member, victim: float) -> None:
         start, found = time.monotonic(), member.task_processes()
-        if found:
+        # A worker whose first process is killed TRIES times cannot start, and says so.
+        if len(found) > 1 or (found and member.only_ones_killed < TRIES - 1):
+            member.only_ones_killed += len(found) == 1
             pid = found[int(victim * len(found))]
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
