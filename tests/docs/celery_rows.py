@@ -16,14 +16,14 @@ class Row:
     Attributes:
         numbers: of the checklist.
         celery: what Celery does.
-        here: what is done here; "": the number is among the open ones.
+        here: what is done here.
         tests: that hold it.
         is_otherwise: the answer is another one than Celery's; `here` says why.
     """
 
     numbers: str
     celery: str
-    here: str = ""
+    here: str
     tests: str = ""
     is_otherwise: bool = False
 
@@ -251,7 +251,13 @@ WORKER = (
         "or a callback could hold up",
         is_otherwise=True,
     ),
-    Row("T11", "rate limits of each worker, on its timer"),
+    Row(
+        "T11",
+        "rate limits of each worker, on its timer",
+        "none of one worker: with ten of them it is ten times the rate. Limits of the whole fleet, "
+        "held in the store, do not exist yet",
+        is_otherwise=True,
+    ),
     Row(
         "T12",
         "Redis: restore each 10 s, health checks of connections",
@@ -454,7 +460,6 @@ def table(rows: tuple[Row, ...]) -> str:
     lines = ["| | Celery | here | tests |", "|---|---|---|---|"]
     for row in rows:
         here = f"**Otherwise:** {row.here}" if row.is_otherwise else row.here
-        here = here or f"to come [{row.numbers}]"
         tests = ", ".join(f"`{name}`" for name in row.tests.split()) or "–"
         lines.append(f"| {row.numbers.replace(' ', ', ')} | {row.celery} | {here} | {tests} |")
     return "\n".join(lines)

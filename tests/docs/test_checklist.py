@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import re
-
 from tests.docs import celery_rows
-from tests.docs.pages import ROOT, read
+from tests.docs.pages import ROOT
 from tests.system import endings
-
-#: What is being built, and to be answered on docs/explanation/celery.md: numbers of rows, and words
-#: of its other tables. Each stands there as "to come [T01]".
-OPEN = {
-    *("T11", "rate"),  # of the fleet
-}
 
 
 def test_every_row_of_the_checklist_has_a_test_or_an_answer() -> None:
     rows = [(row, set(row.numbers.split())) for row in celery_rows.ROWS]
-    held = [number for row, numbers in rows if row.here for number in numbers]
+    held = [number for _, numbers in rows for number in numbers]
 
     assert endings.answered() == endings.CHECKLIST
     assert len(held) == len(set(held))
-    assert set(held) == celery_rows.CHECKLIST - OPEN
-    assert {number for _, numbers in rows for number in numbers} == celery_rows.CHECKLIST
-    assert [
-        row.numbers for row, _ in rows if row.here and not (row.tests or row.is_otherwise)
-    ] == []
+    assert set(held) == celery_rows.CHECKLIST
+    assert [row.numbers for row, _ in rows if not (row.tests or row.is_otherwise)] == []
 
 
 def test_tests_that_hold_a_row_are_there() -> None:
@@ -37,9 +26,3 @@ def test_tests_that_hold_a_row_are_there() -> None:
     named = {*endings.TESTS.values(), *(n for row in celery_rows.ROWS for n in row.tests.split())}
 
     assert [name for name in sorted(named) if f"def {name}(" not in code] == []
-
-
-def test_page_says_of_the_open_rows_alone_that_they_come() -> None:
-    found = re.findall(r"to come \[([^\]]*)\]", read("docs/explanation/celery.md"))
-
-    assert {word for one in found for word in one.split()} == OPEN
