@@ -131,7 +131,8 @@ class Child:
     def close(self) -> None:
         """Close what there is between us, when it has ended."""
         self._socket.close()
-        self._stacks.close()
+        with self._asking:
+            self._stacks.close()
 
 
 def readable(descriptors: Sequence[int], timeout: float | None = None) -> set[int]:

@@ -25,6 +25,7 @@ import logging
 import math
 import os
 import signal
+import sys
 import time
 from contextlib import ExitStack, suppress
 
@@ -51,7 +52,6 @@ LONGEST_PAUSE = 30.0  # seconds
 SHORTEST_LIFE = 0.5  # seconds, at least, between two starts in one slot
 HEALTHY = 60.0  # seconds of life after which a failure is the first one again
 PATIENCE = 5.0  # seconds beyond the shutdown timeout until a process that does not end is killed
-STDERR = 2
 DEFAULT_GRACE = 30.0  # seconds; until a process has reported its shutdown timeout
 LONGEST_WAIT = 1.0  # seconds between two checks
 CANNOT_START = (2, 3)
@@ -268,7 +268,8 @@ class Supervisor:
             child.stacks_at = None
         elif child.stacks_at is None:
             logger.error("%s %s; its threads:", _which(slot, child), why)
-            os.write(STDERR, child.stacks().encode())
+            with suppress(OSError, ValueError):  # nobody reads it: the others must live on
+                print(child.stacks(), end="", file=sys.stderr, flush=True)
             child.stacks_at = now
         elif now >= child.stacks_at + STACKS_TIME:  # the signal has not helped
             _kill(slot, child, why)

@@ -438,11 +438,16 @@ def _listed(broker: Broker, headers: Mapping[str, Any]) -> set[str]:
                 f"tasks cannot be revoked by headers: found {count:,} {where} (at most "
                 f"{MOST_LISTED:,}); revoke them by UUID"
             )
-    found = broker.get_delayed_tasks(MOST_LISTED)  # first: some may be queued meanwhile
-    for one in queues:
-        if one.waiting or one.delayed:
-            found += broker.get_pending_tasks(one.queue, MOST_LISTED)
-    return {one.uuid for one in found if contains(one.headers, headers)}
+    found = set[str]()
+    places = [one.queue for one in queues if one.waiting or one.delayed]
+    for queue in ("", *places):  # "": delayed ones, first, since some may be queued meanwhile
+        some = (
+            broker.get_pending_tasks(queue, MOST_LISTED)
+            if queue
+            else broker.get_delayed_tasks(MOST_LISTED)
+        )
+        found |= {one.uuid for one in some if contains(one.headers, headers)}
+    return found
 
 
 def _batches(uuids: Iterable[str]) -> list[list[str]]:

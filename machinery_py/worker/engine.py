@@ -118,13 +118,12 @@ class Engine(HandlerSetters):
         """Return its own parts and those added, as they are started and stopped."""
         own = [
             Part("events", stop=self._go_offline),
-            Part("lifespan", ("events",), self._enter, self._leave),
-            Part("broker", ("lifespan",), self._connect, self._disconnect),
-            Part("control", ("broker",), self._listen, lambda: self._agent.stop(LOOP_WAIT)),
-            Part("pool", ("broker",), stop=self._close_pool),
+            Part("lifespan", ("events",), self._enter, lambda: self._surroundings.leave(LOOP_WAIT)),
+            Part("broker", ("lifespan",), self._connect, self._disconnect),  # and its beats
+            Part("control", ("broker",), self._listen),
             Part("timer", ("broker",), self._timer.start, lambda: self._timer.close(LOOP_WAIT)),
-            Part("maintenance", ("pool",), self._maintain, self._end_maintenance),
-            Part("settler", ("maintenance",), self._settle, self._close_settler),
+            Part("pool", ("broker",), stop=self._close_pool),
+            Part("settler", ("pool",), self._settle, self._close_settler),
             Part(CONSUMER, ("control", "settler"), self._consume, self._drain),
             Part("scheduler", (CONSUMER,), self._schedule, self._end_schedule),
         ]
@@ -135,9 +134,6 @@ class Engine(HandlerSetters):
         self._surroundings = Surroundings(self.app, self._hooks, name=self.name)
         self._surroundings.enter(self._stop_request)
 
-    def _leave(self) -> None:
-        self._surroundings.leave(LOOP_WAIT)
-
     def _connect(self) -> None:
         if self._is_patient:
             session = open_patiently(
@@ -146,7 +142,14 @@ class Engine(HandlerSetters):
         else:
             session = self._open()
         if session is not None:
-            self._build(session)
+            try:
+                self._build(session)
+            except BaseException:
+                session.close()
+                raise
+            self._session = session
+            self._serve(self.order)
+            self._maintenance.timer.start()
 
     def _open(self) -> Session:
         app = self.app
@@ -223,21 +226,17 @@ class Engine(HandlerSetters):
             on_shutdown=self._retire,
             pool=self.pool,
         )
-        self._session = session
-        self._serve(self.order)
-        app.events.emit(WorkerOnline(worker=self.name))
-        self._is_online = True
 
     def _listen(self) -> None:
         self._agent.start(self._steering.handlers())
-
-    def _maintain(self) -> None:
-        self._maintenance.timer.start()
 
     def _settle(self) -> None:
         self._settler.start(self._receiver.settled, self._receiver.reported)
 
     def _consume(self) -> None:
+        # Before its first claim: what it claims may end the process.
+        self.app.events.emit(WorkerOnline(worker=self.name))
+        self._is_online = True
         self._receiver.loop.start()
 
     def _schedule(self) -> None:
@@ -258,8 +257,7 @@ class Engine(HandlerSetters):
 
     def _end_schedule(self) -> None:
         if self._scheduler is not None:
-            self._scheduler.stop()
-            self._scheduler.join(LOOP_WAIT)
+            self._scheduler.stop()  # claims must not go on until it has ended
 
     def _drain(self) -> None:
         """Claim no more, let running tasks end in time, and give back those that do not."""
@@ -283,16 +281,18 @@ class Engine(HandlerSetters):
     def _close_settler(self) -> None:
         if not self._settler.close(timeout=max(5.0, self.shutdown_timeout)):
             logger.error("some results could not be stored; their tasks will run again")
-
-    def _end_maintenance(self) -> None:
-        self._maintenance.timer.close(LOOP_WAIT)
+        self._surroundings.call_ends(LOOP_WAIT)  # before what they may need is stopped
 
     def _close_pool(self) -> None:
         self._executors.close()
 
     def _disconnect(self) -> None:
+        self._agent.stop(LOOP_WAIT)
+        if self._scheduler is not None:
+            self._scheduler.join(LOOP_WAIT)
         session, self._session = self._session, None
         if session is not None:
+            self._maintenance.timer.close(LOOP_WAIT)
             self.app.locks.flush()
             try:
                 session.close()
@@ -300,7 +300,6 @@ class Engine(HandlerSetters):
                 logger.warning("this worker could not sign off, and will be found gone: %s", error)
             if self._signs is not None:
                 self._signs.drop(session.consumer)
-        self._agent.stop(LOOP_WAIT)
         self._processes.close()
 
     def _go_offline(self) -> None:
@@ -315,6 +314,8 @@ class Engine(HandlerSetters):
         Raises:
             MachineryError: with `autoscale`, or if no claim came to an end in time.
         """
+        if self.autoscale is not None:
+            raise MachineryError(f"worker {self.name} scales itself (start it without autoscale)")
         concurrency = concurrency or 2 * (os.cpu_count() or 1)
         if self._session is not None:
             self._receiver.resize(concurrency)
@@ -331,7 +332,12 @@ class Engine(HandlerSetters):
     @property
     def ready(self) -> bool:
         """Whether tasks can be received and settled."""
-        return self._session is not None and self._receiver.connected and self._settler.healthy
+        return (
+            self._session is not None
+            and self._receiver.connected
+            and not self._receiver.loop.is_stopping()
+            and self._settler.healthy
+        )
 
     @property
     def processed(self) -> int:

@@ -24,7 +24,7 @@ from machinery_py.worker.execution import Execution
 from machinery_py.worker.interrupts import interrupt, is_boundary
 from machinery_py.worker.processes import ProcessPool
 from machinery_py.worker.runner import Report, run, run_async, run_elsewhere
-from machinery_py.worker.timer import Timer
+from machinery_py.worker.timer import Timer, TimerEntry
 
 logger = get_logger(__name__)
 
@@ -61,6 +61,7 @@ class Executors:
         self._processes = processes or ProcessPool(name)
         self._limits = Timer(f"{name}-limits")
         self._limits.start()
+        self._retry: TimerEntry | None = None
         self._queue: queue.SimpleQueue[Execution | None] = queue.SimpleQueue()
         # A queue of tokens is a semaphore that costs a tenth of threading's.
         self._slots: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -256,8 +257,10 @@ class Executors:
             self._interrupt_stuck()
 
     def _interrupt_stuck(self) -> None:
-        if not self.interrupt():
-            self._limits.after(RETRY, self._interrupt_stuck)
+        """Interrupt what can be, in the thread of the limits; again later if some cannot."""
+        if self._retry is not None:
+            self._retry.cancel()  # one retry, however many are stuck
+        self._retry = None if self.interrupt() else self._limits.after(RETRY, self._interrupt_stuck)
 
     def abandon(self, execution: Execution) -> None:
         """Stop waiting for it: its time is up, it is settled, and its own end counts no more."""

@@ -22,7 +22,7 @@ logger = get_logger(__name__)
 
 STALE = 1.0  # seconds a claimed task may wait for a slot before other workers may have it
 LONGEST_SLEEP = 0.5  # seconds; bounds how late a running task is asked to stop
-SHORTEST_SLEEP = 0.02  # seconds between two looks
+SHORTEST_SLEEP = 0.02  # seconds between two looks, or two calls of `tend`
 AFTER_FAILURE = 1.0  # seconds to the next try when the store could not be tended
 GROUPS_EVERY = 5.0  # seconds between two searches for groups that nobody settled
 
@@ -78,7 +78,7 @@ class Maintenance:
         try:
             pause = self._app.store.tend()
         finally:
-            self.timer.after(pause, self._tend)
+            self.timer.after(max(SHORTEST_SLEEP, pause), self._tend)
 
     def _adopt_groups(self) -> None:
         settle_ready_groups(self._app)

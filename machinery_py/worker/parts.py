@@ -79,7 +79,7 @@ def added(given: AddedPart, worker: Any, hooks: WorkerHooks) -> Part:
             found = part.start(worker)
             if inspect.iscoroutine(found):
                 hooks.run_coroutine(found)
-        except Exception as error:
+        except BaseException as error:  # user code; SystemExit is no reason to look started
             what = f"{type_name_of(error)}: {text_of(error)}"
             raise MachineryError(f"part {given.name} of the worker cannot start: {what}") from error
         made.append(part)

@@ -136,6 +136,10 @@ class Surroundings:
         if self._failure is not None:
             raise self._failure
 
+    def call_ends(self, timeout: float) -> None:
+        """Call the handlers of ended tasks that wait, for so long at most. No more will come."""
+        self._ends.close(timeout)
+
     def leave(self, timeout: float) -> None:
         """Call the handlers that wait, leave the lifespans, end the loop: each for so long at most.
 

@@ -70,7 +70,11 @@ class Timer:
         self._has_thread = False
 
     def after(self, seconds: float, function: Callable[[], object]) -> TimerEntry:
-        """Call it once, so many seconds from now; while the timer is stopped: from its start."""
+        """Call it once, so many seconds from now; while the timer is stopped: from its start.
+
+        Raises:
+            ValueError: the seconds are negative, or no number.
+        """
         return self._add(TimerEntry(0.0, 0, function, every=0.0, wait=seconds))
 
     def every(
@@ -85,7 +89,7 @@ class Timer:
             first: seconds until the first call; by default as between two.
 
         Raises:
-            ValueError: the seconds are not more than 0.
+            ValueError: the seconds are not more than 0, or `first` is negative, or no number.
         """
         if not 0 < seconds < math.inf:
             raise ValueError(f"every {seconds!r} seconds is not possible (give a number above 0)")
@@ -99,8 +103,8 @@ class Timer:
             for entry in self._entries:
                 entry.due = now + entry.wait
             heapq.heapify(self._entries)
-            self._loop = LoopThread(self._name, self._work, wake=self._wake)
-            self._has_thread = False
+            loop = LoopThread(self._name, lambda: self._work(loop), wake=self._wake)
+            self._loop, self._has_thread = loop, False
             self._start_thread()
 
     def stop(self) -> None:
@@ -119,15 +123,13 @@ class Timer:
         """Error that ended the timer itself: a fault of ours, or of `on_error`."""
         return self._loop.failure if self._loop is not None else None
 
-    def fire(self) -> float:
-        """Call what is due; return the seconds until the next, or infinity."""
-        while True:
+    def fire(self, is_over: Callable[[], bool] = lambda: False) -> float:
+        """Call what is due, until it is over; return the seconds until the next, or infinity."""
+        while not is_over():
             with self._changed:
                 while self._entries and self._entries[0].is_cancelled:
                     heapq.heappop(self._entries)
                 now = self._clock()
-                if self._is_stopping():
-                    return 0.0
                 if not self._entries:
                     return math.inf
                 entry = self._entries[0]
@@ -144,8 +146,11 @@ class Timer:
                 entry.function()
             except BaseException as error:  # user code may raise SystemExit
                 self._on_error(error)
+        return 0.0
 
     def _add(self, entry: TimerEntry) -> TimerEntry:
+        if not 0 <= entry.wait < math.inf:
+            raise ValueError(f"after {entry.wait!r} seconds is not possible (give 0, or more)")
         with self._changed:
             entry.number, entry.due = next(self._numbers), self._clock() + entry.wait
             heapq.heappush(self._entries, entry)
@@ -153,7 +158,7 @@ class Timer:
                 self._sweep()
             self._start_thread()
             if self._entries[0] is entry:
-                self._changed.notify()
+                self._changed.notify_all()
         return entry
 
     def _sweep(self) -> None:
@@ -163,25 +168,24 @@ class Timer:
         self._sweep_at = max(SWEEP, 2 * len(self._entries))
 
     def _start_thread(self) -> None:
-        if self._entries and self._loop and not self._has_thread and not self._is_stopping():
+        loop = self._loop
+        if self._entries and loop and not self._has_thread and not loop.is_stopping():
             self._has_thread = True
-            self._loop.start()
+            loop.start()
 
-    def _is_stopping(self) -> bool:
-        return self._loop is not None and self._loop.is_stopping()
-
-    def _work(self) -> None:
-        while not self._is_stopping():
-            pause = self.fire()
+    def _work(self, loop: LoopThread) -> None:
+        # Its own loop: a function that was left behind may return after the next start.
+        while not loop.is_stopping():
+            pause = self.fire(loop.is_stopping)
             with self._changed:
                 if self._entries and pause > 0:
                     pause = min(pause, self._entries[0].due - self._clock())
-                if pause > 0 and not self._is_stopping():
+                if pause > 0 and not loop.is_stopping():
                     self._changed.wait(min(pause, threading.TIMEOUT_MAX))
 
     def _wake(self) -> None:
         with self._changed:
-            self._changed.notify()
+            self._changed.notify_all()
 
 
 def _log(error: BaseException) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -20,6 +21,7 @@ from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.hooks import WorkerHooks
 from machinery_py.worker.intake import accept, peek
+from machinery_py.worker.interrupts import may_interrupt
 
 
 class Pausing(FlakyConsumer):
@@ -160,3 +162,28 @@ def test_tokens_of_idle_threads_do_not_pile_up(pool: Pool) -> None:
         pool.wait_for(pool.submit("short"))
 
     assert pool.executors._idle.qsize() <= 1
+
+
+def test_tasks_that_cannot_be_interrupted_cost_one_retry(pool: Pool) -> None:
+    """However many there are: they wait where locks are taken, here for one."""
+
+    def wait_inside() -> None:
+        pool.note()
+        with pool.server.lock("held"):
+            pass
+
+    pool.tasks["inside"] = pool.server.register_task("inside", wait_inside)
+    with pool.server.lock("held"):
+        stuck = pool.submit("inside")
+        wait_until(lambda: pool.runs == ["inside"], HANG, "the task")
+        wait_until(
+            lambda: not may_interrupt(sys._current_frames()[stuck.thread_id]),
+            HANG,
+            "the wait for the lock",
+        )
+        pool.executors.abandon(stuck)
+        for _ in range(10):
+            pool.executors._interrupt_stuck()
+
+        assert sum(not one.is_cancelled for one in pool.executors._limits._entries) == 1
+    wait_until(lambda: not pool.executors._stuck, HANG, "the end of the task")

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from machinery_py import Server
+from machinery_py import Context, Server
 from machinery_py.errors import ConfigError, MachineryError
-from machinery_py.testing.waiting import HANG
+from machinery_py.events import WorkerOnline
+from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.worker.parts import Part, in_order
 from machinery_py.worker.worker import Worker
 
@@ -120,6 +121,7 @@ def test_parts_start_before_the_first_task_and_stop_after_the_last(server: Serve
 
 def test_worker_does_not_start_without_its_part(server: Server) -> None:
     calls: list[str] = []
+    server.events.subscribe(WorkerOnline, lambda _: calls.append("online"))
     worker = server.new_worker(concurrency=1)
     worker.add_part(Noted(calls, "good"), name="good")
     worker.add_part(Noted(calls, "bad", fails="start"), name="bad", after="good")
@@ -132,6 +134,31 @@ def test_worker_does_not_start_without_its_part(server: Server) -> None:
 
     assert not server.inspect.workers()
     assert not worker.ready
+
+
+def test_handlers_of_ended_tasks_are_called_before_parts_stop(server: Server) -> None:
+    calls: list[str] = []
+    worker = server.new_worker(concurrency=1)
+    worker.add_part(Noted(calls, "pool"), name="pool of connections")
+    is_draining = threading.Event()
+
+    @server.on_success
+    def write(_: Context, __: object) -> None:
+        assert is_draining.wait(HANG)
+        calls.append("handled")
+
+    @server.task
+    def work() -> None: ...
+
+    worker.start()
+    work.send().get(timeout=HANG)
+    ending = threading.Thread(target=worker.stop)
+    ending.start()
+    wait_until(lambda: not worker.ready, HANG, "the worker to claim no more")
+    is_draining.set()
+    ending.join(HANG)
+
+    assert calls == ["pool begins", "handled", "pool ends"]
 
 
 def test_part_that_fails_at_its_end_is_logged(

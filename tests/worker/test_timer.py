@@ -124,10 +124,16 @@ def test_timer_goes_on_after_an_exception(
     assert errors == [error] * 3
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
-def test_impossible_beat_is_refused(timer: Timer, seconds: float) -> None:
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_impossible_times_are_refused(timer: Timer, seconds: float) -> None:
     with pytest.raises(ValueError, match="a number above 0"):
         timer.every(seconds, lambda: None)
+    with pytest.raises(ValueError, match="give 0, or more"):
+        timer.every(1.0, lambda: None, first=seconds)
+    with pytest.raises(ValueError, match="give 0, or more"):
+        timer.after(seconds, lambda: None)
+    with pytest.raises(ValueError, match="a number above 0"):
+        timer.every(0.0, lambda: None)
 
 
 def test_cancelled_entries_are_removed(timer: Timer) -> None:
@@ -205,6 +211,41 @@ def test_failure_of_the_timer_itself_is_known() -> None:
     timer.start()
 
     wait_until(lambda: timer.failure is error, HANG, "the failure")
+    timer.close(HANG)
+
+
+def test_function_that_was_left_behind_starts_no_second_thread() -> None:
+    timer, gate, begun, ticks = (
+        Timer("test-left"),
+        threading.Event(),
+        threading.Event(),
+        threading.Semaphore(0),
+    )
+    threads: set[str] = set()
+
+    def hang() -> None:
+        begun.set()
+        gate.wait(HANG)
+
+    def tick() -> None:
+        threads.add(str(threading.get_ident()))
+        ticks.release()
+
+    timer.start()
+    timer.after(0.0, hang)
+    assert begun.wait(HANG)
+    left = next(one for one in threading.enumerate() if one.name == "test-left")
+    timer.close(0.0)
+    timer.every(0.001, tick)
+    timer.start()
+    assert ticks.acquire(timeout=HANG)
+    gate.set()
+    left.join(HANG)
+
+    assert not left.is_alive()
+    for _ in range(3):
+        assert ticks.acquire(timeout=HANG)
+    assert len(threads) == 1
     timer.close(HANG)
 
 
