@@ -237,6 +237,7 @@ class Engine(HandlerSetters):
         # Before its first claim: what it claims may end the process.
         self.app.events.emit(WorkerOnline(worker=self.name))
         self._is_online = True
+        self._emit_heartbeat()
         self._receiver.loop.start()
 
     def _schedule(self) -> None:
@@ -359,6 +360,10 @@ class Engine(HandlerSetters):
         if self._signs is not None:
             self._signs.give()
         self.beat_at = time.monotonic()
+        if self._is_online:  # the first event of a worker says that
+            self._emit_heartbeat()
+
+    def _emit_heartbeat(self) -> None:
         self.app.publisher.emit_heartbeat(
             worker=self.name,
             active=self.active,
