@@ -16,7 +16,8 @@ server = Server(
 def note(word: str) -> None:
     ledger = os.open(os.environ["KILL_LEDGER"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
-        os.write(ledger, f"{word} {current_task().uuid} {os.getpid()}\n".encode())
+        # A kill may cut a write at the end of a page: the next one begins a line of its own.
+        os.write(ledger, f"\n{word} {current_task().uuid} {os.getpid()}\n".encode())
     finally:
         os.close(ledger)
 

@@ -62,6 +62,7 @@ class Place:
     def run(self, options: list[str]) -> None:
         """Let a worker with these options run; the one before it is stopped."""
         if options != self.options or self.worker is None:
+            self.finish()
             self.stop()
             command = [sys.executable, "-m", "machinery_py", "worker", APP, "--pool", self.pool]
             self.worker, self.options = (
@@ -74,6 +75,13 @@ class Place:
                 ),
                 options,
             )
+
+    def finish(self) -> None:
+        """Wait for the ends: a stop between a state and its dead letter would leave the one."""
+        for ending, setting in ROWS:
+            result = self.played.get(kind_of(ending), {}).get((ending.play, setting))
+            if result is not None and ending.letter_with(setting):
+                wait_until(lambda: self.letters(result.uuid), HANG, what="its dead letter")  # noqa: B023
 
     def stop(self) -> None:
         if self.worker is not None:

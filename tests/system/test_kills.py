@@ -6,6 +6,7 @@ import collections
 import functools
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from tests.support.supervised import children, kill_all
 ROOT = pathlib.Path(__file__).parents[2]
 KILLS = int(os.environ.get("CHAOS_KILLS", "20"))  # `make chaos` asks for more
 EACH = 1000  # tasks for a kill
+WHOLE = re.compile(r"^\w+ (task_[0-9a-f-]{36}) \d+$", re.MULTILINE)  # lines of the ledger
 HANG = max(150.0, 10.0 * KILLS)  # seconds; a guard, nothing is measured with it
 
 
@@ -64,8 +66,7 @@ class Fleet:
         return process
 
     def runs(self) -> collections.Counter[str]:
-        lines = self.ledger.read_text().splitlines()
-        return collections.Counter(line.split()[1] for line in lines)
+        return collections.Counter(WHOLE.findall(self.ledger.read_text()))
 
     def stop(self) -> None:
         for process in self.processes:
