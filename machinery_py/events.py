@@ -123,7 +123,23 @@ class TaskStarted(TaskEvent, frozen=True, kw_only=True):
     """A worker is about to call the function."""
 
 
-class TaskSucceeded(TaskEvent, frozen=True, kw_only=True):
+class TaskEnded(TaskEvent, frozen=True, kw_only=True):
+    """The base of the next three: a run ended, and its outcome was stored.
+
+    Attributes:
+        notes: what the task noted with `Context.note`.
+    """
+
+    notes: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        record = super().as_json()
+        if not self.notes:
+            del record["notes"]
+        return record
+
+
+class TaskSucceeded(TaskEnded, frozen=True, kw_only=True):
     """SUCCESS was stored.
 
     Attributes:
@@ -135,14 +151,14 @@ class TaskSucceeded(TaskEvent, frozen=True, kw_only=True):
     result: str = ""
 
 
-class TaskRetried(TaskEvent, frozen=True, kw_only=True):
+class TaskRetried(TaskEnded, frozen=True, kw_only=True):
     """A try failed or asked for another, which was published. `delay`: seconds until it is due."""
 
     error: str
     delay: float
 
 
-class TaskFailed(TaskEvent, frozen=True, kw_only=True):
+class TaskFailed(TaskEnded, frozen=True, kw_only=True):
     """FAILURE was stored."""
 
     error: str

@@ -100,7 +100,7 @@ class _Sending:
             headers[HEADER_UNIQUE_START] = "free"
         elif self._replaceable:
             headers[HEADER_UNIQUE_START] = "keep"
-        self.signature = signature.replace(headers=headers)
+        self.signature = app.stamped(signature.replace(headers=headers))
         self.holder = signature.uuid
         self._token = new_uuid("")
         self._message = app.message(self.signature)

@@ -195,10 +195,12 @@ def _workers(state: FleetState, workers: list[WorkerInfo], now: dt.datetime) -> 
         numbers = (f"{seen.active:,}", f"{seen.processed:,}") if seen else (NONE, NONE)
         word = "stalled" if one.stalled else "alive"
         rows.append([one.name, one.host, str(one.pid), word, *numbers, load, ago(one.beat_at, now)])
-    for gone in state.workers.values():
-        if gone.name not in names and gone.is_online:
-            beat = f"{length(ticks - gone.seen_at)} ago"
-            rows.append([gone.name, gone.host, str(gone.pid), "lost", NONE, NONE, NONE, beat])
+    alive = {each.name for each in state.alive()}  # the broker may not have told of them
+    for silent in state.workers.values():
+        if silent.name not in names and silent.is_online:
+            word = "alive" if silent.name in alive else "lost"
+            beat = f"{length(ticks - silent.seen_at)} ago"
+            rows.append([silent.name, silent.host, str(silent.pid), word, NONE, NONE, NONE, beat])
     heads = ["WORKER", "HOST", "PID", "STATE", "RUNS", "DONE", "LOAD", "BEAT"]
     return table(heads, rows, (2, 4, 5, 6, 7))
 

@@ -187,13 +187,14 @@ def _launch(args: argparse.Namespace, link: ParentLink, one: Worker) -> int:
     def on_online(_: WorkerOnline) -> None:
         # Before its first claim: what it claims may end the process.
         nonlocal has_started
+        end()  # once; where nobody listens, no event is made
         has_started = True
         stall_timeout = args.stall_timeout or one.app.config.stall_timeout
         link.tell(f"ready {one.shutdown_timeout} {stall_timeout}")
         if not args.no_banner and not link.is_child:
             say(args, READY)
 
-    one.app.events.subscribe(WorkerOnline, on_online)
+    end = one.app.events.subscribe(WorkerOnline, on_online)
     try:
         return one.launch(signals=False)
     except MachineryError as error:

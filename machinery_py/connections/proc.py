@@ -29,6 +29,14 @@ def memory() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS
 
 
+def load() -> tuple[float, float, float] | None:
+    """Return the load averages of the host; None where they cannot be had."""
+    try:
+        return os.getloadavg()
+    except (AttributeError, OSError):
+        return None
+
+
 def how_it_ended(code: int) -> str:
     """Return the rest of a sentence, as `ended with exit code 3`."""
     if code >= 0:

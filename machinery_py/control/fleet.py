@@ -129,6 +129,7 @@ class FleetState:
     def apply(self, events: Iterable[Event]) -> None:
         """Take events in, in the order of the stream."""
         now = self._monotonic()
+        self._forget(now)
         for event in events:
             if isinstance(event, TaskEvent):
                 self._apply_task(event, now)
@@ -170,7 +171,6 @@ class FleetState:
     def _apply_worker(self, event: WorkerEvent, now: float) -> None:
         known = self.workers.get(event.worker)
         if known is None:
-            self._forget(now)
             if len(self.workers) >= MAX_WORKERS:
                 return
             known = WorkerSeen(event.worker, event.host, event.pid, now)

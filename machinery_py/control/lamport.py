@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from machinery_py.connections.forks import ForkLock
 
-MOST = 2**53 - 1  # every reader of JSON has integers up to this; a greater clock is nobody's
+MOST = 2**53 - 1  # every reader of JSON has integers up to this
+# What is received beyond is nobody's clock (µs since 1970: the year 2112): it must not end at MOST.
+MOST_RECEIVED = 2**52
 
 
 class LamportClock:
@@ -41,6 +43,6 @@ class LamportClock:
             other: 0 if it came without one; so counts what cannot be a clock.
         """
         with self._lock:
-            received = other if 0 <= other <= MOST else 0
+            received = other if 0 <= other <= MOST_RECEIVED else 0
             self._value = min(max(self._value, received) + 1, MOST)
             return self._value

@@ -24,6 +24,7 @@ from contextlib import suppress
 from typing import Any
 
 from machinery_py.brokers.base import Broker
+from machinery_py.connections import proc
 from machinery_py.connections.forks import ForkLock
 from machinery_py.control.lamport import LamportClock
 from machinery_py.control.records import EVENTS, EVENTS_TTL, clock_of, line_of, packed
@@ -113,7 +114,7 @@ class EventPublisher:
                     active=active,
                     processed=processed,
                     interval=interval,
-                    load=os.getloadavg() if hasattr(os, "getloadavg") else None,
+                    load=proc.load(),
                     version=__version__,
                     platform=sys.platform,
                     lost=self.lost,
@@ -132,7 +133,11 @@ class EventPublisher:
 
     def _take(self, event: Event) -> None:
         if self._loop is None or self._pid != os.getpid():
-            self._begin()
+            try:
+                self._begin()
+            except RuntimeError as error:  # there is no thread to be had
+                self._lose(1, str(error))
+                return
         if type(event) is TaskSent:
             # That of its message: smaller than that of the receipt, which may come first.
             clock = clock_of(event.signature) or self._lamport.forward()
@@ -186,8 +191,11 @@ class EventPublisher:
                     self._broker().broadcast(EVENTS, [*packed(lines)], ttl=EVENTS_TTL)
             except MachineryError as error:
                 self._lose(len(lines), str(error))
-            except Exception:  # the loop must live on: without it no event is sent any more
+            except (
+                Exception
+            ) as error:  # the loop must live on: without it no event is sent any more
                 logger.exception("events could not be sent")
+                self._lose(len(lines), repr(error))
 
     def _lose(self, count: int, why: str) -> None:
         with self._lock:

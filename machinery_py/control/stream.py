@@ -162,6 +162,7 @@ class Camera:
         self, stream: EventStream[Any], seconds: float, function: Callable[[FleetState], object]
     ) -> None:
         self.state = FleetState()
+        self.is_stopped = False
         self._stream = stream
         self._seconds = seconds
         self._function = function
@@ -170,6 +171,7 @@ class Camera:
 
     def stop(self, timeout: float = 10.0) -> None:
         """End it, after a call that goes on now. May be called twice."""
+        self.is_stopped = True
         self._loop.stop()
         self._loop.join(timeout)
 
@@ -252,7 +254,7 @@ class ServerEvents(EventBus):
         if not self._broker().features.topics:
             self._broker().subscribe(EVENTS)  # raises, in the broker's words
         started = Camera(self.stream(since=since), seconds, camera)
-        self._cameras.append(started)
+        self._cameras = [one for one in self._cameras if not one.is_stopped] + [started]
         return started
 
     def close(self) -> None:

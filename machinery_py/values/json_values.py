@@ -12,6 +12,7 @@ import dataclasses
 import datetime as dt
 import decimal
 import enum
+import itertools
 import math
 import reprlib
 import uuid
@@ -31,6 +32,8 @@ class NeedsTags(Exception):
 
 
 def shown(value: Any) -> str:
+    if isinstance(value, dict):
+        value = dict(itertools.islice(value.items(), 8))  # reprlib sorts all, and shows some
     simple = isinstance(value, (str, int, float, bytes, list, tuple, dict, type(None)))
     return reprlib.repr(value) if simple else f"<{type(value).__name__}>"  # never an address
 

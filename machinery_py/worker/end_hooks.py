@@ -75,16 +75,22 @@ class EndHooks:
         self._hooks = hooks
         self._queue: queue.SimpleQueue[Execution | None] = queue.SimpleQueue()
         self._loop = LoopThread(f"{name}-hooks", self._work)
-        self._has_started = self._was_behind = False
+        self._has_started = self._was_behind = self._is_closed = False
 
     def put(self, execution: Execution) -> None:
         """Call its handlers, if there are any. For the thread that commits."""
         if handlers_of(execution):
             self._queue.put(execution)
             if not self._has_started:
-                self._has_started = True
-                self._hooks.is_behind = self.is_behind
-                self._loop.start()
+                self._start()
+
+    def _start(self) -> None:
+        try:
+            self._loop.start()
+        except RuntimeError as error:
+            logger.error("no thread for on_… handlers: %s; the next end tries again", error)
+            return
+        self._has_started, self._hooks.is_behind = True, self.is_behind
 
     def is_behind(self) -> bool:
         """Return whether so many wait for their handlers that no new tasks are to be taken."""
@@ -99,9 +105,12 @@ class EndHooks:
         return is_behind
 
     def close(self, timeout: float) -> None:
-        """Call what waits, for so long at most."""
+        """Call what waits, for so long at most; once."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._queue.put(None)
-        if not self._loop.join(timeout):
+        if not self._loop.join(timeout) or self._queue.qsize() > 1:
             logger.error(
                 "the handlers of %d ended tasks are not called: one did not return within %g s",
                 max(0, self._queue.qsize() - 1),

@@ -119,13 +119,16 @@ async def await_handlers(
     kind: str, handlers: Sequence[Callable[..., object]], context: Context
 ) -> None:
     """Call handlers on the running loop; else as `call_handlers`."""
+    import asyncio  # loaded for coroutines only
+
     for handler in handlers:
         try:
             found = handler(context)
             if inspect.isawaitable(found):
                 await found
         except BaseException as error:  # user code
-            if type(error).__name__ == "CancelledError":
+            is_cancelled = isinstance(error, asyncio.CancelledError)
+            if is_cancelled and (task := asyncio.current_task()) and task.cancelling():
                 raise  # the time of the task is up
             _log_failure(kind, handler, context)
 

@@ -17,12 +17,15 @@ from machinery_py.errors import MachineryError
 from machinery_py.events import (
     Event,
     MessageDead,
+    TaskEnded,
     TaskFailed,
     TaskFenced,
     TaskRejected,
     TaskRetried,
     TaskRevoked,
+    TaskSent,
     TaskSucceeded,
+    kinds_of,
 )
 from machinery_py.registry.outcomes import REVOKED
 from machinery_py.revocation import let_go
@@ -310,11 +313,17 @@ def release(app: Application, executions: Sequence[Execution], verdicts: Sequenc
         let_go(app, revoked)
 
 
+#: Events that `report_end` emits.
+_TOLD = frozenset(
+    {TaskSent, *kinds_of(TaskEnded), TaskRevoked, TaskRejected, TaskFenced, MessageDead}
+)
+
+
 def report_end(app: Application, execution: Execution, verdict: Verdict) -> None:
     """Tell handlers and subscribers of a settled execution."""
     if app.hooks.on_end and verdict is not FENCED:
         execution.hooks.ended(execution)
-    if app.events.wanted:
+    if not app.events.wanted.isdisjoint(_TOLD):
         if execution.sends and verdict is not FENCED:
             app.report_sent(execution.sends)
         for event in _events(execution, verdict):
@@ -344,6 +353,7 @@ def _events(execution: Execution, verdict: Verdict) -> Iterator[Event]:
             yield TaskSucceeded(
                 signature=signature,
                 worker=worker,
+                notes=state.notes,
                 runtime=execution.runtime,
                 result=", ".join([shown(one.value) for one in state.results]),
             )
@@ -353,6 +363,7 @@ def _events(execution: Execution, verdict: Verdict) -> Iterator[Event]:
             yield TaskFailed(
                 signature=signature,
                 worker=worker,
+                notes=state.notes,
                 error=state.error,
                 error_type=state.error_type,
                 traceback=state.traceback,
@@ -360,7 +371,11 @@ def _events(execution: Execution, verdict: Verdict) -> Iterator[Event]:
         elif state.state is State.RETRY:
             delay = (state.eta - state.created_at).total_seconds() if state.eta else 0.0
             yield TaskRetried(
-                signature=signature, worker=worker, error=state.error, delay=max(0.0, delay)
+                signature=signature,
+                worker=worker,
+                notes=state.notes,
+                error=state.error,
+                delay=max(0.0, delay),
             )
 
 

@@ -140,7 +140,7 @@ class Steering:
             failed=self._settler.failed,
             connected=self._receiver.connected,
             memory=proc.memory(),
-            load=os.getloadavg() if hasattr(os, "getloadavg") else None,
+            load=proc.load(),
             threads=threading.active_count(),
             events=self._app.publisher.is_on,
         )

@@ -172,8 +172,6 @@ def write(made: Iterable[TaskLine]) -> None:
 
 
 def _write(lines: Sequence[TaskLine]) -> None:
-    if not lines:
-        return
     found = False
     one: logging.Logger | None = logger
     while one is not None:
@@ -189,6 +187,8 @@ def _write(lines: Sequence[TaskLine]) -> None:
 def _hand(handler: logging.Handler, lines: Sequence[TaskLine]) -> None:
     if handler.level > INFO:
         lines = [line for line in lines if line.level >= handler.level]
+    if not lines:
+        return
     write_lines = getattr(handler, "write_lines", None)
     if write_lines is not None and len(logger.filters) == _OWN_FILTERS and not handler.filters:
         write_lines(lines)

@@ -9,6 +9,7 @@ import pty
 import subprocess
 import sys
 import termios
+import time
 
 from machinery_py.brokers.base import QueueStats, WorkerInfo
 from machinery_py.cli.watch import picture
@@ -145,7 +146,10 @@ def test_top_redraws_until_q_is_pressed(app: App) -> None:
 def test_top_shows_stalled_and_lost_workers_and_a_broker_that_is_away() -> None:
     """T46, T47."""
     now, state = dt.datetime.now(UTC), FleetState()
-    state.apply([WorkerHeartbeat(worker="gone", host="h", pid=7, active=2, interval=2.5)])
+    long_ago = FleetState(lambda: time.monotonic() - 60.0)
+    long_ago.apply([WorkerHeartbeat(worker="gone", host="h", pid=7, active=2, interval=2.5)])
+    state.workers.update(long_ago.workers)
+    state.apply([WorkerHeartbeat(worker="unlisted", host="h", pid=9, active=2, interval=2.5)])
     stalled = WorkerInfo(
         session="s",
         name="busy",
@@ -164,4 +168,5 @@ def test_top_shows_stalled_and_lost_workers_and_a_broker_that_is_away() -> None:
     assert "the broker cannot be asked: Redis is away" in lines
     assert any(line.startswith("busy h 8 stalled - - - ") for line in lines)
     assert any(line.startswith("gone h 7 lost - - - ") for line in lines)
+    assert any(line.startswith("unlisted h 9 alive - - - ") for line in lines)
     assert "q (paused) 0 0 0 0 0.0" in lines

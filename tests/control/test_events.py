@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from machinery_py import Config, Server, Signature
+from machinery_py import Config, Context, Server, Signature
 from machinery_py.brokers.base import Broker
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.brokers.topics import PushedSubscription
@@ -32,6 +32,7 @@ from machinery_py.errors import BrokerUnavailable, Unsupported
 from machinery_py.events import (
     Event,
     EventBus,
+    TaskEnded,
     TaskEvent,
     TaskFailed,
     TaskRejected,
@@ -44,6 +45,8 @@ from machinery_py.events import (
 )
 from machinery_py.testing.waiting import HANG, together, wait_until
 from machinery_py.version import __version__
+
+LONG = 3600.0
 
 
 class Fleet:
@@ -128,6 +131,25 @@ def test_stream_tells_what_happens_in_other_processes(fleet: Fleet) -> None:
     assert ended.event is ended
 
 
+def test_events_of_ends_have_the_notes_of_the_task(fleet: Fleet) -> None:
+    runner = fleet.server()
+
+    @runner.task(retries=1, backoff=[0.0])
+    def sync(ctx: Context) -> None:
+        ctx.note(step=ctx.attempt, of=["a", "b"])
+        raise ConnectionError("refused")
+
+    with runner.events.stream(TaskEvent) as stream, runner.new_worker("ada", 1):
+        sync.send()
+        found = until(stream, TaskFailed)
+
+    assert {one.kind: one.notes for one in found if isinstance(one, TaskEnded)} == {
+        "TaskRetried": {"step": 1, "of": ["a", "b"]},
+        "TaskFailed": {"step": 2, "of": ["a", "b"]},
+    }
+    assert all("notes" not in one.as_json() for one in found if not isinstance(one, TaskEnded))
+
+
 class Skewed:
     """A machine's clock that is wrong by so many hours."""
 
@@ -206,6 +228,34 @@ def test_nothing_is_made_while_events_are_off(fleet: Fleet) -> None:
 
     assert topic.read(0.0) == []
     assert server.app.lamport.value == clock
+
+
+def test_no_end_is_made_for_a_listener_of_workers_alone(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, made = fleet.server(events=False), list[Event]()
+    monkeypatch.setattr(server.events, "emit", made.append)
+    server.events.subscribe(WorkerOnline, lambda event: None)
+
+    with server.new_worker("ada", 1):
+        assert server.register_task("add", add).send(1, 2).get(timeout=HANG) == 3
+
+    assert not [one for one in made if isinstance(one, TaskEvent)]
+
+
+def test_unique_task_carries_the_clock_of_its_sending(fleet: Fleet) -> None:
+    """L06."""
+    ahead, runner = fleet.server(), fleet.server()
+    ahead.app.lamport.adjust(ahead.app.lamport.value + 10**12)
+    for server in (ahead, runner):
+        server.task("add", unique=True)(add)
+
+    with runner.events.stream(TaskEvent) as stream, runner.new_worker("ada", 1):
+        ahead.get_registered_task("add").send(1, 2)
+        ahead.app.publisher.close()
+        found = until(stream, TaskSucceeded)
+
+    assert kinds(sorted(found, key=lambda one: one.stamp))[0] == "TaskSent"
 
 
 def test_stream_of_some_kinds_leaves_the_others_out(fleet: Fleet) -> None:
@@ -320,6 +370,7 @@ class AwayBroker(MemoryBroker):
     """A broker whose topics are away, or hang, when the test says so."""
 
     is_away = False
+    fault: Exception = BrokerUnavailable("away")
     may_answer = threading.Event()
 
     def subscribe(self, topic: str, *, since: float = 0.0) -> PushedSubscription:
@@ -331,7 +382,7 @@ class AwayBroker(MemoryBroker):
         if topic == EVENTS:
             assert self.may_answer.wait(HANG)
         if self.is_away:
-            raise BrokerUnavailable("away")
+            raise self.fault
         super().broadcast(topic, records, ttl=ttl)
 
 
@@ -389,12 +440,15 @@ def test_emitter_never_waits_and_what_does_not_fit_is_counted(
     assert [one.lost for one in until(bare.stream, WorkerHeartbeat)] == [3]
 
 
+@pytest.mark.parametrize("fault", [BrokerUnavailable("away"), OverflowError("away")], ids=repr)
 def test_store_that_is_away_costs_events_and_nothing_else(
-    bare: Bare, caplog: pytest.LogCaptureFixture
+    bare: Bare, caplog: pytest.LogCaptureFixture, fault: Exception
 ) -> None:
-    bare.broker.is_away = True
+    bare.broker.is_away, bare.broker.fault = True, fault
     bare.emit("a", "b")
-    wait_until(lambda: "events are lost: away (2 of this process so far)" in caplog.text)
+    wait_until(lambda: "(2 of this process so far)" in caplog.text)
+    assert "events are lost: " in caplog.text
+    assert "away" in caplog.text
     assert bare.publisher.lost == 2
 
     bare.broker.is_away = False
@@ -588,6 +642,9 @@ def test_camera_is_shown_the_state_of_the_fleet(
     wait_until(lambda: shots[-1][:2] == ([], 1))
     handle.stop()
     handle.stop()
+    server.events.every(LONG, camera).stop()
+    server.events.every(LONG, camera)
+    assert len(server.events._cameras) == 1
     count = len(shots)
     server.close()
     assert len(shots) == count

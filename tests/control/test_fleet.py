@@ -75,10 +75,16 @@ def test_worker_is_alive_until_three_heartbeats_are_missed(told: Told) -> None:
 
 
 def test_worker_that_is_silent_for_long_is_forgotten(told: Told) -> None:
-    told.tell(WorkerOnline(worker="a"))
-    told.clock.advance(fleet.FORGOTTEN + 1)
-    told.tell(WorkerOnline(worker="b"))
+    told.tell(WorkerOnline(worker="a"), WorkerOnline(worker="b"))
+    told.tell(TaskStarted(signature=call("one"), worker="a"))
+    told.clock.advance(fleet.FORGOTTEN - 1)
+    told.tell(WorkerHeartbeat(worker="b"))
+    told.clock.advance(2)
+    assert list(told.state.workers) == ["a", "b"]
+
+    told.tell(WorkerHeartbeat(worker="b"))
     assert list(told.state.workers) == ["b"]
+    assert told.state.running == {}
 
 
 def test_events_of_tasks_are_counted_by_task_and_by_queue(told: Told) -> None:

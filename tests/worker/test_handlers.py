@@ -262,6 +262,82 @@ def test_coroutine_task_has_its_handlers_on_its_loop(server: Server) -> None:
 # Handlers that misbehave
 
 
+def test_coroutine_handler_that_meets_a_cancellation_of_its_own_changes_nothing(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    @server.before_task
+    @server.after_task
+    async def cancel(ctx: Context) -> None:
+        inner = asyncio.ensure_future(asyncio.sleep(LONG))
+        inner.cancel()
+        await inner
+
+    @server.task
+    async def coroutine() -> int:
+        return 7
+
+    with server.new_worker(concurrency=1):
+        assert coroutine.send().get(timeout=HANG) == 7
+
+    assert caplog.text.count("handler") >= 2
+
+
+def test_time_limit_ends_a_coroutine_handler(server: Server) -> None:
+    @server.before_task
+    async def hang(ctx: Context) -> None:
+        await asyncio.sleep(LONG)
+
+    @server.task(time_limit=0.05)
+    async def coroutine() -> int:
+        return 7
+
+    with server.new_worker(concurrency=1), pytest.raises(TaskFailed, match="time limit"):
+        coroutine.send().get(timeout=HANG)
+
+
+def test_handlers_are_called_when_a_thread_can_be_had_again(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    called: list[str] = []
+    server.on_success(lambda ctx, result: called.append(ctx.uuid))
+    task = server.task("t")(_return)
+    start, failures = threading.Thread.start, iter([True])
+
+    def start_or_not(self: threading.Thread) -> None:
+        if self.name.endswith("-hooks") and next(failures, False):
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_not)
+    with server.new_worker(concurrency=1):
+        uuids = []
+        for _ in range(2):
+            uuids.append(task.send().uuid)
+            assert server.result(uuids[-1]).get(timeout=HANG) == 1
+
+    assert called == uuids
+    assert caplog.text.count("no thread for on_… handlers: can't start new thread") == 1
+
+
+def test_stop_waits_once_for_a_handler_that_hangs(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine, "LOOP_WAIT", 0.05)
+    gate, entered = threading.Event(), threading.Event()
+
+    @server.on_success
+    def hang(ctx: Context, result: object) -> None:
+        entered.set()
+        gate.wait(HANG)
+
+    with server.new_worker(concurrency=1):
+        server.task("t")(_return).send()
+        assert entered.wait(HANG)
+    gate.set()
+
+    assert caplog.text.count("one did not return within 0.05 s") == 1
+
+
 def _exit(*_: object) -> None:
     sys.exit("enough")
 

@@ -298,7 +298,7 @@ def test_lines_are_written_as_records_would_be(
     records: pytest.LogCaptureFixture,
     formatter: Any,
 ) -> None:
-    logging.setLogRecordFactory(TaskRecord)
+    monkeypatch.setattr(logging, "_logRecordFactory", TaskRecord)
     lines: list[task_log.TaskLine] = []
     monkeypatch.setattr(task_log, "write", lines.extend)
     server.task("t")(_return).send()
@@ -310,7 +310,7 @@ def test_lines_are_written_as_records_would_be(
     handler.setFormatter(formatter)
 
     handler.write_lines(lines)
-    logging.setLogRecordFactory(logging.LogRecord)
+    monkeypatch.setattr(logging, "_logRecordFactory", logging.LogRecord)
 
     quick, out = out.getvalue(), io.StringIO()
     handler.setStream(out)
@@ -323,6 +323,25 @@ def test_lines_are_written_as_records_would_be(
         ]
     else:
         assert quick == out.getvalue()
+
+
+def test_handler_that_wants_errors_alone_writes_nothing_of_successes(server: Server) -> None:
+    out = io.StringIO()
+    handler = LinesHandler(out)
+    handler.setFormatter(TextFormatter(colours=False))
+    handler.setLevel("ERROR")
+    logger = logging.getLogger(task_log.NAME)
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel("INFO")
+    try:
+        server.task("t")(_return).send()
+        run_all(server)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+    assert out.getvalue() == ""
 
 
 def test_block_of_a_pipe_has_whole_lines_only(server: Server) -> None:

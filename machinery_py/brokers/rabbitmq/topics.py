@@ -8,7 +8,6 @@ connection was lost or the process did not read, is not counted as missed.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -79,7 +78,7 @@ class AMQPSubscription(PushedSubscription):
         super().__init__(driver.clock)
         self._driver = driver
         self._topic = topic
-        self._opening = threading.Lock()
+        self._opening = ForkLock()
         self._link = self._open()
 
     def _open(self) -> AmqpConnection:

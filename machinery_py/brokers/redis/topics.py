@@ -10,12 +10,12 @@ packet, says how old the records are.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 from machinery_py.brokers.redis import scripts
 from machinery_py.brokers.topics import READ, KeptRecord, KeptSubscription
+from machinery_py.connections.forks import ForkLock
 from machinery_py.connections.redis.client import RedisConnection, RedisDriver, command, raw
 from machinery_py.connections.redis.keys import topic_key
 from machinery_py.errors import BrokerUnavailable, MachineryError, PublishUnknown
@@ -41,7 +41,7 @@ class RedisSubscription(KeptSubscription):
         self._block = min(BLOCK, driver.limits.block)
         self._link: RedisConnection | None = None
         self._asleep = b""  # the number of the connection while it blocks
-        self._reading = threading.Lock()
+        self._reading = ForkLock()
         self._after = b"0-0"
         self._next = 1
         if since > 0:
