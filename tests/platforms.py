@@ -42,6 +42,7 @@ HEAD = (
 
 FAST = (
     "tests/config",
+    "tests/inspection",
     "tests/models",
     "tests/registry",
     "tests/results",

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import msgspec
 
+from machinery_py.backends.listings import StateLister
 from machinery_py.connections.durability import Concern
 from machinery_py.errors import StateNotFound, Unsupported
 from machinery_py.tasks.signature import Arg, Signature
@@ -279,7 +280,7 @@ class RecordKeeper:
         )
 
 
-class Backend(RecordKeeper, ABC):
+class Backend(RecordKeeper, StateLister, ABC):
     """Remembers how far each task is. Reads change nothing. Any thread may call any method."""
 
     @abstractmethod
@@ -319,34 +320,21 @@ class Backend(RecordKeeper, ABC):
         """Forget groups that are settled or gone: `partial_groups` is not to give them again."""
         del group_uuids  # nothing is listed here
 
-    def list_states(
-        self,
-        *,
-        state: State | None = None,
-        name: str = "",
-        since: dt.datetime | None = None,
-        limit: int = 100,
-    ) -> list[TaskState]:
-        """The newest states. `since`: changed at or after that moment.
+    def delete_finished(self, uuids: Sequence[str]) -> list[str]:
+        """Forget those of these tasks that are finished, and return them.
 
-        Raises:
-            Unsupported: this backend cannot list (`BackendFeatures.listing`).
+        Results that a chord waits for stay. Raises as `list_states`.
         """
-        raise self._unlisted()
+        over = [one for one in self.get_states(uuids).values() if one.is_finished]
+        if over:
+            self._delete_finished(over)
+        # Looked at again, since the reply may have been lost.
+        left = self.get_states([one.task_uuid for one in over])
+        return [one.task_uuid for one in over if one.task_uuid not in left]
 
-    def find(self, prefix: str, limit: int = 2) -> list[str]:
-        """UUIDs that begin like this. Raises as `list_states`."""
+    def _delete_finished(self, states: Sequence[TaskState]) -> None:
+        """Forget each that is finished still, and that no chord waits for."""
         raise self._unlisted()
-
-    def finished_since(self, moment: dt.datetime) -> dict[str, tuple[int, int]]:
-        """Count tasks per queue since then: (succeeded, failed). Raises as `list_states`."""
-        raise self._unlisted()
-
-    def _unlisted(self) -> Unsupported:
-        return Unsupported(
-            f"the {self.features.name} backend cannot list the tasks that it keeps: ask for one by "
-            "its whole UUID"
-        )
 
     @abstractmethod
     def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import datetime as dt
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from machinery_py.backends.base import REVOKED_LIFE, Listener, ReadyGroup, Records
+from machinery_py.backends.listings import Count, Listing, Place, counts_of
 from machinery_py.backends.polling import PollingListener
 from machinery_py.backends.transactional import Row, TransactionalBackend
-from machinery_py.clock import SYSTEM_CLOCK, Clock
+from machinery_py.clock import SYSTEM_CLOCK, Clock, micros
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 
+LOOK = 10_000  # states that one step of a listing looks at
 SWEEP = 60.0  # seconds between two looks for what has expired
+LONG_AGO = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
+INSTANT = dt.timedelta(microseconds=1)
 LONGEST_CHORD = dt.timedelta(days=7)  # without an arrival, until its results may expire
 
 
@@ -92,10 +96,12 @@ class MappingBackend(TransactionalBackend):
 
     def _save(self, rows: Sequence[tuple[str, Row]]) -> None:
         now, tables = self.now(), self._tables
+        # Never the same moment twice: the listings are ordered by it.
+        latest = next(reversed(tables.changed_at.values()), LONG_AGO)
         for uuid, row in rows:
             tables.rows[uuid] = row
             tables.changed_at.pop(uuid, None)
-            tables.changed_at[uuid] = now
+            tables.changed_at[uuid] = latest = max(now, latest + INSTANT)
 
     def _add_groups(self, groups: Sequence[GroupMeta]) -> None:
         for meta in groups:
@@ -221,22 +227,33 @@ class MappingBackend(TransactionalBackend):
     def list_states(
         self,
         *,
-        state: State | None = None,
+        states: Collection[State] = (),
         name: str = "",
         since: dt.datetime | None = None,
+        after: Place | None = None,
         limit: int = 100,
-    ) -> list[TaskState]:
-        found: list[TaskState] = []
+    ) -> Listing:
+        found: list[tuple[Place, TaskState]] = []
+        looked, end = 0, after
         with self._transaction():
-            for uuid, changed_at in reversed(self._tables.changed_at.items()):
-                one = self._tables.rows[uuid].state
-                if len(found) >= limit or (since is not None and changed_at < since):
-                    break
-                if one is None or state not in (None, one.state) or name not in ("", one.task_name):
+            for place in self._places(since, after):
+                if looked >= LOOK or len(found) >= limit:
+                    return Listing(found=found, end=end, looked=looked)
+                one, end, looked = self._tables.rows[place[1]].state, place, looked + 1
+                fits = one is not None and one.state in (states or State)
+                if one is None or not fits or name not in ("", one.task_name):
                     continue
-                if not self._is_over(uuid, one):
-                    found.append(one)
-        return found
+                if not self._is_over(place[1], one):
+                    found.append((place, one))
+        return Listing(found=found, end=None, looked=looked)
+
+    def _places(self, since: dt.datetime | None, after: Place | None) -> Iterator[Place]:
+        for uuid, changed_at in reversed(self._tables.changed_at.items()):
+            if since is not None and changed_at < since:
+                return
+            place = micros(changed_at), uuid
+            if after is None or place < after:
+                yield place
 
     def find(self, prefix: str, limit: int = 2) -> list[str]:
         with self._transaction():
@@ -246,14 +263,15 @@ class MappingBackend(TransactionalBackend):
                 if uuid.startswith(prefix) and not self._is_over(uuid, row.state)
             )[:limit]
 
-    def finished_since(self, moment: dt.datetime) -> dict[str, tuple[int, int]]:
-        counts: dict[str, tuple[int, int]] = {}
-        for state in self.list_states(since=moment, limit=2**31):
-            if state.is_finished:
-                good, bad = counts.get(state.queue, (0, 0))
-                failed = state.state is State.FAILURE
-                counts[state.queue] = (good + (not failed), bad + failed)
-        return counts
+    def finished_since(self, moment: dt.datetime, step: int = 3600) -> list[Count]:
+        rows: list[tuple[int, str, int, int]] = []
+        with self._transaction():
+            for at, uuid in self._places(moment, None):
+                one = self._tables.rows[uuid].state
+                if one is not None and one.is_finished and not self._is_over(uuid, one):
+                    second, failed = at // 1_000_000, one.state is State.FAILURE
+                    rows.append((second - second % step, one.queue, not failed, failed))
+        return counts_of(rows)
 
     def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
         until = self.now() + dt.timedelta(seconds=life)
@@ -268,6 +286,14 @@ class MappingBackend(TransactionalBackend):
         with self._transaction():
             self._tables.rows.pop(task_uuid, None)
             self._tables.changed_at.pop(task_uuid, None)
+
+    def _delete_finished(self, states: Sequence[TaskState]) -> None:
+        with self._transaction():
+            awaited = self._awaited()
+            for uuid in {one.task_uuid for one in states} - awaited:
+                row = self._tables.rows.get(uuid)
+                if row is not None and row.state is not None and row.state.is_finished:
+                    self.purge_state(uuid)
 
     def purge_group_meta(self, group_uuid: str) -> None:
         with self._transaction():

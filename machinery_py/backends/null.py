@@ -23,7 +23,7 @@ from machinery_py.backends.base import (
 )
 from machinery_py.clock import Clock
 from machinery_py.errors import Unsupported
-from machinery_py.tasks.states import GroupMeta, State, TaskState
+from machinery_py.tasks.states import GroupMeta, TaskState
 
 
 class NullBackend(Backend, OutboxBackend):
@@ -79,21 +79,8 @@ class NullBackend(Backend, OutboxBackend):
     def ready_groups(self, limit: int) -> list[ReadyGroup]:
         return []
 
-    def list_states(
-        self,
-        *,
-        state: State | None = None,
-        name: str = "",
-        since: dt.datetime | None = None,
-        limit: int = 100,
-    ) -> list[TaskState]:
-        raise self._unsupported("states")
-
     def find(self, prefix: str, limit: int = 2) -> list[str]:
         return []
-
-    def finished_since(self, moment: dt.datetime) -> dict[str, tuple[int, int]]:
-        return {}
 
     def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
         raise self._unsupported("revocations")
@@ -109,6 +96,9 @@ class NullBackend(Backend, OutboxBackend):
 
     def listener(self) -> Listener:
         return _Deaf()
+
+    def _unlisted(self) -> Unsupported:
+        return self._unsupported("states")
 
     @staticmethod
     def _unsupported(what: str) -> Unsupported:

@@ -1,4 +1,4 @@
-"""`server.inspect`: reports on queues, workers, tasks and dead letters, and actions on them."""
+"""The methods of `server.inspect`."""
 
 from __future__ import annotations
 
@@ -6,71 +6,47 @@ import datetime as dt
 import sys
 from collections.abc import Sequence
 
-import msgspec
-
-from machinery_py.app import STEP_FAILED, Application
+from machinery_py.app import Application
 from machinery_py.async_twins import twin
-from machinery_py.brokers.base import DeadLetter, Message, WorkerInfo
+from machinery_py.backends.listings import Count
+from machinery_py.brokers.base import DeadLetter, WorkerInfo
 from machinery_py.errors import (
     BackendUnavailable,
     BrokerUnavailable,
-    DecodeError,
     MachineryError,
-    PublishRefused,
-    PublishUnknown,
     StateNotFound,
     Unsupported,
 )
-from machinery_py.names import check_queue
-from machinery_py.stores.base import REASON_FAILED, Submission
-from machinery_py.tasks.signature import (
-    HEADER_ATTEMPT,
-    HEADER_LAST,
-    HEADER_LOST,
-    HEADER_LOST_HOW,
-    HEADER_POSTPONED,
-    HEADER_RUN,
-    UNLIMITED,
-    Signature,
-    new_uuid,
+from machinery_py.inspection.replay import anew, replay, replayed
+from machinery_py.inspection.reports import (
+    ErrorSummary,
+    QueueReport,
+    TaskPage,
+    TaskReport,
+    children_of,
 )
-from machinery_py.tasks.states import State, TaskState, state_named
+from machinery_py.inspection.search import (
+    UNTIMED,
+    Filter,
+    decoded,
+    moment,
+    search,
+    states_of,
+    summary,
+)
+from machinery_py.names import check_queue
+from machinery_py.tasks.attempts import attempts_of
+from machinery_py.tasks.states import State, TaskState
 from machinery_py.texts import get_logger, quoted
-from machinery_py.wire.signatures import decode_signature, encode_signature
+from machinery_py.wire.signatures import decode_signature
 
 logger = get_logger(__name__)
 
 AWAY = (BrokerUnavailable, BackendUnavailable)
 RATE_WINDOW = 60.0  # seconds that "per minute" is counted over
-MOST = 100_000  # states or dead letters that one call looks through
-
-
-class QueueReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of one queue.
-
-    Attributes:
-        failed: tasks that failed and whose states are still kept.
-        oldest: seconds that its oldest waiting message has waited.
-        per_minute: tasks that ended in the last minute.
-        paused: whether workers take nothing from it.
-    """
-
-    queue: str
-    waiting: int
-    running: int
-    delayed: int
-    dead: int
-    failed: int
-    oldest: float
-    per_minute: int
-    paused: bool = False
-
-
-class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a task, and its signature if it failed or waits in a queue, else None."""
-
-    state: TaskState
-    signature: Signature[object] | None = None
+MOST = 100_000  # dead letters that one call looks through
+MEMBERS = 1000  # of a group, whose states are read
+BATCH = 1000  # states that are deleted in one step
 
 
 def worker_hint(app: Application, queue: str) -> tuple[str, str]:
@@ -115,7 +91,11 @@ class Inspector:
         def ended(seconds: float) -> dict[str, tuple[int, int]]:
             if not store.backend.features.listing:
                 return {}
-            return store.backend.finished_since(now - dt.timedelta(seconds=seconds))
+            counts: dict[str, tuple[int, int]] = {}
+            for one in store.backend.finished_since(now - dt.timedelta(seconds=seconds)):
+                good, bad = counts.get(one.queue, (0, 0))
+                counts[one.queue] = good + one.succeeded, bad + one.failed
+            return counts
 
         rates, failures = ended(RATE_WINDOW), ended(self._app.config.results_expire_in)
         return [
@@ -141,6 +121,51 @@ class Inspector:
 
     workers_async = twin(workers)
 
+    def search(
+        self,
+        *,
+        state: str | State | Sequence[str | State] = (),
+        name: str = "",
+        queue: str = "",
+        worker: str = "",
+        text: str = "",
+        since: dt.datetime | float | None = None,
+        until: dt.datetime | float | None = None,
+        limit: int = 100,
+        cursor: str = "",
+        within: float = 0.25,
+    ) -> TaskPage:
+        """Return a page of the states of tasks, the last changed first.
+
+        It may hold few tasks, or none, though more follow: then the time was up. A task that
+        changes meanwhile moves to the front, and does not come again.
+
+        Args:
+            state: some of the six, in any case; "failed", "done" and the like are understood.
+            text: in any case, in errors, error types, results, and arguments where the message is
+                kept (`TaskReport`).
+            since, until: last changed then or between; or that many seconds ago.
+            cursor: of the page before.
+            within: seconds that are spent on looking.
+
+        Raises:
+            ArgumentError: the cursor is none, or a moment has no time zone.
+            ValueError: there is no such state.
+            Unsupported: the backend cannot list its states.
+        """
+        wanted = Filter(
+            states=states_of(state),
+            name=name,
+            queue=queue,
+            worker=worker,
+            text=text.casefold(),
+            since=moment(self._app, since),
+            until=moment(self._app, until),
+        )
+        return search(self._app, wanted, limit=limit, cursor=cursor, within=within)
+
+    search_async = twin(search)
+
     def tasks(
         self,
         *,
@@ -150,26 +175,52 @@ class Inspector:
         queue: str = "",
         limit: int = 50,
     ) -> list[TaskState]:
-        """Return the states of tasks, the last changed first.
+        """Return the states of tasks, the last changed first, however long that takes.
 
         Args:
-            state: one of the six, in any case; "failed", "done" and the like are understood.
-            since: changed at or after this moment, or at most that many seconds ago.
+            state, since: as of `search`.
             queue: without another filter: the waiting tasks of the queue, the next to run first.
         """
         if queue and state is None and not name and since is None:
             messages = self._app.store.broker.pending(queue, limit)
             states = self._app.store.backend.get_states([message.uuid for message in messages])
             return [states[message.uuid] for message in messages if message.uuid in states]
-        if isinstance(since, int | float):
-            since = self._app.clock.now() - dt.timedelta(seconds=since)
-        wanted = state_named(state) if isinstance(state, str) else state
-        found = self._app.store.backend.list_states(
-            state=wanted, name=name, since=since, limit=limit if not queue else MOST
+        page = self.search(
+            state=state or (), name=name, since=since, queue=queue, limit=limit, within=UNTIMED
         )
-        return [one for one in found if queue in ("", one.queue)][:limit]
+        return list(page.tasks)
 
     tasks_async = twin(tasks)
+
+    def errors(
+        self,
+        *,
+        since: dt.datetime | float | None = None,
+        name: str = "",
+        queue: str = "",
+        within: float = 0.25,
+    ) -> ErrorSummary:
+        """Group the kept failures by task and error type, the newest first until the time is up.
+
+        Args:
+            since, within: as of `search`, which also says what is raised.
+        """
+        states, begun_at = [State.FAILURE], moment(self._app, since)
+        wanted = Filter(states=states, name=name, queue=queue, since=begun_at)
+        return summary(self._app, wanted, within=within)
+
+    errors_async = twin(errors)
+
+    def history(self, *, seconds: float = 3600.0, step: int = 60) -> list[Count]:
+        """Return how many tasks ended of late, by queue and by steps of so many seconds.
+
+        The steps are those of unix time; one in which nothing ended is left out. Redis knows the
+        last hour, other stores what they still keep.
+        """
+        moment = self._app.clock.now() - dt.timedelta(seconds=seconds)
+        return self._app.store.backend.finished_since(moment, max(1, step))
+
+    history_async = twin(history)
 
     def find(self, prefix: str) -> str:
         """Return the UUID with this prefix; a backend that cannot list its states needs all of it.
@@ -198,9 +249,22 @@ class Inspector:
         Raises:
             StateNotFound: nothing is known.
         """
-        state = self._app.store.backend.get_state(self.find(uuid))
-        body = state.message if state.is_finished else self._waiting_body(state)
-        return TaskReport(state=state, signature=_decoded(body))
+        backend = self._app.store.backend
+        state = backend.get_state(self.find(uuid))
+        signature = decoded(state.message if state.is_finished else self._waiting_body(state))
+        if signature is None:
+            return TaskReport(state=state)
+        group = backend.get_group(signature.group_uuid) if signature.group_uuid else None
+        uuids = group.task_uuids[:MEMBERS] if group is not None else ()
+        states = backend.member_states(signature.group_uuid, uuids) if uuids else {}
+        return TaskReport(
+            state=state,
+            signature=signature,
+            attempts=attempts_of(signature),
+            children=children_of(signature),
+            group=group,
+            members=[states[uuid] for uuid in uuids if uuid in states],
+        )
 
     task_async = twin(task)
 
@@ -211,6 +275,24 @@ class Inspector:
         except Unsupported:
             return b""
         return next((message.body for message in waiting if message.uuid == state.task_uuid), b"")
+
+    def delete(self, uuids: Sequence[str]) -> list[str]:
+        """Forget the states of finished tasks, and return the UUIDs of those that are forgotten.
+
+        Others stay, and so do results that a chord waits for.
+
+        Raises:
+            Unsupported: the backend cannot list its states.
+        """
+        backend = self._app.store.backend
+        starts = range(0, len(uuids), BATCH)
+        return [
+            uuid
+            for start in starts
+            for uuid in backend.delete_finished(uuids[start : start + BATCH])
+        ]
+
+    delete_async = twin(delete)
 
     def retry(
         self,
@@ -236,82 +318,10 @@ class Inspector:
             found = list(self._app.store.backend.get_states(list(uuids)).values())
         else:
             found = self.tasks(state=state, name=name, since=since, limit=limit)
-        failed = [
-            _anew(decode_signature(one.message))
-            for one in found
-            if one.state is State.FAILURE and one.message
-        ]
-        return self._replay([(one, encode_signature(one)) for one in failed])
+        failed = [one for one in found if one.state is State.FAILURE and one.message]
+        return replay(self._app, [anew(decode_signature(one.message)) for one in failed])
 
     retry_async = twin(retry)
-
-    def _replay(self, pairs: Sequence[tuple[Signature[object], bytes]]) -> list[str]:
-        """Send these messages again; return the UUIDs, without those that were refused for good."""
-        sent: list[str] = []
-        for start in range(0, len(pairs), 1000):
-            sent += self._replay_batch(pairs[start : start + 1000])
-        return sent
-
-    def _replay_batch(self, pairs: Sequence[tuple[Signature[object], bytes]]) -> list[str]:
-        now = self._app.clock.now()
-        submission = Submission(
-            token=new_uuid(""),
-            messages=[
-                Message(
-                    uuid=one.uuid,
-                    name=one.name,
-                    queue=one.routing_key,
-                    body=body,
-                    priority=one.priority,
-                )
-                for one, body in pairs
-            ],
-            states=[
-                *(self._app.pending(one, now) for one, _ in pairs),
-                *self._mended([one for one, _ in pairs]),
-            ],
-            replay=True,
-        )
-        try:
-            self._app.store.submit(submission)
-        except (PublishRefused, PublishUnknown) as error:
-            if not error.permanent or len(pairs) == 1:
-                raise
-            refused: MachineryError = error
-        else:
-            return [one.uuid for one, _ in pairs]
-        sent: list[str] = []
-        for pair in pairs:
-            try:
-                sent += self._replay_batch([pair])
-            except (PublishRefused, PublishUnknown) as error:
-                if not error.permanent:
-                    raise
-                uuid = pair[0].uuid
-                logger.error(
-                    "task %s cannot be sent again: %s", uuid, error, extra={"task_uuid": uuid}
-                )
-                refused = error
-        if not sent:
-            raise refused
-        return sent
-
-    def _mended(self, signatures: Sequence[Signature[object]]) -> list[TaskState]:
-        """Return new states of the tasks that failed only because a step before them had failed."""
-        lasts = {
-            str(one.headers[HEADER_LAST]) for one in signatures if one.headers.get(HEADER_LAST)
-        }
-        states = self._app.store.backend.get_states(sorted(lasts)).values() if lasts else ()
-        return [
-            TaskState(
-                task_uuid=one.task_uuid,
-                task_name=one.task_name,
-                created_at=one.created_at,
-                queue=one.queue,
-            )
-            for one in states
-            if one.state is State.FAILURE and one.error_type == STEP_FAILED
-        ]
 
     def purge(self, queue: str) -> int:
         """Delete all waiting and delayed messages of a queue, and return how many."""
@@ -375,11 +385,11 @@ class Inspector:
             The UUIDs of the tasks that were sent.
         """
         letters = [self.dead_letter(id) for id in ids]
-        found = [(letter, _decoded(letter.body)) for letter in letters]
+        found = [(letter, decoded(letter.body)) for letter in letters]
         usable = [(letter, one) for letter, one in found if one is not None and one.name]
         # Published first, removed then: after a crash in between there is a letter too many, never
         # one too few.
-        sent = self._replay([_replayed(letter, one) for letter, one in usable])
+        sent = replay(self._app, [replayed(letter, one) for letter, one in usable])
         gone = frozenset(sent)
         taken = [letter.id for letter, one in usable if one.uuid in gone]
         try:
@@ -405,31 +415,3 @@ class Inspector:
         return len(self._app.store.broker.take_dead([self.dead_letter(id).id for id in ids]))
 
     delete_dead_async = twin(delete_dead)
-
-
-def _replayed(letter: DeadLetter, signature: Signature[object]) -> tuple[Signature[object], bytes]:
-    """Return what is sent in place of the letter."""
-    if letter.reason == REASON_FAILED or signature.strikes:
-        signature = _anew(signature)
-        return signature, encode_signature(signature)
-    return signature, letter.body
-
-
-def _anew(signature: Signature[object]) -> Signature[object]:
-    """Return the signature as before its first try; each counted try took one from RetryCount."""
-    ours = (HEADER_RUN, HEADER_ATTEMPT, HEADER_POSTPONED, HEADER_LOST, HEADER_LOST_HOW)
-    tries = signature.retry_count + signature.attempt - 1
-    return signature.replace(
-        headers={key: value for key, value in signature.headers.items() if key not in ours},
-        retry_count=min(UNLIMITED, tries),  # a message may hold any number
-        retry_timeout=0,
-        eta=None,
-    )
-
-
-def _decoded(body: bytes) -> Signature[object] | None:
-    """Return the signature; None if the bytes are none."""
-    try:
-        return decode_signature(body) if body else None
-    except DecodeError:
-        return None

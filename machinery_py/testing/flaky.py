@@ -18,7 +18,7 @@ from __future__ import annotations
 import datetime as dt
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 from machinery_py.backends.base import (
@@ -34,6 +34,7 @@ from machinery_py.backends.base import (
     Verdict,
     outbox_of,
 )
+from machinery_py.backends.listings import Count, Listing, Place
 from machinery_py.brokers.base import (
     Broker,
     Consumer,
@@ -352,18 +353,24 @@ class FlakyBackend(Backend, OutboxBackend):
     def list_states(
         self,
         *,
-        state: State | None = None,
+        states: Collection[State] = (),
         name: str = "",
         since: dt.datetime | None = None,
+        after: Place | None = None,
         limit: int = 100,
-    ) -> list[TaskState]:
-        return self.inner.list_states(state=state, name=name, since=since, limit=limit)
+    ) -> Listing:
+        return self.inner.list_states(
+            states=states, name=name, since=since, after=after, limit=limit
+        )
 
     def find(self, prefix: str, limit: int = 2) -> list[str]:
         return self.inner.find(prefix, limit)
 
-    def finished_since(self, moment: dt.datetime) -> dict[str, tuple[int, int]]:
-        return self.inner.finished_since(moment)
+    def finished_since(self, moment: dt.datetime, step: int = 3600) -> list[Count]:
+        return self.inner.finished_since(moment, step)
+
+    def delete_finished(self, uuids: Sequence[str]) -> list[str]:
+        return self.inner.delete_finished(uuids)
 
     def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
         self.faults.backend("revoke", lambda: self.inner.revoke(uuids, life))

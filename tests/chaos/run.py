@@ -282,7 +282,7 @@ class _Controller:
             counted = self._server.backend.finished_since(
                 self._began_at - dt.timedelta(seconds=2.0)
             )
-            history.finished = sum(good + bad for good, bad in counted.values())
+            history.finished = sum(one.succeeded + one.failed for one in counted)
         if history.drained:
             history.left += self._left()
 

@@ -18,7 +18,7 @@ worker runs.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pymongo import DeleteOne, UpdateOne
 
@@ -36,6 +36,7 @@ from machinery_py.backends.base import (
     Records,
     Verdict,
 )
+from machinery_py.backends.listings import Count, Listing, Place, counts_of
 from machinery_py.backends.mongodb import groups as mongo_groups
 from machinery_py.backends.mongodb.changes import MongoChanges, has_intent
 from machinery_py.backends.mongodb.documents import (
@@ -63,6 +64,11 @@ from machinery_py.connections.mongodb.client import (
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 
 EXPIRE_IN = 3600.0  # seconds that a finished task is kept
+LOOK = 5000  # states that one step of a listing looks at
+LAST = 2**63 - 1  # µs
+HELD = (
+    mongo_groups.CHORD_LIFE // 2
+)  # µs; a member is kept for longer than that besides its own time
 SWEEP = 60.0  # seconds between two looks for what has expired
 SWEEP_GROUPS = 100  # expired groups that one look deletes
 
@@ -220,17 +226,38 @@ class MongoBackend(DriverUser, Backend, OutboxBackend):
         self,
         store: Store,
         *,
-        state: State | None = None,
+        states: Collection[State] = (),
         name: str = "",
         since: dt.datetime | None = None,
+        after: Place | None = None,
         limit: int = 100,
-    ) -> list[TaskState]:
-        query: Document = {"changed_at": {"$gte": 1 if since is None else micros(since)}}
-        if state is not None:
-            query["state"] = state.value
+    ) -> Listing:
+        low = 1 if since is None else micros(since)
+        at, uuid = after or (LAST, "")
+        # The index has no `_id`: what is sorted by that is not more than this stretch.
+        stretch = {"changed_at": {"$gte": low, "$lte": at}}
+        times = store.tasks.find(stretch, {"changed_at": 1, "_id": 0}).sort("changed_at", -1)
+        floor = [one["changed_at"] for one in times.skip(LOOK - 1).limit(1)]
+        query: Document = {
+            "changed_at": {"$gte": floor[0] if floor else low, "$lte": at},
+            "$or": [{"changed_at": {"$lt": at}}, {"_id": {"$lt": uuid}}],
+        }
+        if states:
+            query["state"] = {"$in": [state.value for state in states]}
         if name:
             query["task_name"] = name
-        return self._kept(list(store.tasks.find(query).sort("changed_at", -1).limit(limit)))
+        order = [("changed_at", -1), ("_id", -1)]
+        rows = list(store.tasks.find(query).sort(order).limit(limit))
+        end: Place | None = (floor[0], "") if floor else None
+        if len(rows) == limit:
+            end = rows[-1]["changed_at"], rows[-1]["_id"]
+        now = self.driver.now()
+        found = [
+            ((one["changed_at"], one["_id"]), state)
+            for one in rows
+            if not has_expired(one, now) and (state := state_of(one)) is not None
+        ]
+        return Listing(found=found, end=end, looked=LOOK if floor else len(rows))
 
     @step("looking for a task")
     def find(self, store: Store, prefix: str, limit: int = 2) -> list[str]:
@@ -240,16 +267,18 @@ class MongoBackend(DriverUser, Backend, OutboxBackend):
         return [one["_id"] for one in found if not has_expired(one, now)]
 
     @step("counting what has finished")
-    def finished_since(self, store: Store, moment: dt.datetime) -> dict[str, tuple[int, int]]:
-        def count(state: State) -> dict[str, int]:
-            match = {"changed_at": {"$gte": micros(moment)}, "state": state.value}
-            group = {"_id": "$queue", "count": {"$sum": 1}}
-            found = store.tasks.aggregate([{"$match": match}, {"$group": group}])
-            return {one["_id"]: one["count"] for one in found}
-
-        good, bad = count(State.SUCCESS), count(State.FAILURE)
-        queues = good.keys() | bad.keys()
-        return {queue: (good.get(queue, 0), bad.get(queue, 0)) for queue in queues}
+    def finished_since(self, store: Store, moment: dt.datetime, step: int = 3600) -> list[Count]:
+        at = "$changed_at"
+        begun_at = {"$toString": {"$subtract": [at, {"$mod": [at, step * 1_000_000]}]}}
+        match = {"changed_at": {"$gte": micros(moment)}, "state": {"$in": _FINISHED}}
+        key = {"$concat": [begun_at, " ", "$state", " ", "$queue"]}
+        group = {"_id": key, "count": {"$sum": 1}}
+        rows: list[tuple[int, str, int, int]] = []
+        for one in store.tasks.aggregate([{"$match": match}, {"$group": group}]):
+            (number, state, queue), count = one["_id"].split(" ", 2), one["count"]
+            good = count if state == State.SUCCESS else 0
+            rows.append((int(float(number)) // 1_000_000, queue, good, count - good))
+        return counts_of(rows)
 
     @step("revoking tasks")
     def revoke(self, store: Store, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
@@ -275,6 +304,19 @@ class MongoBackend(DriverUser, Backend, OutboxBackend):
     @step("forgetting a task")
     def _purge_state(self, store: Store, task_uuid: str) -> None:
         store.tasks.delete_one({"_id": task_uuid})
+
+    @step("deleting states")
+    def _delete_finished(self, store: Store, states: Sequence[TaskState]) -> None:
+        lives = {one.task_uuid: int(one.life(self.expire_in) * 1e6) for one in states}
+        fields = {"changed_at": 1, "expires_at": 1, "version": 1}
+        deletes = [
+            DeleteOne({"_id": one["_id"], "version": one.get("version")})
+            for one in find_by_id(store.tasks, list(lives), fields)
+            # What a chord waits for is kept for longer.
+            if 0 < one.get("expires_at", 0) < one["changed_at"] + lives[one["_id"]] + HELD
+        ]
+        for start in range(0, len(deletes), BATCH):
+            store.tasks.bulk_write(deletes[start : start + BATCH], ordered=False)
 
     def listener(self) -> PollingListener:
         return PollingListener(self._finished, notifier=self.driver.notifier("results"))

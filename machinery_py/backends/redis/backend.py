@@ -11,10 +11,9 @@ also if its own state is kept for longer. `find` reads the names of all tasks.
 from __future__ import annotations
 
 import datetime as dt
-import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -33,12 +32,16 @@ from machinery_py.backends.base import (
     Records,
     Verdict,
 )
+from machinery_py.backends.listings import Count, Listing, Place, counts_of
 from machinery_py.backends.redis import scripts
 from machinery_py.backends.redis.documents import (
     Changes,
-    add_counts,
+    counted,
     decode_rows,
+    is_listed,
+    merged,
     pattern_of,
+    place_of,
     records_of,
     state_of,
 )
@@ -56,6 +59,7 @@ EXPIRE_IN = 3600.0  # seconds that a finished task is kept
 SWEEP = 60.0  # seconds between two looks for groups that are over
 FEW = 8  # states that are read without a script
 READ = 2000  # states in one script
+LOOK = 2000  # states of a set that one step of a listing looks at
 WRITE = 2000  # changes in one script
 
 VERDICTS: dict[int, Verdict] = {ord("s"): SETTLED, ord("a"): ALREADY, ord("f"): FENCED}
@@ -208,41 +212,37 @@ class RedisBackend(Backend, OutboxBackend):
     def list_states(
         self,
         *,
-        state: State | None = None,
+        states: Collection[State] = (),
         name: str = "",
         since: dt.datetime | None = None,
+        after: Place | None = None,
         limit: int = 100,
-    ) -> list[TaskState]:
-        # A task that ends in between is met twice; in the other order it would be missed.
+    ) -> Listing:
         sets = [redis_keys.OPEN, redis_keys.DONE]
-        if state is not None:
-            sets = [redis_keys.DONE] if state.is_finished else [redis_keys.OPEN]
+        if states:
+            ended = {state.is_finished for state in states}
+            sets = [key for key, over in zip(sets, (False, True), strict=True) if over in ended]
+        at, uuid = ("", "") if after is None else (str(after[0]), after[1])
         low = 0 if since is None else micros(since)
-        found: dict[str, tuple[int, TaskState]] = {}
-        for key in sets:
-            for at, one in itertools.islice(self._newest(key, state, name, low, limit), limit):
-                found[one.task_uuid] = at, one
-        newest = sorted(found.values(), key=lambda row: row[0], reverse=True)
-        return [one for _, one in newest[:limit]]
-
-    def _newest(
-        self, key: str, state: State | None, name: str, since: int, limit: int
-    ) -> Iterator[tuple[int, TaskState]]:
-        """Yield (time of the change, task) of the fitting tasks of a set, latest first."""
-        word = state.value if state else ""
+        words = [state.value for state in states]
         quoted = f'"{name}"' if _PLAIN_NAME.fullmatch(name) else ""
-        high, skip = "+inf", 0
-        while True:
-            looked, last, skip, times, packed = self.driver.run(
-                scripts.FIND, key, high, skip, since, READ, limit, word, quoted
-            )
-            high = last.decode()
-            for at, (document, companion) in zip(times, decode_rows(packed), strict=True):
-                one = state_of(document, companion) if document is not None else None
-                if one is not None and state in (None, one.state) and name in ("", one.task_name):
-                    yield int(at), one
-            if looked < READ and len(times) < limit:
-                return
+        parts: list[tuple[list[tuple[Place, TaskState]], Place | None]] = []
+        looked = 0
+        for count, last, places, packed in self.driver.run(
+            scripts.FIND, sets, at, uuid, low, LOOK, limit, words, quoted
+        ):
+            looked += count
+            read = [
+                (place_of(*place), state_of(document, companion))
+                for place, (document, companion) in zip(places, decode_rows(packed), strict=True)
+                if document is not None
+            ]
+            rows = [row for row in read if is_listed(states, row[1], name)]
+            parts.append((rows, place_of(*last) if last else None))
+        found, end = merged(parts)
+        if len(found) > limit:
+            found, end = found[:limit], found[limit - 1][0]
+        return Listing(found=found, end=end, looked=looked)
 
     def find(self, prefix: str, limit: int = 2) -> list[str]:
         match = (b"MATCH", pattern_of(encoded(prefix)), b"COUNT", b"5000")
@@ -258,13 +258,10 @@ class RedisBackend(Backend, OutboxBackend):
                     break
         return sorted(found)[:limit]
 
-    def finished_since(self, moment: dt.datetime) -> dict[str, tuple[int, int]]:
+    def finished_since(self, moment: dt.datetime, step: int = 3600) -> list[Count]:
         second = micros(moment) // 1_000_000
-        counts: dict[str, tuple[int, int]] = {}
-        add_counts(
-            counts, self.driver.run(scripts.RATES, self.driver.now(), second, redis_keys.RATE)
-        )
-        return counts
+        rows = self.driver.run(scripts.RATES, self.driver.now(), second, step, redis_keys.RATE)
+        return counts_of(counted(rows))
 
     def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
         if uuids:
@@ -277,6 +274,11 @@ class RedisBackend(Backend, OutboxBackend):
 
     def purge_state(self, task_uuid: str) -> None:
         self.driver.run(scripts.FORGET_TASK, [task_uuid], ())
+
+    def _delete_finished(self, states: Sequence[TaskState]) -> None:
+        rows = [(one.task_uuid, math.ceil(one.life(self.seconds))) for one in states]
+        for start in range(0, len(rows), WRITE):
+            self.driver.run(scripts.DELETE, rows[start : start + WRITE], redis_keys.DONE)
 
     def purge_group_meta(self, group_uuid: str) -> None:
         self.driver.run(scripts.FORGET_GROUP, (), [group_uuid])

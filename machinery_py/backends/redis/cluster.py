@@ -15,9 +15,8 @@ also if its own state is kept for longer. `find` reads the names of all tasks.
 from __future__ import annotations
 
 import datetime as dt
-import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from machinery_py.backends.base import (
     REVOKED_LIFE,
@@ -31,6 +30,7 @@ from machinery_py.backends.base import (
     Records,
     Verdict,
 )
+from machinery_py.backends.listings import Count, Listing, Place, counts_of
 from machinery_py.backends.redis import cluster_scripts as scripts
 from machinery_py.backends.redis.backend import EXPIRE_IN, SWEEP, VERDICTS
 from machinery_py.backends.redis.cluster_documents import (
@@ -47,14 +47,24 @@ from machinery_py.backends.redis.cluster_documents import (
     read_record,
     record_key,
 )
-from machinery_py.backends.redis.cluster_steps import PAGE, PREFIXES, Newest, Steps, shard_of
-from machinery_py.backends.redis.documents import add_counts, pattern_of, records_of, state_of
+from machinery_py.backends.redis.cluster_steps import PAGE, PREFIXES, Steps, by_shard, shard_of
+from machinery_py.backends.redis.documents import (
+    counted,
+    is_listed,
+    merged,
+    pattern_of,
+    place_of,
+    records_of,
+    state_of,
+)
 from machinery_py.backends.redis.listener import RedisListener
 from machinery_py.backends.redis.scripts import (
     BEGIN,
     CHORD_LIFE,
+    DELETE,
     LOOKS,
     MARKS,
+    NEWEST,
     RATES,
     RECORDS,
     REVOKE,
@@ -260,23 +270,40 @@ class ClusterBackend(Backend, OutboxBackend):
     def list_states(
         self,
         *,
-        state: State | None = None,
+        states: Collection[State] = (),
         name: str = "",
         since: dt.datetime | None = None,
+        after: Place | None = None,
         limit: int = 100,
-    ) -> list[TaskState]:
+    ) -> Listing:
         # A finished task may still be in the set `open`: the crash of a worker leaves it there.
-        sets = ("open",) if state is not None and not state.is_finished else ("open", "done")
-        newest = iter(Newest(self.cluster, sets, 0 if since is None else micros(since)))
-        found: list[TaskState] = []
-        while len(found) < limit and (names := list(itertools.islice(newest, PAGE))):
-            states = self.get_states(list(map(unquoted, names)))
+        is_open = bool(states) and not any(state.is_finished for state in states)
+        sets = ("open",) if is_open else ("open", "done")
+        at, last = ("", "") if after is None else (str(after[0]), after[1])
+        low = 0 if since is None else micros(since)
+        calls = [
+            (shard, ([shard.decode() + one for one in sets], at, last, low, PAGE))
+            for shard in PREFIXES
+        ]
+        parts: list[tuple[list[tuple[Place, None]], Place | None]] = []
+        for rows in [rows for reply in self.cluster.run(NEWEST, calls) for rows in reply]:
+            places = [place_of(*row) for row in zip(rows[::2], rows[1::2], strict=True)]
+            end = places[-1] if len(places) == PAGE else None
+            parts.append(([(place, None) for place in places], end))
+        listed, end = merged(parts)
+        found: list[tuple[Place, TaskState]] = []
+        for start in range(0, len(listed), PAGE):
+            places = [place for place, _ in listed[start : start + PAGE]]
+            uuids = [unquoted(name) for _, name in places]
+            read = self.get_states(uuids)
             found += [
-                one
-                for one in states.values()
-                if state in (None, one.state) and name in ("", one.task_name)
+                (place, read[uuid])
+                for place, uuid in zip(places, uuids, strict=True)
+                if uuid in read and is_listed(states, read[uuid], name)
             ]
-        return found[:limit]
+            if len(found) >= limit:
+                return Listing(found=found[:limit], end=found[limit - 1][0], looked=start + PAGE)
+        return Listing(found=found, end=end, looked=len(listed))
 
     def find(self, prefix: str, limit: int = 2) -> list[str]:
         pattern = pattern_of(name_of(prefix).encode() if prefix else b"")
@@ -293,15 +320,13 @@ class ClusterBackend(Backend, OutboxBackend):
                     break
         return sorted(found)[:limit]
 
-    def finished_since(self, moment: dt.datetime) -> dict[str, tuple[int, int]]:
+    def finished_since(self, moment: dt.datetime, step: int = 3600) -> list[Count]:
         second = micros(moment) // 1_000_000
-        counts: dict[str, tuple[int, int]] = {}
         calls = [
-            (shard, (self.cluster.now(), second, f"{shard.decode()}rate:")) for shard in PREFIXES
+            (shard, (self.cluster.now(), second, step, f"{shard.decode()}rate:"))
+            for shard in PREFIXES
         ]
-        for rows in self.cluster.run(RATES, calls):
-            add_counts(counts, rows)
-        return counts
+        return counts_of(row for rows in self.cluster.run(RATES, calls) for row in counted(rows))
 
     # Revoking, forgetting
 
@@ -327,6 +352,19 @@ class ClusterBackend(Backend, OutboxBackend):
                 command_at(b"ZREM", shard + b"done", name.encode()),
             ],
             doing="forgetting a task",
+        )
+
+    def _delete_finished(self, states: Sequence[TaskState]) -> None:
+        lives = [(name_of(one.task_uuid), math.ceil(one.life(self.seconds))) for one in states]
+        replies = self.cluster.run(DELETE, [(prefix_of(row[0]), ([row], "")) for row in lives])
+        gone = by_shard(name.decode() for reply in replies for name in reply)
+        self.cluster.ask(
+            [
+                command_at(b"ZREM", shard + kind, *map(str.encode, names))
+                for shard, names in gone.items()
+                for kind in (b"open", b"done")
+            ],
+            doing=DELETE.doing,
         )
 
     def purge_group_meta(self, group_uuid: str) -> None:

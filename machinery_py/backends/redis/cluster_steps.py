@@ -7,9 +7,8 @@ before them.
 
 from __future__ import annotations
 
-import heapq
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from machinery_py.backends.redis import cluster_scripts as scripts
@@ -23,7 +22,7 @@ from machinery_py.backends.redis.cluster_documents import (
     prefix_of,
     record_key,
 )
-from machinery_py.backends.redis.scripts import CHORD_LIFE, LOOKS, NEWEST
+from machinery_py.backends.redis.scripts import CHORD_LIFE, LOOKS
 from machinery_py.clock import micros
 from machinery_py.connections.redis.client import raw
 from machinery_py.connections.redis.cluster import RedisClusterDriver
@@ -35,7 +34,7 @@ from machinery_py.texts import get_logger
 
 SHARDS = 8  # each is looked at every few seconds by each worker
 PREFIXES = tuple(b"mpy:{list%d}:" % number for number in range(SHARDS))
-PAGE = 500  # names that are read from a shard at once
+PAGE = 200  # names that are read from a set of a shard at once
 
 Finished = tuple[str, str]
 """Name, and state and queue in one word."""
@@ -69,43 +68,6 @@ def list_requests(
         values = (now, names, [ends[name] for name in names], others.get(prefix, []), replayed)
         requests.append(script_at(prefix, scripts.LIST, pack(values)))
     return requests
-
-
-class Newest:
-    """The names in some of the sets, the newest first."""
-
-    def __init__(self, cluster: RedisClusterDriver, sets: Sequence[str], since: int) -> None:
-        self._cluster = cluster
-        self._keys = [(prefix, prefix + name.encode()) for prefix in PREFIXES for name in sets]
-        self._since = since
-
-    def __iter__(self) -> Iterator[str]:
-        first = self._read(self._keys, 0)
-        seen: set[str] = set()
-        for _, name in heapq.merge(*map(self._rows, self._keys, first)):
-            if name not in seen:
-                seen.add(name)
-                yield name
-
-    def _rows(
-        self, key: tuple[bytes, bytes], rows: list[tuple[int, str]]
-    ) -> Iterator[tuple[int, str]]:
-        skipped = 0
-        while rows:
-            yield from rows
-            if len(rows) < PAGE:
-                return
-            skipped += PAGE
-            (rows,) = self._read([key], skipped)
-
-    def _read(
-        self, keys: Sequence[tuple[bytes, bytes]], skipped: int
-    ) -> list[list[tuple[int, str]]]:
-        replies = self._cluster.run(
-            NEWEST,
-            [(prefix, ([key.decode()], self._since, skipped, PAGE)) for prefix, key in keys],
-        )
-        return [sorted((-int(score), name.decode()) for name, score in rows) for rows in replies]
 
 
 class Steps:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import datetime as dt
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from operator import attrgetter, itemgetter
+from typing import Any, TypeVar
 
 import msgspec
 
 from machinery_py.backends.base import Records
+from machinery_py.backends.listings import Place
 from machinery_py.backends.redis.scripts import CHORD_LIFE
 from machinery_py.clock import micros, moment_of
 from machinery_py.connections.redis.client import raw
 from machinery_py.connections.redis.scripts import pack
 from machinery_py.errors import ArgumentError
-from machinery_py.tasks.states import FINISHED, Arrival, GroupMeta, TaskState
+from machinery_py.tasks.states import FINISHED, Arrival, GroupMeta, State, TaskState
 from machinery_py.wire.states import (
     EXTRA,
     EXTRA_MOMENTS,
@@ -28,6 +29,7 @@ from machinery_py.wire.states import (
 )
 
 Row = tuple[bytes | None, bytes | None]
+T = TypeVar("T")
 
 # A companion has a line for each of these, which the scripts read. The other fields of ours follow,
 # packed behind the state that they belong to: if the document has another one now, a Go program has
@@ -215,12 +217,37 @@ def records_of(now: bytes, version: bytes, rows: Sequence[bytes] | None = None) 
     return Records(now=moment_of(int(now)), version=version.decode(), bodies=bodies)
 
 
-def add_counts(counts: dict[str, tuple[int, int]], rows: Iterable[tuple[bytes, int]]) -> None:
-    """Add rows of RATES to the (succeeded, failed) of each queue."""
-    for name, count in rows:
-        queue = name[7:].decode()  # behind SUCCESS or FAILURE
-        good, bad = counts.get(queue, (0, 0))
-        counts[queue] = (good + count, bad) if name.startswith(b"S") else (good, bad + count)
+def counted(rows: Iterable[tuple[int, bytes, int]]) -> Iterator[tuple[int, str, int, int]]:
+    """Read rows of RATES for `counts_of`."""
+    for second, name, count in rows:
+        good = name.startswith(b"S")  # SUCCESS or FAILURE; behind it the queue
+        yield second, name[7:].decode(), count if good else 0, 0 if good else count
+
+
+def place_of(name: bytes, score: bytes) -> Place:
+    """Return the place of a task in a sorted set."""
+    return int(float(score)), name.decode()
+
+
+def is_listed(states: Collection[State], state: TaskState, name: str) -> bool:
+    """Return whether a listing of these states (none: all) and that name has this one."""
+    return (not states or state.state in states) and name in ("", state.task_name)
+
+
+def merged(
+    parts: Iterable[tuple[Sequence[tuple[Place, T]], Place | None]],
+) -> tuple[list[tuple[Place, T]], Place | None]:
+    """Merge stretches of several sets, each with its end if more follows, into one."""
+    found: list[tuple[Place, T]] = []
+    end: Place | None = None
+    for rows, last in parts:
+        found += rows
+        if last is not None and (end is None or last > end):
+            end = last
+    # Behind the first of their ends, only some of the sets have been read.
+    return sorted(
+        (row for row in found if end is None or row[0] >= end), key=itemgetter(0), reverse=True
+    ), end
 
 
 def pattern_of(prefix: bytes) -> bytes:

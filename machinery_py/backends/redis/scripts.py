@@ -67,6 +67,7 @@ REVOKE = _lua.script("revoke", "revoking tasks")
 REVOKED = _lua.script("revoked", "looking for revoked tasks")
 FORGET_TASK = _lua.script("forget", "forgetting a task")
 FORGET_GROUP = _lua.script("forget", "forgetting a group")
+DELETE = _lua.script("delete", "deleting states")
 TEND = _lua.script("tend", "looking for what is over", LOOKS=LOOKS)
 
 # The records that the app keeps: its schedules, and the keys of unique tasks.

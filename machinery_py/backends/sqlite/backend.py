@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import datetime as dt
 import sqlite3
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from machinery_py.backends.base import (
     REVOKED_LIFE,
@@ -22,9 +21,11 @@ from machinery_py.backends.base import (
     Records,
     Verdict,
 )
-from machinery_py.backends.polling import PollingListener
+from machinery_py.backends.listings import Count, Listing, Place, counts_of
+from machinery_py.backends.sqlite.listener import READ, SQLiteListener
 from machinery_py.backends.sqlite.rows import (
     ALL,
+    AWAITED,
     LOAD,
     SAVE,
     SAVE_OVER,
@@ -49,7 +50,8 @@ EXPIRE_IN = 3600.0  # seconds that a finished task is kept
 CHORD_LIFE = 7 * 86400.0  # seconds without an arrival until a chord is taken for broken
 SWEEP = 60.0  # seconds between two looks for what has expired
 BATCH = 1000  # rows deleted in one step, so that nobody waits long for the file
-READ = 500  # UUIDs in one SELECT
+LOOK = 20_000  # states that one step of a listing looks at
+LAST = 2**63 - 1  # µs
 
 # In: group, created_at, ttl, locked, fired, kept until. Completes a row that an arrival made.
 _ADD_GROUP = """
@@ -108,17 +110,31 @@ SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'records'), 0)
     || '-' || (SELECT count(*) FROM records)
 """
 
-REST = 4.0  # a listener that watches many sleeps this much longer than its last look took
-
-# In: UUIDs (JSON). Out: those that are finished.
-_FINISHED = """
-SELECT uuid FROM tasks
-WHERE uuid IN (SELECT value FROM json_each(?)) AND state IN ('SUCCESS', 'FAILURE')
+# In: µs from, µs to, how many. Out: how many there are, the newest first, and µs of the last.
+_STRETCH = """
+SELECT count(*), min(changed_at) FROM (
+    SELECT changed_at FROM tasks INDEXED BY tasks_changed
+    WHERE changed_at >= ? AND changed_at <= ? ORDER BY changed_at DESC LIMIT ?)
 """
 
-_LISTED = (
-    f"SELECT {ALL} FROM tasks INDEXED BY tasks_changed WHERE changed_at >= ? AND state IS NOT NULL"
-)
+# In: µs from, µs to (twice), UUID behind which those of that µs begin.
+_LISTED = f"""
+SELECT {ALL}, changed_at FROM tasks INDEXED BY tasks_changed
+WHERE changed_at >= ? AND changed_at <= ? AND (changed_at < ? OR uuid < ?) AND state IS NOT NULL
+"""
+
+# In: µs of a step, its seconds, µs from. Out: second at which a step begins, queue, counts.
+_COUNTED = """
+SELECT changed_at / ? * ? AS second, queue, sum(state = 'SUCCESS'), sum(state = 'FAILURE')
+FROM tasks INDEXED BY tasks_changed
+WHERE changed_at >= ? AND state IN ('SUCCESS', 'FAILURE') GROUP BY second, queue
+"""
+
+# In: UUIDs (JSON).
+_DELETE_FINISHED = f"""
+DELETE FROM tasks WHERE uuid IN (SELECT value FROM json_each(?))
+AND state IN ('SUCCESS', 'FAILURE') AND NOT {AWAITED}
+"""
 
 
 class SQLiteBackend(TransactionalBackend):
@@ -363,21 +379,31 @@ class SQLiteBackend(TransactionalBackend):
     def list_states(
         self,
         *,
-        state: State | None = None,
+        states: Collection[State] = (),
         name: str = "",
         since: dt.datetime | None = None,
+        after: Place | None = None,
         limit: int = 100,
-    ) -> list[TaskState]:
+    ) -> Listing:
+        low = 0 if since is None else micros(since)
+        at, uuid = after or (LAST, "")
         query = f"{_LISTED} AND {STANDS}"
-        parameters: list[object] = [0 if since is None else micros(since), self.driver.now()]
-        if state is not None:
-            query, parameters = f"{query} AND state = ?", [*parameters, state.value]
-        if name:
-            query, parameters = f"{query} AND name = ?", [*parameters, printable(name)]
-        return [
-            state_of([*row], *row[-2:])
-            for row in self._read(f"{query} ORDER BY changed_at DESC LIMIT ?", *parameters, limit)
-        ]
+        with self.driver.reading() as connection:
+            looked, floor = connection.execute(_STRETCH, (low, at, LOOK)).fetchone()
+            parameters: list[object] = [floor or low, at, at, uuid, self.driver.now()]
+            if states:
+                query = f"{query} AND state IN (SELECT value FROM json_each(?))"
+                parameters.append(as_json(list(states)))
+            if name:
+                query, parameters = f"{query} AND name = ?", [*parameters, printable(name)]
+            rows = connection.execute(
+                f"{query} ORDER BY changed_at DESC, uuid DESC LIMIT ?", (*parameters, limit)
+            ).fetchall()
+        found = [((row[-1], row[0]), state_of([*row], *row[-3:-1])) for row in rows]
+        end: Place | None = (floor, "") if looked == LOOK else None
+        if len(found) >= limit:
+            end = found[-1][0] if found else after
+        return Listing(found=found, end=end, looked=looked)
 
     def find(self, prefix: str, limit: int = 2) -> list[str]:
         found = self._read(
@@ -389,14 +415,8 @@ class SQLiteBackend(TransactionalBackend):
         )
         return [uuid for (uuid,) in found]
 
-    def finished_since(self, moment: dt.datetime) -> dict[str, tuple[int, int]]:
-        found = self._read(
-            "SELECT queue, sum(state = 'SUCCESS'), sum(state = 'FAILURE')"
-            " FROM tasks INDEXED BY tasks_changed"
-            " WHERE changed_at >= ? AND state IN ('SUCCESS', 'FAILURE') GROUP BY queue",
-            micros(moment),
-        )
-        return {queue: (good, bad) for queue, good, bad in found}
+    def finished_since(self, moment: dt.datetime, step: int = 3600) -> list[Count]:
+        return counts_of(self._read(_COUNTED, step * 1_000_000, step, micros(moment)))
 
     def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
         until = self.driver.now() + int(life * 1e6)
@@ -415,6 +435,9 @@ class SQLiteBackend(TransactionalBackend):
 
     def purge_state(self, task_uuid: str) -> None:
         self._change("DELETE FROM tasks WHERE uuid = ?", task_uuid)
+
+    def _delete_finished(self, states: Sequence[TaskState]) -> None:
+        self._change(_DELETE_FINISHED, as_json([printable(one.task_uuid) for one in states]))
 
     def purge_group_meta(self, group_uuid: str) -> None:
         with self._transaction() as connection:
@@ -447,43 +470,6 @@ class SQLiteBackend(TransactionalBackend):
 
     def close(self) -> None:
         pass  # the driver belongs to whoever made it
-
-
-class SQLiteListener(PollingListener):
-    """A notifier, and the tasks that are waited for."""
-
-    def __init__(self, driver: SQLiteDriver) -> None:
-        super().__init__(self._ask, at_once=READ)
-        self._driver = driver
-        self._wakeup = driver.notifier("r")
-
-    def wait(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        with self._wakeup:
-            while True:
-                started = time.monotonic()
-                if self.look():
-                    return
-                now = time.monotonic()
-                # With thousands of tasks a listener would look for ever while others finish tasks.
-                rested = now + REST * (now - started) if len(self._watched) > READ else now
-                while True:
-                    now = time.monotonic()
-                    if now >= deadline or self._wakeup.wait(deadline - now):
-                        return
-                    if time.monotonic() >= rested:
-                        break
-
-    def _ask(self, uuids: Sequence[str]) -> Iterable[str]:
-        with self._driver.reading() as connection:
-            rows = connection.execute(_FINISHED, (as_json(uuids),)).fetchall()
-        return [uuid for (uuid,) in rows]
-
-    def wake(self) -> None:
-        self._wakeup.wake()
-
-    def close(self) -> None:
-        self._wakeup.close()
 
 
 def _delete_groups(connection: sqlite3.Connection, uuids: Sequence[str]) -> None:

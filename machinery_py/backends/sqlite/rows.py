@@ -30,12 +30,15 @@ _COLUMNS = tuple(name.removeprefix("task_") for name in _NAMES)
 COLUMNS = ", ".join(_COLUMNS)
 ALL = f"{COLUMNS}, results, message"
 
-#: In: now. Leaves out finished tasks whose time is over, unless a chord of theirs is not settled.
-STANDS = """
-(expires_at IS NULL OR expires_at > ? OR EXISTS (
+#: Tasks with a chord that is not settled.
+AWAITED = """
+EXISTS (
     SELECT 1 FROM group_members AS m JOIN groups AS g ON g.uuid = m.group_uuid
-    WHERE m.task_uuid = tasks.uuid AND g.fired = 0 AND g.callback <> x''))
+    WHERE m.task_uuid = tasks.uuid AND g.fired = 0 AND g.callback <> x'')
 """
+
+#: In: now. Leaves out finished tasks whose time is over, unless a chord of theirs is not settled.
+STANDS = f"(expires_at IS NULL OR expires_at > ? OR {AWAITED})"
 
 # In: UUIDs (JSON), now. Out: one JSON array, so that it is one step. Without results: only finished
 # tasks have them, and a finished task is never written again from what was loaded. Without message,

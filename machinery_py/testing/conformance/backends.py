@@ -1,11 +1,11 @@
-"""Promises of every backend: legal state changes, values, expiry, listings and listeners.
+"""Promises of every backend: legal state changes, values, expiry and listeners.
 
     class TestMyBackend(BackendConformance):
         @pytest.fixture
         def open_backend(self, clock: ManualClock) -> OpenBackend:
             return lambda: MyBackend("my://localhost", clock=clock, expire_in=self.expire_in)
 
-Other parts are in changes.py and groups.py.
+Other parts are in listings.py, changes.py and groups.py.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ import pytest
 
 from machinery_py.backends.base import FENCED, SETTLED, Backend, Change, outbox_of
 from machinery_py.clock import LONGEST
-from machinery_py.errors import Unsupported
 from machinery_py.tasks.signature import Arg, Signature
 from machinery_py.tasks.states import LEGAL, State, TaskState
 from machinery_py.testing.clocks import ManualClock
-from machinery_py.testing.conformance.changes import ChangeConformance
-from machinery_py.testing.conformance.groups import MOMENT, OpenBackend, state_of, write
+from machinery_py.testing.conformance.groups import MOMENT, OpenBackend, listed, state_of, write
+from machinery_py.testing.conformance.listings import ListingConformance
 from machinery_py.testing.waiting import HANG, together
 from machinery_py.values.values import from_result
 
@@ -82,10 +81,8 @@ def legal(current: State | None, run: int, state: State) -> bool:
     return state is not State.PENDING  # RETRY stays visible until the next run has begun
 
 
-class BackendConformance(ChangeConformance):
+class BackendConformance(ListingConformance):
     """Tests of every promise in backends/base.py."""
-
-    MANY = 10_000  # states that are read and written at once
 
     @pytest.mark.parametrize("run", [-1, 0, 1])
     @pytest.mark.parametrize("current", [None, *State])
@@ -250,7 +247,7 @@ class BackendConformance(ChangeConformance):
 
         assert backend.get_states(["old"]) == {}
         if backend.features.listing:
-            assert (backend.list_states(), backend.find("ol")) == ([], [])
+            assert (listed(backend), backend.find("ol")) == ([], [])
         write(backend, state_of("old"))  # sent again
         assert backend.get_state("old").state is State.PENDING
 
@@ -303,106 +300,6 @@ class BackendConformance(ChangeConformance):
         backend.revoke(["new"])
 
         assert backend.revoked(["year", "new"]) == {"year", "new"}
-
-    def test_states_are_listed_newest_first(self, backend: Backend, clock: ManualClock) -> None:
-        if not backend.features.listing:
-            for ask in (
-                backend.list_states,
-                lambda: backend.find("t"),
-                lambda: backend.finished_since(MOMENT),
-            ):
-                with pytest.raises(Unsupported):
-                    ask()
-            return
-        for number, state in enumerate(
-            (State.PENDING, State.SUCCESS, State.FAILURE, State.SUCCESS)
-        ):
-            clock.advance(1.0)
-            write(backend, state_of(f"t{number}", state, task_name="mul" if number == 3 else "add"))
-        clock.advance(1.0)
-        middle = clock.now()
-        write(backend, state_of("t0", State.STARTED))
-
-        def names(**what: Any) -> list[str]:
-            return [state.task_uuid for state in backend.list_states(**what)]
-
-        assert names() == ["t0", "t3", "t2", "t1"]
-        assert names(limit=2) == ["t0", "t3"]
-        assert (names(state=State.SUCCESS), names(state=State.PENDING)) == (["t3", "t1"], [])
-        assert (names(name="mul"), names(name="add", state=State.SUCCESS)) == (["t3"], ["t1"])
-        assert names(since=middle) == ["t0"]
-        assert names(since=middle - dt.timedelta(seconds=2.5)) == ["t0", "t3", "t2"]
-
-    def test_rare_task_name_is_found_behind_many_others(
-        self, backend: Backend, clock: ManualClock
-    ) -> None:
-        if not backend.features.listing:
-            return  # refused, as the test above has seen
-        many = min(self.MANY, 2_500)
-        names = {"rare": "first", 'm\u00fcl "<&>': "second"}
-        write(
-            backend,
-            *(state_of(uuid, State.SUCCESS, task_name=name) for name, uuid in names.items()),
-        )
-        clock.advance(1.0)
-        # All changed at one moment: paging must neither skip one of them nor return it twice.
-        write(
-            backend,
-            *(
-                state_of(f"task_{number}", State.SUCCESS, task_name="often")
-                for number in range(many)
-            ),
-        )
-
-        for name, uuid in names.items():
-            assert [state.task_uuid for state in backend.list_states(name=name)] == [uuid]
-            assert [
-                state.task_uuid for state in backend.list_states(name=name, state=State.SUCCESS)
-            ] == [uuid]
-            assert backend.list_states(name=name, state=State.FAILURE) == []
-        often = [state.task_uuid for state in backend.list_states(name="often", limit=2 * many)]
-        assert sorted(often) == sorted(f"task_{number}" for number in range(many))
-        assert len(backend.list_states(limit=2 * many)) == many + 2
-
-    def test_find_takes_the_prefix_literally(self, backend: Backend) -> None:
-        if not backend.features.listing:
-            return  # refused, as the test above has seen
-        known = ("task_1a", "task_1b", "taskX1", "TASK_1", "a%b", "a*b", "ab", "a[b")
-        write(backend, *map(state_of, known))
-
-        assert sorted(backend.find("task_1", 5)) == ["task_1a", "task_1b"]
-        assert len(backend.find("task_1", 1)) == 1
-        assert (backend.find("a%"), backend.find("a*"), backend.find("a[")) == (
-            ["a%b"],
-            ["a*b"],
-            ["a[b"],
-        )
-        assert backend.find("nobody") == []
-
-    def test_finished_tasks_are_counted_per_queue(
-        self, backend: Backend, clock: ManualClock
-    ) -> None:
-        if not backend.features.listing:
-            return  # refused, as the test above has seen
-        write(backend, state_of("old", State.SUCCESS))
-        clock.advance(60.0)
-        moment = clock.now()
-        good, bad = State.SUCCESS, State.FAILURE
-        ends = (("q", good), ("q", bad), ("q", good), ("r", bad), ("r", State.RETRY))
-        write(
-            backend,
-            *(
-                state_of(f"t{number}", state, queue=queue)
-                for number, (queue, state) in enumerate(ends)
-            ),
-        )
-
-        assert backend.finished_since(moment) == {"q": (2, 1), "r": (0, 1)}
-        assert backend.finished_since(moment - dt.timedelta(seconds=90)) == {
-            "q": (3, 1),
-            "r": (0, 1),
-        }
-        assert backend.finished_since(moment + dt.timedelta(seconds=1)) == {}
 
     def test_purged_state_is_gone(self, backend: Backend) -> None:
         write(backend, state_of("a", State.SUCCESS), state_of("b"))

@@ -20,6 +20,7 @@ from machinery_py.backends.base import (
     ReadyGroup,
     outbox_of,
 )
+from machinery_py.backends.listings import Place
 from machinery_py.errors import StateNotFound, Unsupported
 from machinery_py.tasks.signature import Arg
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
@@ -43,6 +44,18 @@ def state_of(uuid: str, state: State = State.PENDING, **more: Any) -> TaskState:
 def write(backend: Backend, *states: TaskState) -> None:
     for state in states:
         assert backend.apply([Change(key=state.task_uuid, states=(state,))]) == [SETTLED]
+
+
+def listed(backend: Backend, *, limit: int = 1000, **what: Any) -> list[TaskState]:
+    """Return all states that fit, in steps of so many."""
+    found: list[TaskState] = []
+    place: Place | None = what.pop("after", None)
+    while True:
+        step = backend.list_states(after=place, limit=limit, **what)
+        found += [state for _, state in step.found]
+        if step.end is None:
+            return found
+        place = step.end
 
 
 def arrival(

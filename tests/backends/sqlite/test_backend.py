@@ -14,6 +14,7 @@ from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.tasks.signature import Arg
 from machinery_py.tasks.states import Arrival, State, TaskState
 from machinery_py.testing.clocks import ManualClock
+from machinery_py.testing.conformance.groups import listed
 from machinery_py.testing.waiting import HANG, together
 from tests.stores.sqlite.processes import Other
 
@@ -138,7 +139,7 @@ def test_states_of_one_moment_are_listed_in_the_order_they_came(backend: SQLiteB
         [Change(key="batch", states=tuple(TaskState(task_uuid=uuid) for uuid in ("c", "a", "b")))]
     )
     backend.apply([Change(key="a", states=(TaskState(task_uuid="a", state=State.STARTED),))])
-    assert [state.task_uuid for state in backend.list_states()] == ["a", "b", "c"]
+    assert [state.task_uuid for state in listed(backend)] == ["a", "b", "c"]
 
 
 def test_a_text_without_utf_8_is_kept_readable(backend: SQLiteBackend) -> None:

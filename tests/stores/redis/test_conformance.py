@@ -12,6 +12,7 @@ from machinery_py.connections.redis import keys as redis_keys
 from machinery_py.tasks.states import State, TaskState
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
+from machinery_py.testing.conformance.groups import listed
 from machinery_py.testing.conformance.settlement import SettlementConformance
 from machinery_py.wire.states import encode_group
 from machinery_py.worker.go_groups import GoGroupPoller
@@ -50,7 +51,7 @@ class TestRedisBackend(RedisTime, BackendConformance):
             backend.apply([Change(key=name, states=states)])
         before = sent()
 
-        found = backend.list_states(name="rare")
+        found = listed(backend, name="rare")
 
         assert [state.task_uuid for state in found] == ["task_0"]
         assert sent() - before < 100_000  # bytes: all that are looked at are more than a million

@@ -41,6 +41,7 @@ from machinery_py.testing.conformance.fencing import (
     state_of,
     submit,
 )
+from machinery_py.testing.conformance.groups import listed
 from machinery_py.testing.waiting import HANG, together, wait_until
 from tests.stores.redis_cluster.case import ClusterClock, Clusters, clock, open_cluster
 from tests.support.servers import RedisCluster as ClusterServers
@@ -71,7 +72,7 @@ def test_uuid_may_be_any_text(open_store: OpenStore, uuid: str) -> None:
 
     assert store.backend.get_state(uuid).state is State.SUCCESS
     assert store.backend.get_state(uuid).task_uuid == uuid
-    assert {state.task_uuid for state in store.backend.list_states()} == {uuid, f"{uuid}{{after}}"}
+    assert {state.task_uuid for state in listed(store.backend)} == {uuid, f"{uuid}{{after}}"}
     assert store.backend.find(uuid[:1], 9) == sorted([uuid, f"{uuid}{{after}}"])
     session.close()
 

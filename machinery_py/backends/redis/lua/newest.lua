@@ -1,10 +1,7 @@
--- In: keys of the sets to be read, from which µs, how many. Out: (UUID, µs), the newest first in
--- each set.
---! include connections/redis/lua/prelude.lua
+-- In: keys of sets, the place behind which to begin (µs, or "": at the newest; UUID), down to which
+-- µs, how many of each. Out, for each set: UUID and µs in turn, the newest first.
+--! include backends/redis/lua/listing.lua
 
 local found = {}
-for _, key in ipairs(unpacked[1]) do
-  local rows = call('ZREVRANGEBYSCORE', key, '+inf', unpacked[2], 'WITHSCORES', 'LIMIT', unpacked[3], unpacked[4])
-  for i = 1, #rows, 2 do found[#found + 1] = {rows[i], int(tonumber(rows[i + 1]))} end
-end
+for i, key in ipairs(unpacked[1]) do found[i] = stretch(key, unpack(unpacked, 2)) end
 return found

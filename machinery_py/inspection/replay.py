@@ -1,0 +1,126 @@
+"""Sending tasks again: those that failed, and dead letters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from machinery_py.app import STEP_FAILED, Application
+from machinery_py.brokers.base import DeadLetter, Message
+from machinery_py.errors import MachineryError, PublishRefused, PublishUnknown
+from machinery_py.stores.base import REASON_FAILED, Submission
+from machinery_py.tasks.signature import (
+    HEADER_ATTEMPT,
+    HEADER_ATTEMPTS,
+    HEADER_LAST,
+    HEADER_LOST,
+    HEADER_LOST_HOW,
+    HEADER_POSTPONED,
+    HEADER_RUN,
+    UNLIMITED,
+    Signature,
+    new_uuid,
+)
+from machinery_py.tasks.states import State, TaskState
+from machinery_py.texts import get_logger
+from machinery_py.wire.signatures import encode_signature
+
+logger = get_logger(__name__)
+
+#: Headers of a task that has been tried.
+_OF_TRIES = (
+    HEADER_RUN,
+    HEADER_ATTEMPT,
+    HEADER_ATTEMPTS,
+    HEADER_POSTPONED,
+    HEADER_LOST,
+    HEADER_LOST_HOW,
+)
+
+Sent = tuple[Signature[object], bytes]
+"""A task to be sent again, and its message."""
+
+
+def replay(app: Application, pairs: Sequence[Sent]) -> list[str]:
+    """Send these messages again; return the UUIDs, without those that were refused for good."""
+    sent: list[str] = []
+    for start in range(0, len(pairs), 1000):
+        sent += _replay_batch(app, pairs[start : start + 1000])
+    return sent
+
+
+def _replay_batch(app: Application, pairs: Sequence[Sent]) -> list[str]:
+    now = app.clock.now()
+    submission = Submission(
+        token=new_uuid(""),
+        messages=[
+            Message(
+                uuid=one.uuid,
+                name=one.name,
+                queue=one.routing_key,
+                body=body,
+                priority=one.priority,
+            )
+            for one, body in pairs
+        ],
+        states=[
+            *(app.pending(one, now) for one, _ in pairs),
+            *_mended(app, [one for one, _ in pairs]),
+        ],
+        replay=True,
+    )
+    try:
+        app.store.submit(submission)
+    except (PublishRefused, PublishUnknown) as error:
+        if not error.permanent or len(pairs) == 1:
+            raise
+        refused: MachineryError = error
+    else:
+        return [one.uuid for one, _ in pairs]
+    sent: list[str] = []
+    for pair in pairs:
+        try:
+            sent += _replay_batch(app, [pair])
+        except (PublishRefused, PublishUnknown) as error:
+            if not error.permanent:
+                raise
+            uuid = pair[0].uuid
+            logger.error("task %s cannot be sent again: %s", uuid, error, extra={"task_uuid": uuid})
+            refused = error
+    if not sent:
+        raise refused
+    return sent
+
+
+def _mended(app: Application, signatures: Sequence[Signature[object]]) -> list[TaskState]:
+    """Return new states of the tasks that failed only because a step before them had failed."""
+    lasts = {str(one.headers[HEADER_LAST]) for one in signatures if one.headers.get(HEADER_LAST)}
+    states = app.store.backend.get_states(sorted(lasts)).values() if lasts else ()
+    return [
+        TaskState(
+            task_uuid=one.task_uuid,
+            task_name=one.task_name,
+            created_at=one.created_at,
+            queue=one.queue,
+        )
+        for one in states
+        if one.state is State.FAILURE and one.error_type == STEP_FAILED
+    ]
+
+
+def replayed(letter: DeadLetter, signature: Signature[object]) -> Sent:
+    """Return what is sent in place of the letter."""
+    if letter.reason == REASON_FAILED or signature.strikes:
+        return anew(signature)
+    return signature, letter.body
+
+
+def anew(signature: Signature[object]) -> Sent:
+    """Return the task as before its first try; each counted try took one from RetryCount."""
+    tries = signature.retry_count + signature.attempt - 1
+    signature = signature.replace(
+        headers={key: value for key, value in signature.headers.items() if key not in _OF_TRIES},
+        retry_count=min(UNLIMITED, tries),  # a message may hold any number
+        retry_timeout=0,
+        eta=None,
+    )
+    return signature, encode_signature(signature)
