@@ -17,6 +17,8 @@ from machinery_py.brokers.base import Broker
 from machinery_py.clock import SYSTEM_CLOCK, Clock
 from machinery_py.config.config import Config, resolve
 from machinery_py.control.client import Control
+from machinery_py.dashboard.dashboard import Dashboard
+from machinery_py.dashboard.fleet import Fleet
 from machinery_py.errors import ConfigError
 from machinery_py.inspection import Inspector, worker_hint
 from machinery_py.locks.named import NamedLock
@@ -66,6 +68,7 @@ class Server(TaskRegistrar):
         schedules: schedules at run time: list, add, change, pause, remove.
         events: events of this process, and of all processes.
         control: orders to the workers of all processes.
+        dashboard: the dashboard, to be mounted in a WSGI or ASGI application.
         around_task, before_task, after_task, on_success, on_retry, on_failure, lifespan: decorators
             of handlers, see `registry.hooks.Hooks`.
 
@@ -100,6 +103,16 @@ class Server(TaskRegistrar):
         self.control = Control(lambda: self.broker, self.app.lamport, self.revoke)
         self.declared = Declared()
         self.schedules = Schedules(self.app, self.declared)
+        self.dashboard = Dashboard(
+            Fleet(
+                config=resolved,
+                inspect=self.inspect,
+                schedules=self.schedules,
+                control=self.control,
+                now=self.now,
+                parameters=self.app.registry.parameters,
+            )
+        )
         self._waiters: AsyncWaiters | None = None
         self._inline = Inline(self.app, self._all_queues, name="eager")
         self._noted_loop = self._noted_memory = False

@@ -15,6 +15,7 @@ from machinery_py.cli.options import (
     APP,
     CHANGE,
     CONTROL,
+    DASHBOARD,
     DEAD,
     EVENTS,
     FAILURE,
@@ -32,6 +33,8 @@ from machinery_py.cli.options import (
     Options,
 )
 
+SERVING = ("worker", "dashboard")  # commands that go on until they are stopped
+
 
 @dataclass(frozen=True, slots=True)
 class Command:
@@ -40,7 +43,7 @@ class Command:
     Attributes:
         examples: what follows `machinery NAME`.
         words: what follows the app, as shown in the usage line: `NAME`, `NAME …` or `[NAME …]`.
-        options: besides `--app-dir` and, except for `worker`, `--json`.
+        options: besides `--app-dir` and, except for SERVING, `--json`.
         opens_app: whether its function gets the Server and the arguments, or only these.
     """
 
@@ -68,7 +71,7 @@ class Command:
 
     @property
     def all_options(self) -> Options:
-        return self.options + (() if self.name == "worker" else JSON) + APP
+        return self.options + (() if self.name in SERVING else JSON) + APP
 
 
 def split_words(
@@ -211,6 +214,18 @@ _MODULES: Mapping[str, Sequence[Command]] = {
             "show queues, workers, rates, running and failing tasks; redraws until q is pressed",
             options=TOP,
             examples=("tasks", "tasks --once"),
+        ),
+    ),
+    "dashboard": (
+        Command(
+            "dashboard",
+            "serve a page that shows and changes queues, tasks, schedules and workers",
+            options=DASHBOARD,
+            examples=(
+                "tasks                      http://127.0.0.1:8765/",
+                "tasks --host 0.0.0.0       with MACHINERY_DASHBOARD_AUTH=user:password",
+                "tasks --read-only --port 9000",
+            ),
         ),
     ),
     "control": (

@@ -266,6 +266,22 @@ TOP: Options = (
         metavar="TIME",
     ),
 )
+DASHBOARD: Options = (
+    _option("--port", "default: 8765", type=_whole(0, 65_535), default=8765, metavar="PORT"),
+    _option(
+        "--host",
+        "address to listen on; default: 127.0.0.1, this machine only",
+        default="127.0.0.1",
+        metavar="HOST",
+    ),
+    _text(
+        "--auth",
+        "who may see it; MACHINERY_DASHBOARD_AUTH does not show it to all users of the machine",
+        "USER:PASSWORD",
+    ),
+    _switch("--insecure", "let everybody see and change everything"),
+    _switch("--read-only", "let nobody change anything"),
+)
 CHANGE: Options = (
     _option("--spec", "when it is due: '0 6 * * MON-FRI', @daily, '@every 30s'"),
     _option("--tz", "zone of its times, for instance Europe/Berlin", metavar="ZONE"),

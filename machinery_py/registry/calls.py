@@ -89,7 +89,8 @@ class Call:
         self.takes_context = bool(parameters) and _is_context(parameters[0], function)
         self._given = parameters[1:] if self.takes_context else parameters
         self._required = sum(p.kind in _POSITIONAL and p.default is p.empty for p in self._given)
-        self._positional_count = sum(p.kind in _POSITIONAL for p in self._given)
+        self.places = tuple(p.name for p in self._given if p.kind in _POSITIONAL)
+        self._positional_count = len(self.places)
         self._takes_any = any(p.kind is p.VAR_POSITIONAL for p in self._given)
         self._keyword_names = {p.name for p in self._given if p.kind is p.KEYWORD_ONLY}
         self._required_keywords = {
@@ -161,9 +162,8 @@ class Call:
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Sort keywords into their places, so that only keyword-only parameters travel by name."""
         bound = self._bound(args, kwargs, partial=partial)
-        places = [p.name for p in self._given if p.kind in _POSITIONAL]
-        skipped = [name for name in places if name not in bound.arguments]
-        behind = places[places.index(skipped[0]) :] if skipped else []
+        skipped = [name for name in self.places if name not in bound.arguments]
+        behind = self.places[self.places.index(skipped[0]) :] if skipped else ()
         given_after = [name for name in behind if name in bound.arguments]
         if given_after:
             # Positions cannot have holes on the wire: what is left out in between gets its default.

@@ -92,6 +92,11 @@ class Registry:
             if type(signature.on_error) is tuple and signature.on_error:
                 todo.extend((one, (_ERROR_TEXT, *one.args), False) for one in signature.on_error)
 
+    def parameters(self, name: str) -> Sequence[str]:
+        """Return the names of a task's positional parameters; empty if it is not known here."""
+        task = self._tasks.get(name)
+        return task.call.places if task is not None else ()
+
     def names(self) -> list[str]:
         return sorted(self._tasks)
 

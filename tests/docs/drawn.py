@@ -23,7 +23,7 @@ from machinery_py.tasks.signature import Arg, Signature
 from machinery_py.tasks.states import _NEXT_RUN, LEGAL, GroupMeta, State, TaskState
 from machinery_py.wire.signatures import encode_signature
 from machinery_py.wire.states import encode_group, encode_state
-from tests.docs import celery_rows
+from tests.docs import celery_rows, dashboard_rows
 from tests.system import endings
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -125,6 +125,8 @@ DRAWN: Mapping[str, Callable[[], str]] = {
     "celery clock": lambda: celery_rows.table(celery_rows.CLOCK),
     "celery control": lambda: celery_rows.table(celery_rows.CONTROL),
     "celery worker": lambda: celery_rows.table(celery_rows.WORKER),
+    "routes of the dashboard": dashboard_rows.routes,
+    "records of the dashboard": dashboard_rows.records,
     "imports": lambda: f"```text\n{import_rows()}\n```",
     "message add": lambda: _json(encode_signature(ADD)),
     "message second try": lambda: _json(encode_signature(SECOND_TRY)),

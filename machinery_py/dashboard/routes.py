@@ -1,0 +1,113 @@
+"""Routes of the JSON API: methods whose parameters are the fields of a query or of a JSON body."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from machinery_py.dashboard.records import Problem
+from machinery_py.errors import ArgumentError
+
+M = TypeVar("M", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One route.
+
+    Attributes:
+        key: the field that the answer stands in; "": the answer is a record itself.
+        takes: a record of the parameters.
+        gives: the type of the answer.
+        changes: whether it changes anything.
+    """
+
+    method: str
+    path: str
+    key: str
+    function: Callable[..., Any]
+    takes: type[msgspec.Struct]
+    gives: Any
+    changes: bool
+
+    def prepared(
+        self, api: object, query: Mapping[str, Sequence[str]], body: bytes
+    ) -> Callable[[], Any]:
+        """Return the call that makes the answer to a request.
+
+        Raises:
+            ArgumentError: the query or the body does not fit.
+        """
+        try:
+            if self.method == "POST":
+                given: Any = msgspec.json.decode(body, type=self.takes)
+            else:
+                hints = typing.get_type_hints(self.takes)
+                fields = {
+                    key: values if hints.get(key) == Sequence[str] else values[-1]
+                    for key, values in query.items()
+                }
+                given = msgspec.convert(fields, self.takes, strict=False)
+        except (ValueError, RecursionError) as error:
+            what = "body" if self.method == "POST" else "query"
+            raise ArgumentError(f"{self.path}: its {what} cannot be read: {error}") from None
+
+        def call() -> Any:
+            answer = self.function(api, **msgspec.structs.asdict(given))
+            return {self.key: answer} if self.key else answer
+
+        return call
+
+
+ROUTES: dict[str, dict[str, Route]] = {}  # path → method → route
+
+
+def route(method: str, path: str, key: str = "", *, changes: bool = True) -> Callable[[M], M]:
+    """Return a decorator that makes a method of Api a route."""
+
+    def add(function: M) -> M:
+        hints = typing.get_type_hints(function, include_extras=True)
+        gives = hints.pop("return")
+        name = "".join(word.title() for word in function.__name__.split("_"))
+        defaults = {p.name: p.default for p in inspect.signature(function).parameters.values()}
+        fields = [
+            (one, hint) if defaults[one] is inspect.Parameter.empty else (one, hint, defaults[one])
+            for one, hint in hints.items()
+        ]
+        takes = msgspec.defstruct(f"{name}Fields", fields, kw_only=True, forbid_unknown_fields=True)
+        is_change = changes and method == "POST"
+        ROUTES.setdefault(path, {})[method] = Route(
+            method, path, key, function, takes, gives, is_change
+        )
+        return function
+
+    return add
+
+
+@functools.cache
+def schema() -> dict[str, Any]:
+    """Return all routes, with JSON Schemas of what they take and give."""
+    routes = [one for methods in ROUTES.values() for one in methods.values()]
+    kinds = [kind for one in routes for kind in (one.takes, one.gives)]
+    shown, definitions = msgspec.json.schema_components(
+        [*kinds, Problem], ref_template="#/definitions/{name}"
+    )
+    found = []
+    for one, takes, answer in zip(routes, shown[::2], shown[1::2], strict=False):
+        keyed = {"type": "object", "properties": {one.key: answer}, "required": [one.key]}
+        found.append(
+            {
+                "method": one.method,
+                "path": f"api/{one.path}",
+                "help": inspect.getdoc(one.function) or "",
+                "takes": takes,
+                "gives": keyed if one.key else answer,
+            }
+        )
+    return {"routes": found, "definitions": definitions}

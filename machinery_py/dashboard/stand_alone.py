@@ -1,0 +1,120 @@
+"""The dashboard's own HTTP server, of the standard library: one thread for each connection."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import socketserver
+import threading
+from collections.abc import Iterator, MutableMapping
+from typing import IO, Any, cast
+from wsgiref.simple_server import ServerHandler, WSGIRequestHandler, WSGIServer
+
+from machinery_py.connections import descriptors
+from machinery_py.dashboard.web import DashboardWSGI
+from machinery_py.errors import ConfigError
+from machinery_py.texts import get_logger
+
+logger = get_logger(__name__)
+
+MOST_CONNECTIONS = 64  # more are refused
+TIMEOUT = 10.0  # seconds for each piece of a request, and of an answer
+MOST_LEFT = 4_000_000  # bytes of a refused body that are read, so that its sender gets the answer
+
+
+class _Answering(ServerHandler):
+    server_software = "machinery"
+    os_environ: MutableMapping[str, str] = {}  # noqa: RUF012 - theirs; ours is no request's
+
+    def log_exception(self, exc_info: Any) -> None:
+        logger.debug("dashboard: a client was cut off", exc_info=exc_info)
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = TIMEOUT
+
+    def handle(self) -> None:
+        self.raw_requestline = self.rfile.readline(65_537)
+        if len(self.raw_requestline) > 65_536:
+            self.requestline = self.request_version = self.command = ""
+            self.send_error(414)
+        elif self.parse_request():
+            files = cast("IO[bytes]", self.rfile), cast("IO[bytes]", self.wfile)
+            run = _Answering(*files, self.get_stderr(), self.get_environ(), multithread=True)
+            run.request_handler = self  # type: ignore[attr-defined]  # as wsgiref does it
+            run.run(self.server.get_app())  # type: ignore[attr-defined]  # a WSGIServer
+            self._read_rest()
+
+    def _read_rest(self) -> None:
+        """Read what was not, or the kernel would cut the answer off."""
+        self.connection.settimeout(0.2)
+        left = MOST_LEFT
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            while left > 0 and (found := self.rfile.read1(65_536)):
+                left -= len(found)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        logger.debug("dashboard: %s", format % args)
+
+
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, host: str, port: int) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        super().__init__((host, port), _Handler)
+
+    def server_bind(self) -> None:
+        # HTTPServer looks up the host's name, which may ask a name server and wait for it.
+        socketserver.TCPServer.server_bind(self)
+        name, port = self.server_address[:2]
+        self.server_name, self.server_port = str(name), int(port)
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.debug("dashboard: a client was cut off", exc_info=True)
+
+
+@contextlib.contextmanager
+def serve(web: DashboardWSGI, host: str, port: int) -> Iterator[str]:
+    """Answer in the background; yields the address. At the end open streams end, too.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
+    try:
+        server = _Server(host, port)
+    except (OSError, OverflowError) as error:
+        what = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"dashboard on {host}:{port}: {what.lower()} (choose another --port or --host)"
+        ) from error
+    descriptors.keep(server.socket)
+    server.set_app(web)
+    thread = threading.Thread(
+        target=server.serve_forever, args=(0.1,), name="machinery-dashboard", daemon=True
+    )
+    thread.start()
+    try:
+        shown = f"[{host}]" if ":" in host else host
+        yield f"http://{shown}:{server.server_port}/"
+    finally:
+        web.close()
+        server.shutdown()
+        server.server_close()
+        thread.join(timeout=5.0)
