@@ -32,8 +32,15 @@ RETRY = 0.02  # seconds to the next try when a thread must not be interrupted
 END_TIMEOUT = 2.0  # seconds for an idle thread to end
 
 
+def _fail(error: BaseException) -> None:
+    raise error  # ends the timer, and so the worker: no time limit is left undone in silence
+
+
 class Executors:
     """Executors of one worker: run at most `concurrency` executions at a time, in order.
+
+    Attributes:
+        limits: the timer of their time limits.
 
     Args:
         on_done: called in the executor's thread when an execution has been settled by its task.
@@ -59,8 +66,8 @@ class Executors:
         self._on_done = on_done
         self._on_mark = on_mark
         self._processes = processes or ProcessPool(name)
-        self._limits = Timer(f"{name}-limits")
-        self._limits.start()
+        self.limits = Timer(f"{name}-limits", on_error=_fail)
+        self.limits.start()
         self._retry: TimerEntry | None = None
         self._queue: queue.SimpleQueue[Execution | None] = queue.SimpleQueue()
         # A queue of tokens is a semaphore that costs a tenth of threading's.
@@ -216,7 +223,7 @@ class Executors:
         if execution.progress is None and not execution.noted:
             limit = execution.settings.time_limit
             if limit is not None and not execution.in_process:
-                execution.alarm = self._limits.after(
+                execution.alarm = self.limits.after(
                     limit, functools.partial(self._time_out, execution, limit)
                 )
             events = execution.app.events
@@ -260,7 +267,7 @@ class Executors:
         """Interrupt what can be, in the thread of the limits; again later if some cannot."""
         if self._retry is not None:
             self._retry.cancel()  # one retry, however many are stuck
-        self._retry = None if self.interrupt() else self._limits.after(RETRY, self._interrupt_stuck)
+        self._retry = None if self.interrupt() else self.limits.after(RETRY, self._interrupt_stuck)
 
     def abandon(self, execution: Execution) -> None:
         """Stop waiting for it: its time is up, it is settled, and its own end counts no more."""
@@ -339,7 +346,7 @@ class Executors:
         if self._closed:
             return
         self._closed = True
-        self._limits.stop()  # without waiting for it: it may be interrupting a task
+        self.limits.stop()  # without waiting for it: it may be interrupting a task
         self._processes.close()
         for _ in self._threads:
             self._queue.put(None)

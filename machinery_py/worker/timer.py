@@ -39,6 +39,7 @@ class TimerEntry:
     def cancel(self) -> None:
         """Call it no more. A call that has begun goes on."""
         self.is_cancelled = True
+        self.function = lambda: None  # what it held, it held until it was due
 
 
 class Timer:
@@ -105,7 +106,8 @@ class Timer:
             heapq.heapify(self._entries)
             loop = LoopThread(self._name, lambda: self._work(loop), wake=self._wake)
             self._loop, self._has_thread = loop, False
-            self._start_thread()
+            if self._entries:
+                self._start_thread()
 
     def stop(self) -> None:
         """End after the call that goes on, without waiting for it. Entries stay for a `start`."""
@@ -152,11 +154,11 @@ class Timer:
         if not 0 <= entry.wait < math.inf:
             raise ValueError(f"after {entry.wait!r} seconds is not possible (give 0, or more)")
         with self._changed:
+            self._start_thread()  # first: it may fail, and the entry is not to be there then
             entry.number, entry.due = next(self._numbers), self._clock() + entry.wait
             heapq.heappush(self._entries, entry)
             if len(self._entries) >= self._sweep_at:
                 self._sweep()
-            self._start_thread()
             if self._entries[0] is entry:
                 self._changed.notify_all()
         return entry
@@ -169,9 +171,9 @@ class Timer:
 
     def _start_thread(self) -> None:
         loop = self._loop
-        if self._entries and loop and not self._has_thread and not loop.is_stopping():
-            self._has_thread = True
+        if loop and not self._has_thread and not loop.is_stopping():
             loop.start()
+            self._has_thread = True
 
     def _work(self, loop: LoopThread) -> None:
         # Its own loop: a function that was left behind may return after the next start.

@@ -217,6 +217,7 @@ class Worker(Engine):
             self._receiver.loop.failure
             or self._settler.loop.failure
             or self._maintenance.timer.failure
+            or self._executors.limits.failure
             or self._timer.failure
         )
 

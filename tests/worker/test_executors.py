@@ -185,5 +185,5 @@ def test_tasks_that_cannot_be_interrupted_cost_one_retry(pool: Pool) -> None:
         for _ in range(10):
             pool.executors._interrupt_stuck()
 
-        assert sum(not one.is_cancelled for one in pool.executors._limits._entries) == 1
+        assert sum(not one.is_cancelled for one in pool.executors.limits._entries) == 1
     wait_until(lambda: not pool.executors._stuck, HANG, "the end of the task")

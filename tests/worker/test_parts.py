@@ -250,6 +250,23 @@ def test_worker_whose_timer_breaks_ends_in_order(server: Server) -> None:
     assert not server.inspect.workers()
 
 
+def test_worker_that_cannot_carry_out_a_time_limit_ends(server: Server) -> None:
+    def fail() -> None:
+        raise RuntimeError("can't start new thread")
+
+    class Broken:
+        def start(self, worker: Worker) -> None:
+            worker._executors.limits.after(0.0, fail)
+
+        def stop(self, _: Worker) -> None: ...
+
+    worker = server.new_worker(concurrency=1)
+    worker.add_part(Broken())
+
+    with pytest.raises(MachineryError, match="cannot go on: RuntimeError"):
+        worker.launch(signals=False)
+
+
 def test_command_line_draws_the_parts(tmp_path: Path) -> None:
     (tmp_path / "drawn_app.py").write_text(
         "from machinery_py import Server\n"

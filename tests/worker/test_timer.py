@@ -1,9 +1,11 @@
 """Timer: order, beat, cancelling, failures, its thread."""
 
+import functools
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -144,6 +146,20 @@ def test_cancelled_entries_are_removed(timer: Timer) -> None:
     assert len(timer._entries) <= module.SWEEP
 
 
+def test_cancelled_entry_keeps_nothing_of_its_function(timer: Timer) -> None:
+    class Large: ...
+
+    large = Large()
+    kept = weakref.ref(large)
+    entry = timer.after(3_600.0, functools.partial(id, large))
+    del large
+    assert kept() is not None
+
+    entry.cancel()
+
+    assert kept() is None
+
+
 # Its thread
 
 
@@ -155,6 +171,24 @@ def test_entry_that_comes_later_wakes_the_thread(running: Timer) -> None:
     running.after(0.0, called.set)
 
     assert called.wait(HANG)
+
+
+def test_thread_that_did_not_start_is_started_for_the_next_entry(
+    running: Timer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    called: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError):
+            running.after(0.0, lambda: called.append("refused"))
+
+    running.after(0.0, lambda: called.append("taken"))
+
+    wait_until(lambda: called, HANG, "the call")
+    assert called == ["taken"]
 
 
 def test_timer_with_an_entry_in_an_hour_ends_at_once() -> None:
