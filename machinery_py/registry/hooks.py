@@ -123,7 +123,7 @@ class Hooks:
 
         Args:
             name: by default that of the class.
-            after: the part or parts that it needs.
+            after: the part or parts that it needs; none: the lifespans.
         """
 
         def decorate(part: type[P]) -> type[P]:

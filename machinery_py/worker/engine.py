@@ -262,12 +262,18 @@ class Engine(HandlerSetters):
 
     def _drain(self) -> None:
         """Claim no more, let running tasks end in time, and give back those that do not."""
-        self._receiver.stop()
-        self._receiver.hand_back()
-        self._wait_while(
-            lambda: bool(self._executors.busy()) and not self._stop_request.is_abrupt,
-            self.shutdown_timeout,
-        )
+        try:
+            self._receiver.stop()
+            self._receiver.hand_back()
+            self._wait_while(
+                lambda: bool(self._executors.busy()) and not self._stop_request.is_abrupt,
+                self.shutdown_timeout,
+            )
+        finally:  # also by Ctrl+C
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Give back what still runs; what has ended gets to the settler."""
         unfinished = self._receiver.hand_back(started=True)
         for execution in unfinished:
             self._executors.cancel(execution)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from machinery_py.errors import MachineryError
 from machinery_py.texts import get_logger
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class EventLoopThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -46,14 +47,26 @@ class EventLoopThread:
             return self._loop
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run it on the loop, and wait for what it returns or raises. Not for the loop's thread."""
+        """Run it on the loop, and wait for what it returns or raises. Not for the loop's thread.
+
+        Raises:
+            MachineryError: the loop is closed.
+        """
         import asyncio
 
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+        with self._lock:
+            if self._closed:
+                coroutine.close()
+                raise MachineryError(
+                    f"the event loop of {self._name} has ended; not run: {coroutine}"
+                )
+            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        return future.result()
 
     def close(self) -> None:
         """Cancel what runs on the loop, and end its thread. May be called twice."""
-        self._closed = True
+        with self._lock:  # what came before is on the loop, and is cancelled
+            self._closed = True
         if self._loop is not None and self._thread is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout=END_TIMEOUT)
@@ -63,13 +76,15 @@ class EventLoopThread:
         import asyncio
 
         try:
-            while not self._closed:
+            while True:  # once at least: something may have come just before its end
                 try:
                     loop.run_forever()
                 except BaseException:  # SystemExit of what a task left running; others need it
                     logger.exception(
                         "something that a task started has left the event loop; it goes on"
                     )
+                if self._closed:
+                    break
         finally:
             left = asyncio.all_tasks(loop)
             for task in left:

@@ -60,13 +60,18 @@ class RunningParts:
                 raise
 
     def stop(self) -> None:
-        """Stop what was started. What one raises is logged, and the others are stopped, too."""
-        while self._started:
+        """Stop what was started. What one raises is logged, and the others are stopped, too.
+
+        A KeyboardInterrupt comes out when all are stopped.
+        """
+        if self._started:
             part = self._started.pop()
             try:
                 part.stop()
-            except BaseException:  # of user code, or of a store that is gone
+            except (Exception, SystemExit):  # of user code, or of a store that is gone
                 logger.exception("part %s of the worker failed at its end", part.name)
+            finally:
+                self.stop()
 
 
 def added(given: AddedPart, worker: Any, hooks: WorkerHooks) -> Part:
@@ -79,7 +84,7 @@ def added(given: AddedPart, worker: Any, hooks: WorkerHooks) -> Part:
             found = part.start(worker)
             if inspect.iscoroutine(found):
                 hooks.run_coroutine(found)
-        except BaseException as error:  # user code; SystemExit is no reason to look started
+        except (Exception, SystemExit) as error:  # user code
             what = f"{type_name_of(error)}: {text_of(error)}"
             raise MachineryError(f"part {given.name} of the worker cannot start: {what}") from error
         made.append(part)
@@ -90,7 +95,8 @@ def added(given: AddedPart, worker: Any, hooks: WorkerHooks) -> Part:
             if inspect.iscoroutine(found):
                 hooks.run_coroutine(found)
 
-    return Part(given.name, given.after, start, stop, is_added=True)
+    # Not before the lifespans: their end is the end of its loop.
+    return Part(given.name, given.after or ("lifespan",), start, stop, is_added=True)
 
 
 def in_order(parts: Sequence[Part]) -> list[Part]:

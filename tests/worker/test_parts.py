@@ -1,5 +1,6 @@
 """Parts of a worker, added ones and its own: order, failures, drawing; functions on its timer."""
 
+import signal
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from machinery_py import Context, Server
 from machinery_py.errors import ConfigError, MachineryError
 from machinery_py.events import WorkerOnline
 from machinery_py.testing.waiting import HANG, wait_until
+from machinery_py.worker.event_loop import EventLoopThread
 from machinery_py.worker.parts import Part, in_order
 from machinery_py.worker.worker import Worker
 
@@ -199,6 +201,79 @@ def test_part_may_be_a_coroutine_on_the_loop_of_the_tasks(server: Server) -> Non
 
     assert len(loops) == 3
     assert len(set(map(id, loops))) == 1
+
+
+def test_part_that_comes_after_nothing_has_the_event_loop(server: Server) -> None:
+    calls: list[str] = []
+
+    @server.worker_part(after=())
+    class Free:
+        async def start(self, _: Worker) -> None:
+            calls.append("begins")
+
+        async def stop(self, _: Worker) -> None:
+            calls.append("ends")
+
+    for _ in range(2):
+        with server.new_worker(concurrency=1):
+            pass
+
+    assert calls == ["begins", "ends"] * 2
+
+
+def test_coroutine_for_an_event_loop_that_has_ended_is_refused() -> None:
+    async def work() -> None: ...
+
+    loop = EventLoopThread("w")
+    for _ in range(2):
+        loop.close()
+        with pytest.raises(MachineryError, match="the event loop of w has ended"):
+            loop.run(work())
+
+
+def test_interrupt_ends_all_parts_and_comes_out(server: Server) -> None:
+    calls: list[str] = []
+
+    class Interrupted(Noted):
+        def stop(self, worker: Worker) -> None:
+            super().stop(worker)
+            raise KeyboardInterrupt
+
+    worker = server.new_worker(concurrency=1)
+    worker.add_part(Noted(calls, "good"), name="good")
+    worker.add_part(Interrupted(calls, "bad"), name="bad", after="good")
+    worker.start()
+
+    with pytest.raises(KeyboardInterrupt):
+        worker.stop()
+
+    assert calls[-2:] == ["bad ends", "good ends"]
+    assert not server.inspect.workers()
+
+
+def test_tasks_go_back_when_an_interrupt_ends_the_wait_for_them(server: Server) -> None:
+    gate = threading.Event()
+
+    @server.task
+    def work() -> None:
+        gate.wait(HANG)
+
+    worker = server.new_worker(concurrency=1)
+    worker.start()
+    work.send()
+    wait_until(lambda: worker.active == 1, HANG, "the task")
+    main = threading.get_ident()
+
+    def interrupt() -> None:
+        wait_until(lambda: not worker.ready, HANG, "the worker to claim no more")
+        signal.pthread_kill(main, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        worker.stop()
+
+    assert server.broker.stats()[0].waiting == 1
+    gate.set()
 
 
 # Its timer
