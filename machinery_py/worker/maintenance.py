@@ -78,7 +78,8 @@ class Maintenance:
         try:
             pause = self._app.store.tend()
         finally:
-            self.timer.after(max(SHORTEST_SLEEP, pause), self._tend)
+            pause = max(SHORTEST_SLEEP, min(pause, self.beat_every))
+            self.timer.after(pause, self._tend)
 
     def _adopt_groups(self) -> None:
         settle_ready_groups(self._app)

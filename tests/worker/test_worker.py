@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 
-from machinery_py import Server
+from machinery_py import Config, Server
 from machinery_py.errors import ConfigError, MachineryError
-from machinery_py.events import WorkerOffline
+from machinery_py.events import WorkerOffline, WorkerOnline
 from machinery_py.testing.flaky import Faults, FlakyStore
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.worker.worker import Worker
@@ -132,6 +133,29 @@ def test_launch_raises_errors_that_end_the_worker(bench: Bench) -> None:
 
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert ended
+
+
+class Endless(Faults):
+    """A store that never wants to be tended again."""
+
+    calls = 0
+
+    def around(
+        self, call: str, function: Callable[[], T], *, refused: Exception, unknown: Exception
+    ) -> T:
+        found = function()
+        if call != "tend":
+            return found
+        self.calls += 1
+        return cast(T, math.inf)
+
+
+def test_store_is_tended_again_whatever_pause_it_wants() -> None:
+    server, faults = Server(Config(broker="memory://", lease=0.1)), Endless()
+    server.app.stores.store = FlakyStore(server.app.stores.store, faults)
+
+    with server.new_worker(concurrency=1):
+        wait_until(lambda: faults.calls > 3, HANG, "the next call")
 
 
 @pytest.mark.parametrize(
