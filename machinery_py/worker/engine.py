@@ -96,9 +96,9 @@ class Engine(HandlerSetters):
         self.on_retire: Callable[[], object] = lambda: None  # before it stops by an order
         self.is_worn = False  # it has ended to be renewed
         self._stop_request = StopRequest(self.shutdown_timeout)
-        self._stopped = threading.Lock()
+        self._stopped = threading.RLock()  # held while parts start, and while they stop
         self._attendant: threading.Thread | None = None  # ends what `start` began
-        self._has_ended = False
+        self._is_new = True  # so a request to stop is for its first run, not for one that is over
         self._session: Session | None = None
         self._parts: RunningParts | None = None  # while it runs
         self._added: list[AddedPart] = []

@@ -106,7 +106,10 @@ class Worker(Engine):
     def launch_async(
         self, errors: Callable[[BaseException], object] | None = None
     ) -> threading.Thread:
-        """Call `launch` in a new thread (Go's LaunchAsync), and `errors` with what it raises."""
+        """Call `launch` in a new thread (Go's LaunchAsync), and `errors` with what it raises.
+
+        `quit` ends it, also before it has begun.
+        """
 
         def run() -> None:
             try:
@@ -137,14 +140,12 @@ class Worker(Engine):
             BrokerUnavailable, BackendUnavailable, StoreUnusable: the worker could not start; it may
                 be started again.
         """
-        if self._has_ended:
-            self._has_ended = False
-            self._stop_request.clear()
-        self._start_parts()
-        self._attendant = threading.Thread(
-            target=self._attend, name=f"{self.name}-attendant", daemon=True
-        )
-        self._attendant.start()
+        with self._stopped:
+            self._start_parts()
+            self._attendant = threading.Thread(
+                target=self._attend, name=f"{self.name}-attendant", daemon=True
+            )
+            self._attendant.start()
 
     def _attend(self) -> None:
         try:
@@ -157,12 +158,15 @@ class Worker(Engine):
 
     def _start_parts(self, *, patiently: bool = False) -> None:
         """Start all parts; `patiently`: wait for a store that is away, until asked to stop."""
-        if self._parts is not None:
-            raise MachineryError(f"worker {self.name} runs already (make another one)")
-        self._is_patient = patiently
-        parts = RunningParts(self.parts())
-        parts.start(lambda: self._stop_request.is_made)
-        self._parts = parts
+        with self._stopped:
+            if self._parts is not None:
+                raise MachineryError(f"worker {self.name} runs already (make another one)")
+            if not self._is_new:
+                self._stop_request.clear()
+            self._is_new, self._is_patient = False, patiently
+            parts = RunningParts(self.parts())
+            parts.start(lambda: self._stop_request.is_made)
+            self._parts = parts
 
     def quit(self) -> None:
         """Ask the worker to end when the running tasks are done; return at once.
@@ -184,11 +188,12 @@ class Worker(Engine):
         return not self._stop_request.is_abrupt
 
     def _end(self) -> None:
+        self._stop_request.quit()  # for a start that goes on, and for the attendant
         with self._stopped:
+            self._is_new = False
+            # Inside a start there are none yet: who started them stops them.
             parts, self._parts = self._parts, None
             if parts is not None:
-                self._has_ended = True
-                self._stop_request.quit()  # for the attendant
                 parts.stop()
 
     stop_async = twin(stop)

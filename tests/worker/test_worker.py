@@ -95,6 +95,58 @@ def test_a_worker_that_has_ended_may_be_started_again(bench: Bench) -> None:
         assert bench.add.send(1, 2).get(timeout=HANG) == 3
 
 
+@pytest.mark.parametrize("is_inside", [True, False], ids=["in its thread", "in another"])
+def test_stop_during_a_start_ends_the_worker(bench: Bench, is_inside: bool) -> None:
+    worker, told = bench.server.new_worker(concurrency=1), offline(bench.server)
+    stopping = threading.Thread(target=worker.stop)
+
+    def stop(_: WorkerOnline) -> None:
+        if is_inside:
+            worker.stop()
+        else:
+            stopping.start()
+            wait_until(lambda: not stopping.is_alive() or worker._stop_request.is_made, HANG)
+
+    unsubscribe = bench.server.events.subscribe(WorkerOnline, stop)
+    thread = worker.launch_async()
+    thread.join(HANG)
+
+    assert (thread.is_alive(), len(told)) == (False, 1)
+    unsubscribe()
+    with worker:  # the request was for that run
+        assert bench.add.send(1, 2).get(timeout=HANG) == 3
+
+
+def test_request_to_a_start_that_failed_is_not_for_the_next(bench: Bench) -> None:
+    worker = bench.server.new_worker(concurrency=1)
+
+    class Failing:
+        has_failed = False
+
+        def start(self, _: Worker) -> None:
+            if not self.has_failed:
+                self.has_failed = True
+                worker.quit()
+                raise OSError("no route")
+
+        def stop(self, _: Worker) -> None: ...
+
+    worker.add_part(Failing())
+    with pytest.raises(MachineryError, match="no route"):
+        worker.start()
+
+    with worker:
+        assert bench.add.send(1, 2).get(timeout=HANG) == 3
+
+
+def test_a_burst_may_be_launched_again(bench: Bench) -> None:
+    worker = bench.server.new_worker(concurrency=1, burst=True)
+    for number in range(2):
+        result = bench.add.send(number, 1)
+        assert worker.launch(signals=False) == 0
+        assert result.get(timeout=0) == number + 1
+
+
 class Defect(Faults):
     """A store of a kind that answers a call with what no store raises."""
 
