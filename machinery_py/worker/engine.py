@@ -120,7 +120,7 @@ class Engine(HandlerSetters):
             Part("events", stop=self._go_offline),
             Part("lifespan", ("events",), self._enter, lambda: self._surroundings.leave(LOOP_WAIT)),
             Part("broker", ("lifespan",), self._connect, self._disconnect),  # and its beats
-            Part("control", ("broker",), self._listen),
+            Part("control", ("broker",), lambda: self._agent.start(self._steering.handlers())),
             Part("timer", ("broker",), self._timer.start, lambda: self._timer.close(LOOP_WAIT)),
             Part("pool", ("broker",), stop=self._close_pool),
             Part("settler", ("pool",), self._settle, self._close_settler),
@@ -226,9 +226,6 @@ class Engine(HandlerSetters):
             on_shutdown=self._retire,
             pool=self.pool,
         )
-
-    def _listen(self) -> None:
-        self._agent.start(self._steering.handlers())
 
     def _settle(self) -> None:
         self._settler.start(self._receiver.settled, self._receiver.reported)

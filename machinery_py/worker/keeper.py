@@ -3,10 +3,10 @@
 A process gives its keeper a sign of life each lease / 10: a list of its sessions, each with its
 lease and how its broker is opened (`worker/signs.py`). What the keeper does for these sessions:
 
-    silent for lease / 3        opens the broker (only now: clients are large), beats each lease / 4
+    silent for lease / 3        opens the broker (not before: it is large), beats each lease / 4,
+                                and answers orders in its place, as far as it can (deputy.py)
     silent for a lease          the same; its beats say that the worker is stalled
     silent for stall_timeout    nothing more: the lease lapses, unless the process is killed before
-    silent for lease / 3        answers orders in its place, as far as it can (deputy.py)
     gives a sign                closes the broker; the sessions are those of the sign
     stopped (SIGSTOP, ptrace)   nothing: the lease lapses
     ended                       forgets them
