@@ -33,6 +33,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
+from typing import IO
 
 from machinery_py.connections import descriptors, forks
 from machinery_py.connections.lines import LineReader, LineWriter
@@ -76,7 +77,7 @@ class Child:
         self.stacks_at: float | None = None  # they have been asked for, because it is silent
         self.beat_at = 0.0  # of the next heartbeat that is written for it
         self._socket, theirs = socket.socketpair()
-        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115  # until `close`
+        self._stacks = _file_for_stacks()
         self._asking = threading.Lock()
         link = f"{label}:{theirs.fileno()}:{self._stacks.fileno()}"
         try:
@@ -133,6 +134,16 @@ class Child:
         self._socket.close()
         with self._asking:
             self._stacks.close()
+
+
+def _file_for_stacks() -> IO[bytes]:
+    """Return a file without a name, if possible in memory: a full disk stops no worker."""
+    try:
+        if hasattr(os, "memfd_create"):
+            return open(os.memfd_create("machinery-stacks"), "w+b")
+        return tempfile.TemporaryFile()
+    except OSError:
+        return open(os.devnull, "w+b")  # there will be none
 
 
 def readable(descriptors: Sequence[int], timeout: float | None = None) -> set[int]:

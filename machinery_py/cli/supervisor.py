@@ -33,6 +33,7 @@ from machinery_py.cli import health, orphans, reload
 from machinery_py.cli.output import READY, say
 from machinery_py.cli.processes import (
     RUN,
+    SIGNALS,
     STACKS_TIME,
     STOP,
     STOP_NOW,
@@ -181,7 +182,7 @@ class Supervisor:
     # Starting
 
     def _running(self) -> list[tuple[_Slot, Child]]:
-        return [(slot, slot.child) for slot in self._slots if slot.child is not None]
+        return [(slot, child) for slot in self._slots if (child := slot.child) is not None]
 
     def _start_due(self) -> None:
         now = time.monotonic()
@@ -299,8 +300,9 @@ class Supervisor:
         is_burst_over = self._args.burst and child.is_over and not child.is_worn
         is_done = self._level or slot.is_retired
         if is_done or (is_burst_over and (code == 0 or child.is_killed)):
-            logger.debug("%s %s", which, how)
-            self._code = self._code or int(child.is_killed)
+            is_lost = code < 0 and -code not in SIGNALS and not child.is_killed
+            logger.log(logging.ERROR if is_lost else logging.DEBUG, "%s %s", which, how)
+            self._code = self._code or int(child.is_killed or is_lost)
         elif child.stop_now_at < math.inf:
             slot.pause(0)
         elif code in CANNOT_START and (child.is_over or not slot.has_been_ready):

@@ -97,8 +97,7 @@ def _work(args: argparse.Namespace, link: ParentLink) -> int:
         orders.grace = f" (at most {one.shutdown_timeout:g} s; once more to stop now)"
         orders.follow(
             lambda level: one.abort() if level == STOP_NOW else one.quit(),
-            # In a thread of its own: the order to stop must not wait for the end of a claim.
-            lambda: threading.Thread(target=_read_again, args=(server, one), daemon=True).start(),
+            lambda: _read_again_soon(server, one),
         )
         try:
             code = _launch(args, link, one)
@@ -130,6 +129,14 @@ def _apply_options(server: Server, args: argparse.Namespace) -> None:
         logs.set_level(server.config.log_level)
     if args.events:
         server.events.enable()
+
+
+def _read_again_soon(server: Server, one: Worker) -> None:
+    """Do it in a thread of its own: the order to stop must not wait for the end of a claim."""
+    try:
+        threading.Thread(target=_read_again, args=(server, one), daemon=True).start()
+    except RuntimeError as error:  # no more threads; nor must it go unheard
+        logger.error("the settings cannot be read again: %s", error)
 
 
 def _read_again(server: Server, one: Worker) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import os
 import random
 import re
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 import pytest
 
 from machinery_py import Server, Signature, State
+from machinery_py.cli.processes import Child
 from machinery_py.cli.supervisor import LONGEST_PAUSE, pause_after
 from machinery_py.testing.waiting import wait_until
 from tests.cli.app import HANG, TASKS, App, Running, app_in_a_folder, children, is_alive
@@ -203,6 +206,22 @@ def test_others_go_on_while_no_process_can_be_started(app: App) -> None:
     (app.folder / "away").rename(app.folder / "python")
     wait_until(lambda: len(workers(process)) == 2, HANG)
     assert process.stop() == 0
+
+
+def test_full_disk_keeps_no_worker_process_from_its_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    for has_memory in (True, False):
+        if not has_memory:
+            monkeypatch.delattr(os, "memfd_create", raising=False)
+        child = Child(["--help"], label="1", is_at_terminal=False)
+        child.process.wait(HANG)
+        assert child.stacks() == ""
+        child.close()
 
 
 def test_process_that_fails_at_start_is_restarted_with_pauses(app: App) -> None:

@@ -12,11 +12,14 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 
 import pytest
 
+from machinery_py import Server
+from machinery_py.cli.worker import _read_again_soon
 from machinery_py.testing.waiting import wait_until
 from tests.cli.app import HANG, TASKS, App, app_in_a_folder
 from tests.support.private import free_port
@@ -442,6 +445,20 @@ def test_health_can_be_asked_over_http(app: App, processes: str) -> None:
         404,
     ]
     assert worker.stop() == 0
+
+
+def test_settings_are_not_read_again_without_a_thread(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    server = Server("memory://")
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+    _read_again_soon(server, server.new_worker())
+
+    assert "the settings cannot be read again: can't start new thread" in caplog.text
 
 
 def test_a_port_that_is_taken_is_told(app: App) -> None:
