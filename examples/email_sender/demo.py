@@ -78,6 +78,7 @@ class Demo:
         self.mailbox = mailbox
         self.started = time.monotonic()
         self.address = ""  # of the web service
+        self.dashboard = ""  # address
         self.uuids: dict[str, str] = {}  # task by recipient
         self.answer_times: list[float] = []
 
@@ -96,8 +97,10 @@ class Demo:
 
     # The web service, from outside
 
-    def request(self, method: str, path: str, content: object = None) -> tuple[int, dict[str, Any]]:
-        connection = http.client.HTTPConnection(self.address, timeout=10.0)
+    def request(
+        self, method: str, path: str, content: object = None, *, address: str = ""
+    ) -> tuple[int, dict[str, Any]]:
+        connection = http.client.HTTPConnection(address or self.address, timeout=10.0)
         try:
             connection.request(method, path, json.dumps(content) if content is not None else None)
             answer = connection.getresponse()
@@ -237,6 +240,12 @@ def summary(demo: Demo, uuids: list[str]) -> None:
         f"{ended['FAILURE']:,} failed for good; "
         f"{sum(state.run for state in states.values()):,} runs had to be repeated"
     )
+    _, errors = demo.request("GET", "/api/errors", address=demo.dashboard)
+    failed = sum(group["count"] for group in errors["groups"])
+    if failed != ended["FAILURE"]:
+        raise Trouble(f"the dashboard shows {failed} failed tasks")
+    if sys.stdin.isatty():
+        input(f"\nThe dashboard is at http://{demo.dashboard}/ until you press Enter: ")
 
 
 # The processes
@@ -275,6 +284,12 @@ def process(
                 child.communicate()
 
 
+def printed_address(child: subprocess.Popen[str]) -> str:
+    """Return the host and port that the process prints first."""
+    line = child.stdout.readline() if child.stdout else ""
+    return line.partition("http://")[2].partition("/")[0].strip()
+
+
 def run(demo: Demo) -> None:
     environ = {
         name: value for name, value in os.environ.items() if not name.startswith(("SMTP_", "MAIL_"))
@@ -291,17 +306,18 @@ def run(demo: Demo) -> None:
     worker_command = [*machinery, "worker", "tasks", "-Q", "mail,bulk", "-c", str(THREADS)]
     clock = {"DIGEST_SPEC": DIGEST_SPEC, "OUTBOX": str(demo.folder / "outbox")}
     digest_command = [*machinery, "worker", "digest", "--app-dir", str(CRON), "-c", "2"]
+    dashboard_command = [*machinery, "dashboard", "tasks", "--port", "0"]
     service_command = [sys.executable, str(HERE / "app.py"), "--port", "0"]
     # Stopped in reverse order: the senders, then the workers, then the mail server.
     with (
         process(demo, "worker", worker_command, environ),
         process(demo, "digest worker", digest_command, environ | clock),
         process(demo, "service", service_command, environ) as service,
+        process(demo, "dashboard", dashboard_command, environ) as dashboard,
     ):
-        demo.address = (
-            service.stdout.readline().strip().removeprefix("http://") if service.stdout else ""
-        )
+        demo.address, demo.dashboard = printed_address(service), printed_address(dashboard)
         demo.say(f"mail server, web service and workers started in {demo.folder}")
+        demo.say(f"dashboard: http://{demo.dashboard}/")
         sign_ups(demo)
         uuids = send_bulk(demo)
         check_mails(demo)

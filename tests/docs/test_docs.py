@@ -28,6 +28,7 @@ from machinery_py.cli.main import command_parser
 from machinery_py.cli.options import seconds
 from machinery_py.config.urls import SCHEMES
 from machinery_py.control.stream import EventStream, ServerEvents
+from machinery_py.dashboard.dashboard import Dashboard
 from machinery_py.inspection import Inspector
 from machinery_py.locks.named import NamedLock
 from machinery_py.registry.hooks import Hooks
@@ -264,6 +265,7 @@ def test_the_methods_of_the_api_have_these_parameters() -> None:
         if isinstance(one := getattr(machinery_py, name), type)
     }
     owners |= {"Inspector": Inspector, "Schedules": Schedules, "NamedLock": NamedLock}
+    owners |= {"Dashboard": Dashboard}
     owners |= {"ServerEvents": ServerEvents, "EventStream": EventStream}
     wrong, count = [], 0
     for shown in re.findall(r"^\| `([^`]+)` \|", read("docs/reference/api.md"), re.MULTILINE):

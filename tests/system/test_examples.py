@@ -125,6 +125,7 @@ def test_demo_delivers_every_mail_once(tmp_path: Path) -> None:
     assert re.search(
         r"the digest, .* came \d+ times, the last one by hand: each once to 2 readers", out
     )
+    assert re.search(r"dashboard: http://127\.0\.0\.1:\d+/\n", out)
     assert list(tmp_path.iterdir()) == []
     assert sorted(path.name for path in (EXAMPLES / "email_sender").iterdir()) == before
     assert not children_of(tmp_path)
