@@ -23,6 +23,7 @@ from machinery_py.cli.options import (
     HEALTH,
     JSON,
     LIMIT,
+    SEARCH,
     SEND,
     STATE,
     TERMINATE,
@@ -142,7 +143,7 @@ _MODULES: Mapping[str, Sequence[Command]] = {
         Command(
             "tasks",
             "list tasks, the newest first",
-            options=STATE + FILTER + LIMIT,
+            options=STATE + FILTER + SEARCH + LIMIT,
             examples=("tasks", "tasks --state failure --name charge --since 1h"),
         ),
         Command(

@@ -149,6 +149,10 @@ FILTER: Options = (
     _time("--since", "only tasks that changed in this time: 90 (seconds), 10m, 1h, 2d"),
     _text("--queue", "only tasks of this queue"),
 )
+SEARCH: Options = (
+    _text("--worker", "only tasks that this worker had last"),
+    _text("--text", "only tasks with this in an error, a result or a kept argument"),
+)
 _STATES = "pending, received, started, retry, success or failure"
 STATE: Options = (_option("--state", _STATES, type=_state, metavar="STATE"),)
 FAILURE: Options = (

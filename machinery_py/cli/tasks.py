@@ -9,6 +9,8 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from machinery_py.cli.control import print_answers
 from machinery_py.cli.output import (
     ALL,
@@ -26,11 +28,12 @@ from machinery_py.cli.output import (
     value_text,
 )
 from machinery_py.errors import ArgumentError, ResultExpired, TaskFailed
-from machinery_py.tasks.signature import UNLIMITED
+from machinery_py.tasks.signature import HEADER_ATTEMPTS, UNLIMITED
 from machinery_py.tasks.states import State, TaskState
 from machinery_py.tasks.workflow import result_value
 
 if TYPE_CHECKING:
+    from machinery_py.inspection import TaskReport
     from machinery_py.registry.options import SendOptions
     from machinery_py.registry.task import Task
     from machinery_py.results.async_results import AsyncResult
@@ -141,6 +144,8 @@ def tasks(server: Server, args: argparse.Namespace) -> int:
         since=args.since,
         queue=args.queue,
         limit=args.limit,
+        worker=args.worker,
+        text=args.text,
     )
     now = server.now()
     columns: dict[str, Callable[[TaskState], str]] = {
@@ -174,12 +179,13 @@ def show(server: Server, args: argparse.Namespace) -> int:
     report = server.inspect.task(args.rest[0])
     state, signature = report.state, report.signature
     message = None if signature is None else _signature_record(signature)
-    text = "" if args.json else _description(server, state, signature)
-    return answer(args, {**_state_record(state), "message": message}, text)
+    text = "" if args.json else _description(server, report)
+    attempts = [msgspec.structs.asdict(one) for one in report.attempts]
+    return answer(args, {**_state_record(state), "message": message, "attempts": attempts}, text)
 
 
-def _description(server: Server, state: TaskState, signature: Signature[object] | None) -> str:
-    now = server.now()
+def _description(server: Server, report: TaskReport) -> str:
+    state, signature, now = report.state, report.signature, server.now()
     error = f"{state.error_type}: {state.error}" if state.error_type and state.error else ""
     rows = [
         ("task", state.task_uuid),
@@ -187,6 +193,10 @@ def _description(server: Server, state: TaskState, signature: Signature[object] 
         ("state", state.state),
         ("queue", state.queue),
         ("attempt", str(state.attempt)),
+        *(
+            (f"try {one.number}", f"{moment(one.ended_at, now)}  {one.error_type}: {one.error}")
+            for one in report.attempts
+        ),
         ("worker", state.worker),
         ("sent", moment(state.created_at, now)),
         ("started", moment(state.started_at, now)),
@@ -205,7 +215,11 @@ def _description(server: Server, state: TaskState, signature: Signature[object] 
         ]
         left = signature.retry_count
         rows.append(("retries left", "no limit" if left == UNLIMITED else str(left)))
-        rows += [("header", f"{name}: {value}") for name, value in signature.headers.items()]
+        rows += [
+            ("header", f"{name}: {value}")
+            for name, value in signature.headers.items()
+            if name != HEADER_ATTEMPTS
+        ]
     rows += [("result", value_text(arg.value)) for arg in state.results]
     trace = ["traceback", *(f"  {line}" for line in clean_lines(state.traceback))]
     return "\n".join([fields(rows), *(trace if state.traceback else [])])

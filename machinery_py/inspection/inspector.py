@@ -174,19 +174,28 @@ class Inspector:
         since: dt.datetime | float | None = None,
         queue: str = "",
         limit: int = 50,
+        worker: str = "",
+        text: str = "",
     ) -> list[TaskState]:
         """Return the states of tasks, the last changed first, however long that takes.
 
         Args:
-            state, since: as of `search`.
             queue: without another filter: the waiting tasks of the queue, the next to run first.
+            state, since, text: as of `search`.
         """
-        if queue and state is None and not name and since is None:
+        if queue and since is None and not (state or name or worker or text):
             messages = self._app.store.broker.pending(queue, limit)
             states = self._app.store.backend.get_states([message.uuid for message in messages])
             return [states[message.uuid] for message in messages if message.uuid in states]
         page = self.search(
-            state=state or (), name=name, since=since, queue=queue, limit=limit, within=UNTIMED
+            state=state or (),
+            name=name,
+            queue=queue,
+            worker=worker,
+            text=text,
+            since=since,
+            limit=limit,
+            within=UNTIMED,
         )
         return list(page.tasks)
 
@@ -232,14 +241,16 @@ class Inspector:
         backend = self._app.store.backend
         if backend.features.keeps and not backend.features.listing:
             return backend.get_state(prefix).task_uuid or prefix
+        if backend.get_states([prefix]):
+            return prefix  # most often; some stores look through all names for another
         found = backend.find(prefix, 2)
         if not found:
             raise StateNotFound(prefix)
-        if len(found) > 1 and prefix not in found:
+        if len(found) > 1:
             raise MachineryError(
                 f"several tasks begin with {prefix!r}: {', '.join(found)}, … (give more of it)"
             )
-        return prefix if prefix in found else found[0]
+        return found[0]
 
     find_async = twin(find)
 

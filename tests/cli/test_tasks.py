@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import textwrap
 
 import pytest
 
@@ -36,6 +37,7 @@ def test_tasks_are_listed_and_filtered(app: App) -> None:
         (["--state", "done"], done),
         (["--name", "add", "--since", "1h"], done),
         (["--queue", "mail"], waiting),
+        (["--text", "valueerror", "--state", "failure"], failed),
     ]:
         assert [one["uuid"] for one in app.json("tasks", "tasks", *words)] == [expected]
     text = app.run("tasks", "tasks").stdout
@@ -66,6 +68,27 @@ def test_a_task_is_shown_by_the_start_of_its_uuid(app: App) -> None:
         "so sad",
         "so sad",
     )
+
+
+def test_tries_before_the_last_are_shown(app: App) -> None:
+    source = """
+        from machinery_py import Server
+        server = Server()
+
+        @server.task(retries=1, backoff=[0])
+        def boom(text: str) -> None:
+            raise ValueError(text)
+    """
+    app.write("flaky.py", textwrap.dedent(source))
+    uuid = app.run("send", "flaky", "boom", "sad").stdout.split()[0]
+    app.run("worker", "flaky", "--burst")
+
+    [attempt] = app.json("show", "flaky", uuid)["attempts"]
+    text = app.run("show", "flaky", uuid).stdout
+
+    assert (attempt["number"], attempt["error"]) == (1, "sad")
+    assert re.search(r"^try 1 .* ago\)  ValueError: sad$", text, re.MULTILINE)
+    assert "machinery_attempts" not in text
 
 
 def test_a_task_that_waits_is_shown_with_its_arguments(app: App) -> None:

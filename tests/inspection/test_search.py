@@ -59,6 +59,9 @@ def test_cursor_goes_on_where_the_page_ended(bench: Bench) -> None:
     assert uuids_of(first) + uuids_of(second) + uuids_of(last) == sent[::-1]
     assert last.cursor == ""
     assert uuids_of(search(limit=1)) == [late.uuid]
+    some = [search(limit=3, queue="machinery_tasks")]
+    some.append(search(limit=3, queue="machinery_tasks", cursor=some[0].cursor))
+    assert [uuid for page in some for uuid in uuids_of(page)] == [late.uuid, *sent[:1:-1]]
     everything = search(limit=8)
     assert (len(everything.tasks), everything.cursor) == (8, "")
 

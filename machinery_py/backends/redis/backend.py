@@ -59,7 +59,7 @@ EXPIRE_IN = 3600.0  # seconds that a finished task is kept
 SWEEP = 60.0  # seconds between two looks for groups that are over
 FEW = 8  # states that are read without a script
 READ = 2000  # states in one script
-LOOK = 2000  # states of a set that one step of a listing looks at
+LOOK = 1000  # states of a set that one step of a listing looks at
 WRITE = 2000  # changes in one script
 
 VERDICTS: dict[int, Verdict] = {ord("s"): SETTLED, ord("a"): ALREADY, ord("f"): FENCED}

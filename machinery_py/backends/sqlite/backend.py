@@ -401,8 +401,8 @@ class SQLiteBackend(TransactionalBackend):
             ).fetchall()
         found = [((row[-1], row[0]), state_of([*row], *row[-3:-1])) for row in rows]
         end: Place | None = (floor, "") if looked == LOOK else None
-        if len(found) >= limit:
-            end = found[-1][0] if found else after
+        if len(found) == limit:
+            end, looked = found[-1][0], len(found)
         return Listing(found=found, end=end, looked=looked)
 
     def find(self, prefix: str, limit: int = 2) -> list[str]:

@@ -64,6 +64,7 @@ class ListingConformance(ChangeConformance):
         if not backend.features.listing:
             return  # refused, as the test above has seen
         many = min(self.MANY, 2_500)
+        ends = (State.SUCCESS, State.STARTED, State.SUCCESS)
         names = {"rare": "first", 'm\u00fcl "<&>': "second"}
         write(
             backend,
@@ -74,7 +75,7 @@ class ListingConformance(ChangeConformance):
         write(
             backend,
             *(
-                state_of(f"task_{number}", State.SUCCESS, task_name="often")
+                state_of(f"task_{number}", ends[number % 3], task_name="often")
                 for number in range(many)
             ),
         )
@@ -138,6 +139,7 @@ class ListingConformance(ChangeConformance):
         write(backend, state_of("old", State.SUCCESS))
         clock.advance(60.0)
         moment = clock.now()
+        clock.advance(10.5)
         good, bad = State.SUCCESS, State.FAILURE
         ends = (("q", good), ("q", bad), ("q", good), ("r", bad), ("r", State.RETRY))
         write(
@@ -159,7 +161,7 @@ class ListingConformance(ChangeConformance):
         earlier = moment - dt.timedelta(seconds=90)
         assert counted(earlier, 60) == [(-60, "q", 1, 0), (0, "q", 2, 1), (0, "r", 0, 1)]
         assert sum(one.succeeded for one in backend.finished_since(earlier)) == 3
-        assert backend.finished_since(moment + dt.timedelta(seconds=1)) == []
+        assert backend.finished_since(moment + dt.timedelta(seconds=12)) == []
 
     def test_finished_states_are_deleted(self, backend: Backend, clock: ManualClock) -> None:
         if not backend.features.listing:

@@ -6,21 +6,22 @@
 --! include backends/redis/lua/changes.lua
 --! include backends/redis/lua/listing.lua
 
-local sets, at, uuid, low, size, limit, words, name = unpack(unpacked)
+local sets, at, uuid, low, size, limit, wanted, name = unpack(unpacked)
+for i, word in ipairs(wanted) do wanted[i] = '"State":"' .. word .. '"' end
 local function fits(doc)
-  local is_wanted = #words == 0
-  for _, word in ipairs(words) do
-    is_wanted = is_wanted or string.find(doc, '"State":"' .. word .. '"', 1, true)
-  end
+  local is_wanted = #wanted == 0
+  for _, word in ipairs(wanted) do is_wanted = is_wanted or string.find(doc, word, 1, true) end
   if not is_wanted or name == '' then return is_wanted end
   local _, at = string.find(doc, '"TaskName":', 1, true)
   return at and string.sub(doc, at + 1, at + #name) == name
 end
-local replies = {}
-for i, set in ipairs(sets) do
-  local listed = stretch(set, at, uuid, low, size)
+local stretches, replies = {}, {}
+for i, set in ipairs(sets) do stretches[i] = stretch(set, at, uuid, low, size) end
+-- The later of two stretches is of use as far as the end of the other.
+table.sort(stretches, function(one, other) return tonumber(one[2] or 0) > tonumber(other[2] or 0) end)
+for i, listed in ipairs(stretches) do
   local looked, places, found = 0, {}, {}
-  while 2 * looked < #listed and #found < limit do
+  while #found < limit and 2 * looked < #listed and tonumber(listed[2 * looked + 2]) >= low do
     local keys, theirs = {}, {}
     for i = 2 * looked + 1, math.min(2 * looked + 200, #listed), 2 do keys[#keys + 1] = doc_key(listed[i]) end
     for i, doc in ipairs(call('MGET', unpack(keys))) do
@@ -38,6 +39,7 @@ for i, set in ipairs(sets) do
     looked = looked + #keys
   end
   local more = looked > 0 and (2 * looked < #listed or looked == size)
+  if more then low = math.max(low, tonumber(listed[2 * looked])) end
   replies[i] = {looked, more and {listed[2 * looked - 1], listed[2 * looked]}, places, arr(found)}
 end
 return replies
