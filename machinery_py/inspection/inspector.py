@@ -45,6 +45,7 @@ logger = get_logger(__name__)
 AWAY = (BrokerUnavailable, BackendUnavailable)
 RATE_WINDOW = 60.0  # seconds that "per minute" is counted over
 MOST = 100_000  # dead letters that one call looks through
+NEWEST = 1_000  # that it looks through first
 MEMBERS = 1000  # of a group, whose states are read
 BATCH = 1000  # states that are deleted in one step
 
@@ -375,12 +376,7 @@ class Inspector:
         Raises:
             StateNotFound: there is none.
         """
-        letters = self.dead(limit=MOST)
-        same = [one for one in letters if one.id == id]
-        similar = [one for one in letters if one.id.startswith(id) or one.uuid.startswith(id)]
-        if not similar:
-            raise StateNotFound(id, f"no dead letter {quoted(id)}")
-        return (same or similar)[0]
+        return self._letters([id])[0]
 
     dead_letter_async = twin(dead_letter)
 
@@ -395,7 +391,7 @@ class Inspector:
         Returns:
             The UUIDs of the tasks that were sent.
         """
-        letters = [self.dead_letter(id) for id in ids]
+        letters = self._letters(ids)
         found = [(letter, decoded(letter.body)) for letter in letters]
         usable = [(letter, one) for letter, one in found if one is not None and one.name]
         # Published first, removed then: after a crash in between there is a letter too many, never
@@ -423,6 +419,24 @@ class Inspector:
 
     def delete_dead(self, ids: Sequence[str]) -> int:
         """Delete dead letters, and return how many."""
-        return len(self._app.store.broker.take_dead([self.dead_letter(id).id for id in ids]))
+        return len(self._app.store.broker.take_dead([one.id for one in self._letters(ids)]))
 
     delete_dead_async = twin(delete_dead)
+
+    def _letters(self, ids: Sequence[str]) -> list[DeadLetter]:
+        """Return these dead letters; looks through all if one id is not that of a recent one."""
+        letters: list[DeadLetter] = []
+        same: dict[str, DeadLetter] = {}
+        for limit in (NEWEST, MOST):
+            letters = self.dead(limit=limit)
+            same = {one.id: one for one in letters}
+            if all(id in same for id in ids):
+                break
+        return [same.get(id) or _beginning(letters, id) for id in ids]
+
+
+def _beginning(letters: Sequence[DeadLetter], start: str) -> DeadLetter:
+    for one in letters:
+        if one.id.startswith(start) or one.uuid.startswith(start):
+            return one
+    raise StateNotFound(start, f"no dead letter {quoted(start)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import re
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from machinery_py import (
     MachineryError,
     NoRetry,
     RetryTaskLater,
+    Server,
     Signature,
     State,
     StateNotFound,
@@ -272,6 +274,19 @@ def test_dead_letters_are_listed_found_and_deleted(bench: Bench) -> None:
         inspect.dead_letter("zzz")
     assert inspect.delete_dead([oldest.id]) == 1
     assert inspect.dead() == [newest]
+
+
+def test_whole_id_goes_before_the_start_of_a_newer_one(tmp_path: Path) -> None:
+    server = Server(f"sqlite:///{tmp_path}/m.db")
+    messages = [Message(uuid="", name="", queue="mail", body=b"{")] * 12
+    server.broker.put(messages, token="")
+    server.new_worker(queues=["mail"], burst=True).launch()
+    ids = [one.id for one in server.inspect.dead()]
+
+    assert {"1", "11", "12"} <= set(ids)
+    assert server.inspect.dead_letter("1").id == "1"
+    assert server.inspect.delete_dead(["1", "12"]) == 2
+    assert [one.id for one in server.inspect.dead()] == [id for id in ids if id not in ("1", "12")]
 
 
 def test_a_dead_letter_can_be_replayed(bench: Bench) -> None:
