@@ -15,7 +15,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-THREADS = 8  # the default ones of the loop are the application's
+THREADS = 32  # at most; the default ones of the loop are the application's
 
 
 class DashboardASGI:

@@ -41,6 +41,7 @@ class StoreCalls:
         Raises:
             BrokerUnavailable: it goes on after so many seconds, or 16 others do.
         """
+        end = time.monotonic() + patience
         silent = f"the store has not answered in {patience:g} s (the call may still be carried out)"
         if not self._free.acquire(timeout=patience):
             raise BrokerUnavailable(silent)
@@ -60,7 +61,7 @@ class StoreCalls:
             self._free.release()
             raise
         try:
-            return future.result(patience)
+            return future.result(end - time.monotonic())
         except TimeoutError:
             if future.done():  # its own
                 raise

@@ -6,6 +6,7 @@ errors and tracebacks stay as the task wrote them.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,15 +15,13 @@ from typing import Any
 import msgspec
 
 from machinery_py.tasks.signature import Arg
-from machinery_py.texts import cut, printable
 from machinery_py.values.values import from_result
 
 Mask = Callable[[str, Any], Any]
 
 MASKED = "•••"
-LONGEST = 20_000  # bytes of a value
-LONGEST_BODY = 100_000  # bytes of a dead letter
-SHORT = 300  # bytes of a cell in a list
+LONGEST = 20_000  # characters of a value or a dead letter, and items of a list in it
+SHORT = 300  # of a cell in a list
 DEEPEST = 50  # levels of a value; what is deeper is left out
 
 _SECRET = re.compile(
@@ -51,18 +50,21 @@ class Masking:
 
     def text(self, value: Any, name: str = "", limit: int = LONGEST) -> str:
         """Return a value as JSON; a text at the top is one in quotes, too."""
-        return cut(printable(_json(self.masked(value, name))), limit)
+        return _cut(_json(self.masked(value, name, limit)), limit)
 
-    def masked(self, value: Any, name: str = "", depth: int = 0) -> Any:
-        """Return the value with all secrets in it masked."""
+    def masked(self, value: Any, name: str = "", limit: int = LONGEST, depth: int = 0) -> Any:
+        """Return the value with all secrets in it masked, and of large ones the beginning."""
         if name:
             value = self._mask(name, value)
         if depth > DEEPEST:
             return "…"
+        if isinstance(value, str | bytes):
+            return value[:limit]
         if isinstance(value, Mapping):
-            return {key: self.masked(one, str(key), depth + 1) for key, one in value.items()}
+            pairs = itertools.islice(value.items(), limit)
+            return {key: self.masked(one, str(key), limit, depth + 1) for key, one in pairs}
         if isinstance(value, list | tuple):
-            return [self.masked(one, "", depth + 1) for one in value]
+            return [self.masked(one, "", limit, depth + 1) for one in value[:limit]]
         return value
 
     def args(self, task: str, args: Sequence[Arg]) -> list[tuple[str, Arg]]:
@@ -80,15 +82,15 @@ class Masking:
         try:
             message = json.loads(body)
         except (ValueError, RecursionError):
-            return cut(body[:LONGEST_BODY].decode("utf-8", "backslashreplace"), LONGEST_BODY)
-        return cut(printable(_json(self._message(message))), LONGEST_BODY)
+            return _cut(body[:LONGEST].decode("utf-8", "backslashreplace"), LONGEST)
+        return _cut(_json(self._message(message)), LONGEST)
 
     def _message(self, value: Any, depth: int = 0) -> Any:
         """Return a signature with its arguments masked, and the signatures inside it as well."""
         if isinstance(value, list) and depth <= DEEPEST:
             return [self._message(one, depth + 1) for one in value]
         if not isinstance(value, dict) or depth > DEEPEST:
-            return self.masked(value, "", depth)
+            return self.masked(value, "", depth=depth)
         found = {}
         for key, one in value.items():
             if key == "Args" and isinstance(one, list):
@@ -110,7 +112,7 @@ def python_call(task: str, args: Sequence[tuple[str, Arg]], queue: str) -> str:
     """Return the call as Python; what is masked stays masked."""
     words = []
     for _, arg in args:
-        value = cut(repr(from_result(arg.type, arg.value)), LONGEST)
+        value = _cut(repr(from_result(arg.type, arg.value)), LONGEST)
         words.append(f"{arg.name}={value}" if arg.name.isidentifier() else value)
     given = ", ".join(words)
     options = f".options(queue={queue!r})" if queue else ""
@@ -118,6 +120,10 @@ def python_call(task: str, args: Sequence[tuple[str, Arg]], queue: str) -> str:
     if short.isidentifier():
         return f"{short}{options}.send({given})"
     return f"server.send_task(Signature.of({', '.join([repr(task), *words])}))"
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def _json(value: Any) -> str:

@@ -314,7 +314,7 @@ def _query(environ: Environ) -> dict[str, list[str]]:
 
 
 def _body(environ: Environ) -> bytes:
-    if environ.get("CONTENT_TYPE", "").partition(";")[0].strip() != "application/json":
+    if environ.get("CONTENT_TYPE", "").partition(";")[0].strip().lower() != "application/json":
         raise RefusedRequest(
             HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "expected a body of application/json"
         )

@@ -171,6 +171,20 @@ def test_history_and_errors_count_what_ended(bench: Bench, site: Site) -> None:
     assert summary["complete"] is True
 
 
+def test_backend_that_keeps_nothing_is_told_in_words() -> None:
+    server = Server(Config(broker="memory://", result_backend="null"))
+    with site_of(server) as site:
+        refused = [
+            site.request("GET", f"api/{path}")
+            for path in ("tasks", "errors", "schedules", "history")
+        ]
+
+        assert site.get("overview")["trouble"] == ""
+        assert site.get("queues") == []
+    assert {one.status for one in refused} == {409}
+    assert all("null" in one.error for one in refused)
+
+
 def test_schema_has_every_route_and_every_record(site: Site) -> None:
     schema = site.get("schema")
 

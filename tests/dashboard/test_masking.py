@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
 from machinery_py import Signature
-from machinery_py.dashboard.masking import LONGEST_BODY, Masking, mask_secrets, python_call
+from machinery_py.dashboard.masking import LONGEST, Masking, mask_secrets, python_call
 from machinery_py.tasks.signature import Arg
 from machinery_py.wire.signatures import encode_signature
 
@@ -74,7 +75,16 @@ def test_message_is_masked_in_its_callbacks_too(masking: Masking) -> None:
 def test_every_body_is_shown_as_text(masking: Masking, body: bytes) -> None:
     shown = masking.body(body)
 
-    assert len(shown.encode()) <= LONGEST_BODY
+    assert len(shown) <= LONGEST
+
+
+@pytest.mark.parametrize("value", ["a" * 10**7, [1] * 10**6, {str(n): n for n in range(10**6)}])
+def test_large_values_cost_no_more_than_what_is_shown(masking: Masking, value: object) -> None:
+    begun = time.process_time()
+    shown = masking.text(value, limit=300)
+
+    assert len(shown) == 300 and shown.endswith("…")
+    assert time.process_time() - begun < 0.05
 
 
 @pytest.mark.parametrize(
