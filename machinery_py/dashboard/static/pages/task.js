@@ -1,0 +1,235 @@
+import { html, useState } from "../preact.js";
+import { post, useData, useMayChange } from "../api.js";
+import { openBulk } from "../bulk.js";
+import { between, duration, exact, moment, now, number } from "../format.js";
+import {
+  Action, copy, Facts, Instead, isFinished, link, Progress, shortId, State, STATES, stateWord, Time,
+} from "../parts.js";
+
+const DEPTH = 4; // generations of follow-up tasks that are shown
+const MEMBERS = 20; // of a group, until all are asked for
+const WHEN = { success: "then", error: "on failure", chord: "after the group" };
+const NOT_SENT = "Not sent: it has not failed, or its message is gone.";
+
+function Buttons({ task, refresh, mayChange }) {
+  const change = (verb) => {
+    const act = () => openBulk(`tasks/${verb.toLowerCase()}`, { ids: [task.uuid], onDone: refresh });
+    return html`<button type="button" class="quiet-danger" onClick=${act}>${verb} …</button>`;
+  };
+  const retry = () => post("tasks/retry", { uuids: [task.uuid] });
+  return html`<div class="buttons">
+    ${mayChange &&
+    task.state === "FAILURE" &&
+    html`<${Action} kind="primary" run=${retry} onDone=${refresh}
+      done=${(reply) => (reply.done ? "Sent again." : NOT_SENT)}>Retry</${Action}>`}
+    ${mayChange && change(isFinished(task.state) ? "Delete" : "Revoke")}
+    ${task.python &&
+    html`<button type="button" onClick=${() => copy(task.python, "the call")}>
+      Copy as Python</button>`}
+    <button type="button" onClick=${() => copy(task.uuid, "the id")}>Copy id</button>
+    <a class="button" href=${link("tasks", { name: task.name })}>Others of this name</a>
+  </div>`;
+}
+
+/** Return the tries, the last one as well, and when each ended; one that runs ends now. */
+function triesOf(task) {
+  const tries = task.attempts.map((one) => ({ ...one, state: "RETRY" }));
+  if (task.started_at && tries.at(-1)?.number !== task.attempt) {
+    tries.push({ ...task, number: task.attempt, ended_at: task.finished_at });
+  }
+  return tries.map((one) => ({
+    ...one,
+    begin: moment(one.started_at) || moment(one.ended_at) || now(),
+    end: moment(one.ended_at) || now(),
+    words: one.error_type ? `${one.error_type}: ${one.error}` : one.error,
+  }));
+}
+
+/** All tries from the moment of sending to the end, as bars over one axis of time. */
+function Timeline({ task }) {
+  const tries = triesOf(task);
+  const first = moment(task.created_at) || tries[0]?.begin || now();
+  const length = Math.max(1, ...tries.map((one) => one.end - first));
+  const percent = (span) => `${(100 * Math.max(0, span)) / length}%`;
+  const bar = (kind, from, to) =>
+    html`<span class="track">${to > from &&
+    html`<i class=${kind} style=${{ left: percent(from - first), width: percent(to - from) }}></i>`}
+    </span>`;
+  const begun = tries.length ? tries[0].begin : first;
+  const waits = !isFinished(task.state) && task.state !== "STARTED";
+  return html`<section>
+    <h2>Timeline</h2>
+    <ol class="timeline">
+      <li><span>Sent</span>${bar("waited", first, begun)}
+        <span class="when"><${Time} at=${task.created_at} />
+          ${begun > first && `, waited ${duration((begun - first) / 1000)}`}</span>
+      </li>
+      ${tries.map(
+        (one) => html`<li key=${one.number}>
+          <span>Try ${one.number}</span>${bar(`is-${one.state.toLowerCase()}`, one.begin, one.end)}
+          <span class="when" title=${one.started_at && exact(one.started_at)}>
+            ${duration((one.end - one.begin) / 1000)}${!one.ended_at && " so far"}
+            ${one.worker && ` on ${one.worker}`}</span>
+          ${one.words && html`<span class="why failed">${one.words}</span>`}
+        </li>`,
+      )}
+      ${waits &&
+      html`<li><span>${stateWord(task.state)}</span><span class="track"></span>
+        <span class="when">
+          ${task.eta ? html`due <${Time} at=${task.eta} />` : "waits for a worker"}</span>
+      </li>`}
+    </ol>
+  </section>`;
+}
+
+const Values = ({ title, values, none }) => html`<section>
+  <h2>${title}</h2>
+  ${values.length === 0 && html`<p class="muted">${none}</p>`}
+  ${values.length > 0 &&
+  html`<table class="values">
+    <caption>${title}</caption>
+    <thead><tr>${["Name", "Type", "Value"].map((head) => html`<th scope="col">${head}</th>`)}</tr></thead>
+    <tbody>
+      ${values.map(
+        (one, i) => html`<tr key=${i}>
+          <td>${one.name || i}</td>
+          <td class="muted">${one.type}</td>
+          <td><code>${one.value}</code></td>
+        </tr>`,
+      )}
+    </tbody>
+  </table>`}
+</section>`;
+
+const Id = ({ of }) => html`<span class="id">${shortId(of)}</span>`;
+
+const Leaf = ({ task, here }) => html`<span class="leaf">
+  <${State} of=${task.state} />
+  ${here
+    ? html`<strong aria-current="true">${task.name}</strong>`
+    : html`<a href=${link("task", { uuid: task.uuid })}>${task.name || "unknown"}</a>`}
+  <${Id} of=${task.uuid} />
+</span>`;
+
+/** A task that follows, with those that follow it. */
+function Follower({ child, depth }) {
+  const { data, error } = useData("task", { uuid: child.uuid });
+  return html`<li>
+    <span class="muted">${WHEN[child.when] || child.when} </span>
+    ${data ? html`<${Leaf} task=${data} />` : html`${child.name} <${Id} of=${child.uuid} />`}
+    ${error && html`<span class="muted"> not sent yet</span>`}
+    ${data && depth < DEPTH && html`<${Followers} of=${data.children} depth=${depth + 1} />`}
+    ${depth >= DEPTH && data?.children.length > 0 && " …"}
+  </li>`;
+}
+
+const Followers = ({ of, depth }) =>
+  of.length > 0 &&
+  html`<ul>
+    ${of.map((one) => html`<${Follower} key=${one.when + one.uuid + one.name} child=${one} depth=${depth} />`)}
+  </ul>`;
+
+function Members({ group, self, uuid }) {
+  const [all, setAll] = useState(false);
+  const others = group.members.filter((one) => one.uuid !== uuid);
+  const tally = STATES.map((state) => [state, group.members.filter((one) => one.state === state).length]);
+  return html`<li>
+    Group of ${number(group.members.length)} <${Id} of=${group.uuid} />
+    <span class="tally">
+      ${tally.map(
+        ([state, n]) => n > 0 && html`<span key=${state}>${number(n)} <${State} of=${state} /></span>`,
+      )}
+    </span>
+    <ul>
+      ${self}
+      ${others
+        .slice(0, all ? others.length : MEMBERS)
+        .map((one) => html`<li key=${one.uuid}><${Leaf} task=${one} /></li>`)}
+      ${!all &&
+      others.length > MEMBERS &&
+      html`<li><button type="button" onClick=${() => setAll(true)}>
+        Show all ${number(group.members.length)}</button></li>`}
+    </ul>
+  </li>`;
+}
+
+function Workflow({ task }) {
+  if (!task.group && !task.children.length) return null;
+  const self = html`<li key=${task.uuid}>
+    <${Leaf} task=${task} here /><${Followers} of=${task.children} depth=${1} />
+  </li>`;
+  return html`<section>
+    <h2>Workflow</h2>
+    <ul class="tree">
+      ${task.group
+        ? html`<${Members} group=${task.group} self=${self} uuid=${task.uuid} />`
+        : self}
+    </ul>
+  </section>`;
+}
+
+const Pairs = ({ title, of }) =>
+  Object.keys(of).length > 0 &&
+  html`<section><h2>${title}</h2><${Facts} label=${title} pairs=${Object.entries(of)} /></section>`;
+
+const time = (at) => at && html`<${Time} at=${at} />`;
+
+function facts(task) {
+  const { message, queue, worker, attempt } = task;
+  const took = between(task.started_at, task.finished_at);
+  const left = message?.retry_count === null ? "until it works" : message?.retry_count;
+  return [
+    ["Queue", queue && html`<a href=${link("tasks", { queue })}>${queue}</a>`],
+    ["Worker", worker && html`<a href=${link("worker", { name: worker })}>${worker}</a>`],
+    ["Sent", time(task.created_at)],
+    ["Started", time(task.started_at)],
+    ["Finished", time(task.finished_at)],
+    ["Took", took === null ? "" : duration(took)],
+    ["Due", isFinished(task.state) ? "" : time(task.eta)],
+    ["Try", attempt],
+    ["Retries left", left],
+    ["Priority", message?.priority || ""],
+    ["Progress", task.progress && html`<${Progress} of=${task.progress} />`],
+  ];
+}
+
+function Shown({ task, refresh }) {
+  const mayChange = useMayChange();
+  const { message } = task;
+  return html`<div class="title">
+      <h1 tabindex="-1">${task.name || "Unknown task"}</h1><${State} of=${task.state} />
+      <code class="uuid">${task.uuid}</code>
+    </div>
+    <${Buttons} task=${task} refresh=${refresh} mayChange=${mayChange} />
+    <${Facts} label="Facts" pairs=${facts(task)} />
+    ${task.error &&
+    html`<section>
+      <h2>${task.state === "FAILURE" ? "Error" : "Error of the try before"}</h2>
+      <p class="failed"><strong>${task.error_type}</strong> ${task.error}</p>
+      ${task.traceback &&
+      html`<pre class="code" tabindex="0" aria-label="Traceback">${task.traceback}</pre>`}
+    </section>`}
+    <${Timeline} task=${task} />
+    ${message
+      ? html`<${Values} title="Arguments" values=${message.args} none="None." />`
+      : html`<section><h2>Arguments</h2><p class="muted">Not kept. A message is kept while it waits,
+          and when its task failed or was tried again.</p></section>`}
+    ${task.state === "SUCCESS" &&
+    html`<${Values} title="Result" values=${task.results} none="None." />`}
+    <${Workflow} task=${task} />
+    <${Pairs} title="Notes" of=${task.notes} />
+    <${Pairs} title="Headers" of=${message?.headers || {}} />`;
+}
+
+export function Task({ query }) {
+  const uuid = query.get("uuid") || "";
+  const found = useData("task", { uuid }, 2);
+  if (found.error?.status === 404) {
+    return html`<h1 tabindex="-1">No such task</h1>
+      <p class="instead">Nothing is known of <code>${uuid}</code>. A finished task is forgotten when
+      its result expires. <a href="#/tasks">All tasks</a></p>`;
+  }
+  return html`${!found.data && html`<h1 tabindex="-1">Task</h1>`}
+    <${Instead} of=${found} />
+    ${found.data && html`<${Shown} task=${found.data} refresh=${found.refresh} />`}`;
+}

@@ -1,0 +1,128 @@
+"""Each button of the dashboard does what it says."""
+
+from __future__ import annotations
+
+from machinery_py.tasks.states import State
+from machinery_py.testing.waiting import HANG, wait_until
+from tests.dashboard.shop import Shop
+from tests.support.browser import Browser
+
+
+def queue_named(shop: Shop, name: str) -> object:
+    return next(one for one in shop.server.inspect.queues() if one.queue == name)
+
+
+def test_queue_is_paused_resumed_and_purged(shop: Shop, browser: Browser) -> None:
+    def later(count: int) -> None:
+        for _ in range(count):
+            shop.charge.options(queue="slow").send(1, 1.0)
+
+    later(3)
+    browser.open("#/queues")
+    browser.press("Pause slow")
+    browser.see("Paused slow.")
+    wait_until(lambda: queue_named(shop, "slow").paused)  # type: ignore[attr-defined]
+    browser.press("Resume slow")
+    browser.see("Resumed slow.")
+    wait_until(lambda: not queue_named(shop, "slow").paused)  # type: ignore[attr-defined]
+
+    browser.press("Purge slow")
+    browser.see("3 messages", css="dialog")
+    later(20)
+    browser.press("Delete 3 messages")
+    browser.see("The queue has grown meanwhile. 23 messages", css="dialog")
+    browser.press("Delete 23 messages")
+    browser.see("Deleted 23 messages of slow.")
+    assert queue_named(shop, "slow").waiting == 0  # type: ignore[attr-defined]
+
+
+def test_failed_task_is_retried_copied_and_deleted(shop: Shop, browser: Browser) -> None:
+    browser.open(f"#/task?uuid={shop.uuids['failed']}")
+    browser.press("Copy as Python")
+    browser.see("Copied the call.")
+    browser.press("Retry")
+    browser.see("Sent again.")
+    browser.see("Failure", css=".title")
+    browser.press("Delete …")
+    browser.press("Delete 1 task")
+    browser.see("1 task deleted", css="dialog")
+    browser.press("Close")
+    browser.see("No such task")
+
+
+def test_running_task_is_revoked(shop: Shop, browser: Browser) -> None:
+    waiting = shop.wait.options(delay=3600.0).send("November")
+    browser.open(f"#/task?uuid={waiting.uuid}")
+    browser.press("Revoke …")
+    browser.press("Revoke 1 task")
+    browser.see("1 task revoked", css="dialog")
+    browser.press("Close")
+    browser.see("revoked")
+
+
+def test_selected_tasks_are_retried(shop: Shop, browser: Browser) -> None:
+    browser.open("#/tasks?state=FAILURE&name=mail.lost")
+    browser.see("3 tasks: all of them")
+    browser.run("document.querySelector('tbody input').click()")
+    browser.see("1 selected:")
+    browser.press("Retry …")
+    browser.see("1 task selected.", css="dialog")
+    browser.press("Retry 1 task")
+    browser.see("1 task sent again", css="dialog")
+    browser.press("Close")
+    browser.see("All that match:")
+
+
+def test_errors_of_one_kind_are_retried(shop: Shop, browser: Browser) -> None:
+    browser.open("#/errors")
+    browser.press("Retry all mail.lost, ValueError")
+    browser.see("3 tasks", css="dialog")
+    browser.press("Retry 3 tasks")
+    browser.see("3 tasks sent again", css="dialog")
+    browser.press("Close")
+
+
+def test_dead_letters_are_read_sent_again_and_deleted(shop: Shop, browser: Browser) -> None:
+    wait_until(lambda: len(shop.server.inspect.dead()) >= 3, HANG)
+    browser.open("#/dead")
+    browser.press("mail.lost")
+    browser.see("was never paid", "Message", '"mail.lost"', css="dialog")
+    browser.press("Close")
+    browser.run("document.querySelector('tbody input').click()")
+    browser.see("1 selected:")
+    browser.press("Send again …")
+    browser.press("Send again 1 letter")
+    browser.see("1 letter sent again", css="dialog")
+    browser.press("Close")
+    browser.see("shown:")
+    browser.press("Delete …")
+    browser.press(browser.run("return document.querySelector('dialog .danger').innerText"))
+    browser.see("deleted", css="dialog .result")
+    browser.press("Close")
+
+
+def test_schedule_is_paused_resumed_and_run(shop: Shop, browser: Browser) -> None:
+    browser.open("#/schedules")
+    browser.press("Pause digest")
+    browser.see("paused", css="tbody")
+    browser.press("Resume digest")
+    browser.see_no("paused", css="tbody")
+    browser.press("Run now: digest")
+    browser.see("Sent digest.")
+
+
+def test_worker_is_changed_and_shut_down(shop: Shop, browser: Browser) -> None:
+    with shop.server.new_worker("bob", 1, queues=["other"]) as bob:
+        browser.open("#/workers")
+        browser.press("bob")
+        browser.see("0 of 1")
+        browser.fill("input[type=number]", "3")
+        browser.press("Set")
+        browser.see("0 of 3")
+        browser.press("Shut down …")
+        browser.press("Shut down")
+        browser.see("bob shuts down.")
+        wait_until(lambda: not [w for w in shop.server.inspect.workers() if w.name == "bob"])
+        del bob
+    browser.see_no("bob", css="tbody")
+    assert shop.server.backend.get_state(shop.uuids["paid"]).state is State.SUCCESS
