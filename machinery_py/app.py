@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -200,17 +201,21 @@ class Application:
         ours are never inherited.
         """
         task = RUNNING.get()
-        if task is None or not task.signature.headers:
+        if task is None or not (task.signature.headers or task.handed_on):
             return signature
         prefixes = tuple(filter(None, map(str.strip, self.config.inherited_headers.split(","))))
         found = {
             key: value
-            for key, value in task.signature.headers.items()
+            for key, value in {**task.signature.headers, **task.handed_on}.items()
             if (key in TRACE_CONTEXT or (key.startswith(prefixes) and not key.startswith(OURS)))
             and key not in signature.headers
             and isinstance(value, str)
         }
-        return signature.replace(headers={**found, **signature.headers}) if found else signature
+        found.update(signature.headers)
+        if signature.uuid == task.uuid:  # its retry
+            handed_on = task.handed_on.items()
+            found.update({key: value for key, value in handed_on if key.startswith(OURS)})
+        return signature.replace(headers=found) if found else signature
 
     def _check_names(self, signature: Signature[Any]) -> None:
         """Check the names in a signature and in its callbacks, but not in those still encoded.
@@ -307,6 +312,29 @@ class Application:
             ArgumentError, PublishRefused, PublishUnknown, Unsupported: as Server.send_task.
         """
         self.check_lives((*signatures, *awaited))
+        if not self.hooks.sends or not signatures:
+            return self._submit(signatures, groups, awaited)
+        with self.sending(signatures) as signatures:
+            self._submit(signatures, groups, awaited)
+
+    @contextlib.contextmanager
+    def sending(self, signatures: Sequence[Signature[Any]]) -> Iterator[Sequence[Signature[Any]]]:
+        """Give the signatures that are to be sent, between the halves of `around_send`."""
+        with contextlib.ExitStack() as stack:
+            for function in self.hooks.sends:
+                headers = stack.enter_context(contextlib.contextmanager(function)(signatures))
+                if headers:
+                    signatures = [
+                        one.replace(headers={**one.headers, **headers}) for one in signatures
+                    ]
+            yield signatures
+
+    def _submit(
+        self,
+        signatures: Sequence[Signature[Any]],
+        groups: Sequence[GroupMeta],
+        awaited: Sequence[Signature[Any]],
+    ) -> None:
         out = self.outgoing(signatures, groups, awaited)
         if not out.messages:
             return

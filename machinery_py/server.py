@@ -69,8 +69,8 @@ class Server(TaskRegistrar):
         events: events of this process, and of all processes.
         control: orders to the workers of all processes.
         dashboard: the dashboard, to be mounted in a WSGI or ASGI application.
-        around_task, before_task, after_task, on_success, on_retry, on_failure, lifespan: decorators
-            of handlers, see `registry.hooks.Hooks`.
+        around_send, around_task, before_task, after_task, on_success, on_retry, on_failure,
+            lifespan: decorators of handlers, see `registry.hooks.Hooks`.
 
     Raises:
         ConfigError: a setting or URL cannot be used. Nothing is connected yet.
@@ -95,6 +95,7 @@ class Server(TaskRegistrar):
         self.app = Application(resolved, clock)
         hooks = self.app.hooks
         self.around_task, self.lifespan = hooks.around_task, hooks.lifespan
+        self.around_send = hooks.around_send
         self.before_task, self.after_task = hooks.before_task, hooks.after_task
         self.on_success, self.on_retry = hooks.on_success, hooks.on_retry
         self.on_failure, self.worker_part = hooks.on_failure, hooks.worker_part

@@ -61,13 +61,14 @@ def send_unique(
         ArgumentError, PublishRefused, PublishUnknown: as Server.send_task.
     """
     app.check_lives((signature,))
-    sending = _Sending(app, task, app.completed(signature))
-    try:
-        duplicate = app.patiently(sending.attempt)
-    except BackendUnavailable as error:
-        raise PublishRefused(
-            f"{signature.name} was not sent: its key could not be looked at: {error}"
-        ) from error
+    with app.sending((signature,)) as [signature]:
+        sending = _Sending(app, task, app.completed(signature))
+        try:
+            duplicate = app.patiently(sending.attempt)
+        except BackendUnavailable as error:
+            raise PublishRefused(
+                f"{signature.name} was not sent: its key could not be looked at: {error}"
+            ) from error
     if not duplicate:
         app.report_sent([sending.signature])
     return sending.holder, duplicate

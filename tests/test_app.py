@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -262,6 +262,65 @@ def test_a_handler_may_send_for_a_task_whose_time_is_up(flow: Flow) -> None:
     Signature(name="slow", sender=flow.server).catch(flow.late.partial()).send()
     with flow.server.new_worker(concurrency=1):
         wait_until(lambda: any(one.name == "late" for one in flow.published))
+
+
+def test_handlers_around_a_sending_add_headers(flow: Flow) -> None:
+    """Once for all that is sent together, and not for what a worker sends by itself."""
+    calls: list[object] = []
+
+    @flow.server.around_send
+    def outer(signatures: Sequence[Signature[Any]]) -> Iterator[dict[str, str]]:
+        calls.append([one.name for one in signatures])
+        yield {"a": "outer", "self": "outer"}
+        calls.append("sent")
+
+    @flow.server.around_send
+    def inner(signatures: Sequence[Signature[Any]]) -> Iterator[None]:
+        calls.append({one.headers["self"] for one in signatures})
+        try:
+            yield None
+        except ArgumentError:
+            calls.append("refused")
+            raise
+
+    own = flow.work.options(headers={"a": "own", "b": "own"})
+    group(own.signature().then(flow.late.partial()), flow.parent.signature()).send()
+    flow.drain()
+    with pytest.raises(ArgumentError):
+        flow.work.send("x" * 2**24)
+
+    assert flow.published[0].headers == {"a": "outer", "b": "own", "self": "outer"}
+    one_sending = {"outer"}
+    assert calls[:3] == [["work", "parent"], one_sending, "sent"]
+    assert calls[3:6] == [["late"], one_sending, "sent"]  # by the running parent, not by `then`
+    assert calls[6:] == [["work"], one_sending, "refused"]
+
+
+def test_headers_that_a_run_hands_on_go_to_what_follows_it(flow: Flow) -> None:
+    handed_on: list[object] = []
+
+    @flow.server.around_task
+    def hand(signature: Signature[Any]) -> Iterator[None]:
+        number = current_task().attempt
+        current_task().hand_on({"traceparent": f"run {number}", "machinery_x": f"{number}"})
+        yield
+
+    flow.server.on_failure(lambda ctx, _: handed_on.append(dict(ctx.handed_on)))
+    flaky = flow.server.task("flaky", retries=1, backoff=[0])(_away)
+    flaky.options(headers=TRACE).signature().catch(flow.late.partial()).send()
+    flow.drain()
+
+    assert flow.sent("flaky").headers == {
+        **TRACE,
+        "machinery_run": "1",
+        "machinery_attempt": "2",
+        "machinery_x": "1",
+    }
+    assert flow.sent("late").headers == {**TRACE, "traceparent": "run 2"}
+    assert handed_on == [{"traceparent": "run 2", "machinery_x": "2"}]
+    flow.parent.send()
+    flow.drain()
+    assert flow.sent("late").headers == {"traceparent": "run 1"}
 
 
 def _async_parent(flow: Flow) -> Any:

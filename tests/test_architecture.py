@@ -39,6 +39,7 @@ ROWS: tuple[str, ...] = (
     "worker",
     "dashboard",
     "server",
+    "contrib",
     "__init__ cli testing __main__",
 )
 ORDER: tuple[str, ...] = tuple(name for row in ROWS for name in row.split())

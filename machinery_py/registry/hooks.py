@@ -14,6 +14,7 @@ from machinery_py.tasks.signature import Signature
 from machinery_py.tasks.states import State
 
 Around = Callable[[Signature[Any]], Iterator[None]]
+AroundSend = Callable[[Sequence[Signature[Any]]], Iterator[Mapping[str, str] | None]]
 TaskHandler = Callable[[Context], object]
 SuccessHandler = Callable[[Context, Any], object]
 ErrorHandler = Callable[[Context, BaseException], object]
@@ -22,10 +23,15 @@ Lifespan = Callable[
 ]
 
 A = TypeVar("A", bound=Around)
+D = TypeVar("D", bound=AroundSend)
 T = TypeVar("T", bound=TaskHandler)
 S = TypeVar("S", bound=SuccessHandler)
 E = TypeVar("E", bound=ErrorHandler)
 L = TypeVar("L", bound=Lifespan)
+
+
+class NothingSent(Exception):
+    """Raised in a handler of `around_send`: another process has sent this tick of a schedule."""
 
 
 class WorkerPart(Protocol):
@@ -63,11 +69,13 @@ def added_part(make: Callable[[], WorkerPart], name: str, after: str | Sequence[
 class Hooks:
     """Handlers of one Server, each kind in the order of registration. All may be coroutines.
 
-    Whatever a handler raises is logged, and changes nothing; only `around_task` is part of the run.
+    Whatever a handler raises is logged, and changes nothing; only `around_task` is part of the run,
+    and `around_send` of the sending.
     """
 
     def __init__(self) -> None:
         self.around: list[Around] = []
+        self.sends: list[AroundSend] = []
         self.before: list[TaskHandler] = []
         self.after: list[TaskHandler] = []
         self.lifespans: list[Lifespan] = []
@@ -77,6 +85,16 @@ class Hooks:
     def around_task(self, function: A) -> A:
         """Run each task, in the worker, between the halves of this generator function."""
         self.around.append(function)
+        return function
+
+    def around_send(self, function: D) -> D:
+        """Send between the halves of this generator function, in the sender's thread.
+
+        It is called with the signatures of one sending: a task, the members of a group, what a tick
+        of a schedule sends. It may yield a mapping: headers for each of them, in place of their
+        own. Callbacks and retries, which workers send, do not pass it.
+        """
+        self.sends.append(function)
         return function
 
     def before_task(self, handler: T) -> T:

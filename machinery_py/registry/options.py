@@ -16,7 +16,7 @@ from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 import msgspec
 
 from machinery_py.clock import LONGEST as LONGEST_RUN
-from machinery_py.errors import nearest
+from machinery_py.errors import NoRetry, TimeLimitExceeded, nearest
 from machinery_py.tasks.backoff import Backoff, check_backoff
 from machinery_py.tasks.signature import (
     HEADER_DELAY,
@@ -175,6 +175,12 @@ class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
                 '(it needs a time_limit and pool="process": a thread cannot be killed)'
             )
         return settings
+
+    def may_retry(self, error: BaseException) -> bool:
+        """Return whether a counted try may follow this error, if one is left."""
+        if isinstance(error, (NoRetry, *self.dont_retry_on)):
+            return False
+        return self.retry_on is None or isinstance(error, (*self.retry_on, TimeLimitExceeded))
 
 
 TASK_OPTIONS = frozenset(TaskSettings.__struct_fields__)

@@ -176,7 +176,7 @@ def _next(
                 state=State.RETRY, error=error, retry=_postponed(signature, now=now, delay=delay)
             )
         case Retried(failed=failed):
-            if (left := _tries_left(signature, outcome.retries)) <= 0:
+            if (left := tries_left(signature, outcome.retries)) <= 0:
                 return _failure(signature, failed)
             return _retry(failed, _asked(signature, outcome, left, now=now, backoff=backoff))
         case Lost(error=error):
@@ -236,7 +236,7 @@ def _error_callbacks(signature: Signature[Any], error: str) -> Sequence[Signatur
     return tuple(callback.with_args(before=(text,)) for callback in signature.on_error)
 
 
-def _tries_left(signature: Signature[Any], retries: int | None) -> int:
+def tries_left(signature: Signature[Any], retries: int | None) -> int:
     """Return how many tries may follow this one, if there may be so many after the first."""
     if retries is None or retries == UNLIMITED:
         return signature.retry_count if retries is None else UNLIMITED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypedDict, Unpack, get_args
 
 import msgspec
@@ -11,6 +12,7 @@ import msgspec
 from machinery_py.app import NOTHING, Application, Outgoing
 from machinery_py.async_twins import twin
 from machinery_py.errors import MachineryError, ScheduleError, ScheduleNotFound, nearest
+from machinery_py.registry.hooks import NothingSent
 from machinery_py.schedules.definition import (
     WINDOWS,
     CatchUp,
@@ -191,14 +193,15 @@ class Schedules:
 
         def send(body: bytes, entry: ScheduleEntry) -> bool:
             now = self._app.store.backend.records().now
-            after, out = sending(self._app, entry, now)
-            # A lost reply is repeated, and refused: then the record is ours.
-            if not (
-                self._amend(entry, body, after, out, now) or self._body(name) == encode_entry(after)
-            ):
-                return False
-            self._app.report_sent(out.signatures)
-            return True
+            with suppress(NothingSent), sending(self._app, entry, now) as (after, out):
+                # A lost reply is repeated, and refused: then the record is ours.
+                if not self._amend(entry, body, after, out, now) and (
+                    self._body(name) != encode_entry(after)
+                ):
+                    raise NothingSent
+                self._app.report_sent(out.signatures)
+                return True
+            return False
 
         self._try(name, send)
 

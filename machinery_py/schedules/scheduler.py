@@ -10,7 +10,8 @@ from __future__ import annotations
 import datetime as dt
 import threading
 import uuid as _uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from machinery_py.app import NOTHING, Application, Outgoing
@@ -24,6 +25,7 @@ from machinery_py.errors import (
     ScheduleError,
 )
 from machinery_py.locks.base import go_lock_key
+from machinery_py.registry.hooks import NothingSent
 from machinery_py.schedules.definition import (
     MOST_WAITING,
     Definition,
@@ -336,9 +338,17 @@ class Scheduler:
         return self._amend(known, entry)
 
     def _send_it(self, known: Known, entry: ScheduleEntry, tick: dt.datetime) -> bool:
+        with suppress(NothingSent), ExitStack() as stack:
+            return self._send_within(stack, known, entry, tick)
+        return False
+
+    def _send_within(
+        self, stack: ExitStack, known: Known, entry: ScheduleEntry, tick: dt.datetime
+    ) -> bool:
+        """Send a tick, between the halves of `around_send`, which the stack then has."""
         after, out = entry, NOTHING
         try:
-            after, out = sending(self._app, entry, tick)
+            after, out = stack.enter_context(sending(self._app, entry, tick))
         except Exception as error:  # the pre-publish hook is user code: the tick is given up
             logger.error(
                 "schedule %s: its tick at %s cannot be sent: %s",
@@ -349,7 +359,7 @@ class Scheduler:
             )
         try:
             if not self._amend(known, after, out, tick):
-                return False
+                raise NothingSent
         except MachineryError as error:
             if not error.permanent:
                 raise
@@ -395,10 +405,13 @@ def redefined(entry: ScheduleEntry, definition: Definition, now: dt.datetime) ->
     return entry.replace(definition=definition, last=max(entry.last, now) if times else entry.last)
 
 
+@contextmanager
 def sending(
     app: Application, entry: ScheduleEntry, tick: dt.datetime
-) -> tuple[ScheduleEntry, Outgoing]:
-    """Return the entry after a tick, and what the tick sends.
+) -> Iterator[tuple[ScheduleEntry, Outgoing]]:
+    """Give the entry after a tick, and what the tick sends, between the halves of `around_send`.
+
+    Raise NothingSent in its block, to tell them, if another scheduler was faster.
 
     Raises:
         ArgumentError, DecodeError: it cannot be sent.
@@ -406,9 +419,10 @@ def sending(
     plan = link(unpack_step(entry.definition.work), now=app.clock.now())
     headers = {HEADER_SCHEDULE: entry.name, HEADER_TICK: tick.isoformat()}
     first = [signature.with_headers(**headers) for signature in plan.first]
-    out = app.outgoing(first, plan.groups, plan.awaited)
     run = run_of(plan.steps) if entry.definition.overlap != "allow" else ()
-    return entry.replace(ran=tick, run=run, sent=entry.sent + 1), out
+    with app.sending(first) as complete:
+        out = app.outgoing(complete, plan.groups, plan.awaited)
+        yield entry.replace(ran=tick, run=run, sent=entry.sent + 1), out
 
 
 def amend(

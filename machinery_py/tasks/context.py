@@ -40,6 +40,7 @@ class Context:
         worker: the name of the worker that runs it.
         state: what the app's lifespans have yielded in this process.
         noted: what `note` was given: names and values, each as JSON.
+        handed_on: what `hand_on` was given.
     """
 
     __slots__ = (
@@ -49,6 +50,7 @@ class Context:
         "_last_report",
         "_report",
         "_time_is_up",
+        "handed_on",
         "noted",
         "queue",
         "signature",
@@ -67,9 +69,11 @@ class Context:
         epoch: int = 0,
         state: Mapping[str, Any] = NO_STATE,
         noted: dict[str, str] | None = None,
+        handed_on: Mapping[str, str] = NO_STATE,
     ) -> None:
         self.signature = signature
         self.state = state
+        self.handed_on = handed_on
         self.queue = queue
         self._delivery = delivery
         self._epoch = epoch
@@ -127,7 +131,7 @@ class Context:
     def cancel(self, *, time_is_up: bool = False) -> None:
         """Ask the task to stop. It has to look at `cancelled`."""
         self._cancelled = True
-        self._time_is_up = time_is_up
+        self._time_is_up = self._time_is_up or time_is_up
 
     def check_time(self) -> None:
         """
@@ -165,6 +169,15 @@ class Context:
         self.noted.update(new)  # in one step: other threads of the task may note, too
         if new and self._report is not None:
             self._report(None)
+
+    def hand_on(self, headers: Mapping[str, str]) -> None:
+        """Let what follows this run have these headers. For handlers of `around_task`.
+
+        What the task sends, and its callbacks, inherit them as they do those of the message, which
+        these replace. Those that begin with `machinery_` go to a retry of the task alone. They
+        reach `on_success`, `on_retry` and `on_failure`, also from a task process.
+        """
+        self.handed_on = {**self.handed_on, **{name: str(headers[name]) for name in headers}}
 
     def track(self, items: Iterable[T], total: float | None = None) -> Iterator[T]:
         """The items, one by one, with progress reported after each.
@@ -210,12 +223,21 @@ leave = RUNNING.reset
 
 
 @contextlib.contextmanager
-def on_behalf_of(signature: Signature[Any], *, queue: str, worker: str = "") -> Iterator[None]:
+def on_behalf_of(
+    signature: Signature[Any],
+    *,
+    queue: str,
+    worker: str = "",
+    handed_on: Mapping[str, str] = NO_STATE,
+) -> Iterator[None]:
     """Make the ended task current while its follow-ups are made and pass the pre-publish hook.
 
     It gets a context of its own: the time of the run may be up, and that must not stop the hook.
     """
-    token = enter(Context(signature, queue=queue, delivery=1, worker=worker, report=None))
+    context = Context(
+        signature, queue=queue, delivery=1, worker=worker, report=None, handed_on=handed_on
+    )
+    token = enter(context)
     try:
         yield
     finally:

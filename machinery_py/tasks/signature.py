@@ -44,6 +44,7 @@ HEADER_LOST = "machinery_lost"  # how many task processes were lost while they r
 HEADER_LOST_HOW = "machinery_lost_how"  # what became of the last of them
 HEADER_CLOCK = "machinery_clock"  # the logical clock of its sending, while events are on
 HEADER_TICK = "machinery_tick"  # the time at which that was due
+HEADER_TRIES = "machinery_tries"  # on a retry: trace contexts of the tries before, with blanks
 
 UNLIMITED = (
     2**31 - 1

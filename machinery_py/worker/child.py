@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,6 +25,7 @@ from machinery_py.brokers.base import Delivery
 from machinery_py.connections import descriptors, forks, proc
 from machinery_py.errors import TaskNotRegistered, TimeLimitExceeded
 from machinery_py.registry.outcomes import Failed, Outcome
+from machinery_py.tasks.context import NO_STATE
 from machinery_py.texts import get_logger
 from machinery_py.wire.signatures import decode_signature
 from machinery_py.worker.execution import Execution
@@ -130,16 +131,18 @@ class JobLoop:
             if job is not None:
                 publisher = self._app.publisher
                 publisher.follow(job.clock)
-                outcome = self._outcome(job)
+                outcome, handed_on = self._outcome(job)
                 memory = proc.memory() if self._tells_memory else 0
+                clock = publisher.clock_to_send()
                 try:
-                    self._reply(Done(job.number, outcome, memory, publisher.clock_to_send()))
+                    self._reply(Done(job.number, outcome, memory, clock, handed_on))
                 except Exception as error:  # of the encoder, for what user code has made
                     self._reply(Done(job.number, _unsendable(error), memory))
 
     # The main thread
 
-    def _outcome(self, job: Job) -> Outcome:
+    def _outcome(self, job: Job) -> tuple[Outcome, Mapping[str, str]]:
+        """Return what became of the call, and what its handlers have handed on."""
         delivery = Delivery(
             body=job.body, queue=job.queue, receipt=None, fence=job.fence, epoch=job.epoch
         )
@@ -151,16 +154,15 @@ class JobLoop:
         execution.take(self._app.registry.find(signature.name))
         if execution.task is None:
             error = TaskNotRegistered(signature.name, self._app.registry.names())
-            return Failed(
-                error=f"{error} in its process, which imports the app anew",
-                error_type="TaskNotRegistered",
-                retryable=False,
-            )
+            text = f"{error} in its process, which imports the app anew"
+            return Failed(error=text, error_type="TaskNotRegistered", retryable=False), NO_STATE
         self._run = run = _JobRun(job, execution)
         outcome = self._call(execution)
         self._run = None
         is_cancelled = isinstance(outcome, Failed) and outcome.error_type.endswith("CancelledError")
-        return execution.failed(run.exceeded()) if is_cancelled and run.is_up() else outcome
+        if is_cancelled and run.is_up():
+            outcome = execution.failed(run.exceeded())
+        return outcome, NO_STATE if execution.context is None else execution.context.handed_on
 
     @is_boundary
     def _call(self, execution: Execution) -> Outcome:

@@ -22,7 +22,6 @@ from machinery_py.errors import (
     ArgumentError,
     MachineryError,
     NameRefused,
-    NoRetry,
     Retry,
     RetryTaskLater,
     TaskFailed,
@@ -48,7 +47,7 @@ from machinery_py.registry.outcomes import (
 )
 from machinery_py.registry.task import Task
 from machinery_py.stores.base import REASON_FAILED, Mark, Session, Settlement, in_place_of
-from machinery_py.tasks.context import Context, Report, notes_json, on_behalf_of
+from machinery_py.tasks.context import NO_STATE, Context, Report, notes_json, on_behalf_of
 from machinery_py.tasks.signature import HEADER_ATTEMPTS, Signature
 from machinery_py.tasks.states import FINISHED, Arrival, State, TaskState
 from machinery_py.texts import get_logger
@@ -173,6 +172,7 @@ class Execution:
             worker=self.worker,
             state=self.hooks.state,
             noted=self.noted,
+            handed_on=NO_STATE if self.context is None else self.context.handed_on,
             report=report,
         )
 
@@ -287,19 +287,12 @@ class Execution:
             return Postponed(error=text_of(error), delay=error.delay, limit=error.limit)
         if isinstance(error, Retry):
             return self._retried(error)
-        settings = self.settings
         self.error = (
             error
             if isinstance(error, Exception)
             else MachineryError(f"{type(error).__name__}: {text_of(error)}")
         )
-        if isinstance(error, (NoRetry, *settings.dont_retry_on)) or self.revoked:
-            retryable = False
-        elif settings.retry_on is not None:
-            retryable = isinstance(error, (*settings.retry_on, TimeLimitExceeded))
-        else:
-            retryable = True
-        return _failure(error, retryable=retryable)
+        return _failure(error, retryable=not self.revoked and self.settings.may_retry(error))
 
     def _retried(self, wanted: Retry) -> Outcome:
         """Return the outcome of `Retry`: of a failure, if it cannot be sent like this."""
@@ -460,7 +453,10 @@ class Execution:
     def _following(self, then: FollowUp) -> tuple[Outgoing, Sequence[Arrival]]:
         if not then.send and then.retry is None and not then.arrived:
             return NOTHING, ()
-        with on_behalf_of(self.signature, queue=self.delivery.queue, worker=self.worker):
+        handed_on = NO_STATE if self.context is None else self.context.handed_on
+        with on_behalf_of(
+            self.signature, queue=self.delivery.queue, worker=self.worker, handed_on=handed_on
+        ):
             out, arrivals = self.app.outgoing(then.send), self.app.arrivals(then.arrived)
             if then.retry is None:
                 return out, arrivals

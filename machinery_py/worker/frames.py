@@ -13,7 +13,7 @@ import array
 import os
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -89,12 +89,18 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The call has ended. `memory`: bytes that the process has in memory; 0: not asked for."""
+    """The call has ended.
+
+    Attributes:
+        memory: bytes that the process has in memory; 0: not asked for.
+        handed_on: see Context.hand_on.
+    """
 
     number: int
     outcome: Outcome
     memory: int = 0
     clock: int = 0
+    handed_on: Mapping[str, str] = {}
 
 
 Reply = Ready | Progress | Done

@@ -138,6 +138,8 @@ class TaskProcess:
                 self._order(CANCEL)
             done = self._call(execution, report)
             self.memory = done.memory
+            if done.handed_on and execution.context is not None:
+                execution.context.hand_on(done.handed_on)
             return execution.judged(done.outcome)
         except PipeEnd:
             was_read = self._tasks.was_read()
