@@ -131,7 +131,8 @@ def test_retry_of_a_go_task_continues_its_count(flow: Flow) -> None:
 
     flow.drain()
 
-    assert [set(one.headers) for one in flow.published] == [{"machinery_run", "machinery_attempt"}]
+    [retried] = flow.published
+    assert set(retried.headers) == {"machinery_run", "machinery_attempt", "machinery_attempts"}
 
 
 # Headers that go on
@@ -310,12 +311,9 @@ def test_headers_that_a_run_hands_on_go_to_what_follows_it(flow: Flow) -> None:
     flaky.options(headers=TRACE).signature().catch(flow.late.partial()).send()
     flow.drain()
 
-    assert flow.sent("flaky").headers == {
-        **TRACE,
-        "machinery_run": "1",
-        "machinery_attempt": "2",
-        "machinery_x": "1",
-    }
+    retried = flow.sent("flaky").headers
+    assert retried.items() >= {**TRACE, "machinery_x": "1"}.items()
+    assert retried["machinery_run"] == "1"
     assert flow.sent("late").headers == {**TRACE, "traceparent": "run 2"}
     assert handed_on == [{"traceparent": "run 2", "machinery_x": "2"}]
     flow.parent.send()
