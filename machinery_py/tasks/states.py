@@ -106,8 +106,9 @@ class TaskState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         attempt: which try, 1 for the first.
         progress: (done, total) as the task last reported it.
         worker: the worker that wrote the state.
-        message: of a failed task, the signature of its last try, to look at and to send again; of
-            a waiting task, what its failure would take along (`outcomes.failing`).
+        message: of a task that failed, or succeeded after a retry, the signature of its last try,
+            to look at and to send again; of a waiting task, what its failure would take along
+            (`outcomes.failing`).
         notes_json: `notes` as they are kept.
         keep_for: seconds that a finished state is kept; None: as long as the store keeps others.
     """

@@ -146,6 +146,9 @@ class Application:
         with contextlib.suppress(Unsupported):
             (failed,) = inspect.tasks(state="failed")
             assert inspect.task(failed.task_uuid[:20]).state == failed
+            assert inspect.search(cursor=inspect.search(limit=1).cursor).tasks
+            assert inspect.history()
+            assert inspect.delete([one.task_uuid for one in inspect.tasks(state="done")])
             assert inspect.retry([failed.task_uuid]) == [failed.task_uuid]
 
     def listen(self) -> None:
