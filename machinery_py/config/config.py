@@ -56,6 +56,7 @@ class Config(Section):
     Attributes:
         sources: the origin of each value, by its key (sections with a dot): "argument", the name of
             an environment variable, the path of a file, or "default". It does not count for `==`.
+        source: origin of the Config as a whole, also if it gives no value; ignored by `==`, too.
     """
 
     PREFIX: ClassVar[str] = ""
@@ -159,14 +160,13 @@ class Config(Section):
     mongodb: MongoDBConfig = field(default_factory=MongoDBConfig)
 
     sources: Mapping[str, str] = field(init=False, compare=False, repr=False)
+    source: str = field(default="", init=False, compare=False, repr=False)
 
     def __new__(cls, **chosen: object) -> Self:
-        # Only here can a value that was passed be told from an equal default, and it must win over
-        # the environment.
+        # Only here can a passed value be told from an equal default; it wins over the environment.
         self = object.__new__(cls)
-        sources = {
-            key: "argument" if key.partition(".")[0] in chosen else "default" for key in OPTIONS
-        }
+        sources = dict.fromkeys(OPTIONS, "default")
+        sources |= {key: "argument" for key in OPTIONS if key.partition(".")[0] in chosen}
         object.__setattr__(self, "sources", sources)
         return self
 
@@ -196,7 +196,7 @@ class Config(Section):
             ConfigError: unknown keys, with the nearest known ones, and wrong values, all together.
         """
         problems: list[str] = []
-        return _merged([_of_mapping(values, source, problems)], problems)
+        return _merged([_of_mapping(values, source, problems)], problems, source)
 
     @classmethod
     def from_yaml(cls, path: FilePath) -> Config:
@@ -239,6 +239,7 @@ class Config(Section):
             for key, was in self.sources.items()
         }
         object.__setattr__(changed, "sources", sources)
+        object.__setattr__(changed, "source", self.source)
         return changed
 
     @property
@@ -306,9 +307,7 @@ _GO_KEYS = frozenset({
     "result_backend", "results_expire_in",
 })  # fmt: skip
 
-_MISSPELT = (
-    "MULTIPLE_BROKEN_SEPARATOR"  # Go's name in the environment, and read as well as the right one
-)
+_MISSPELT = "MULTIPLE_BROKEN_SEPARATOR"  # Go's name in the environment, read as the right one is
 
 _OTHER_VARIABLES = frozenset({"APP", "CONFIG", "URL", _MISSPELT})  # APP is the command line's
 
@@ -344,7 +343,7 @@ def resolve(
         _of_environment("MACHINERY_", environ),
         _of_mapping(config_files.read_file(path), path, problems) if path else {},
     ]
-    return _merged(layers, problems)
+    return _merged(layers, problems, config.source if config is not None else "")
 
 
 # Layers: settings as they were found, before they are checked
@@ -442,7 +441,7 @@ def _of_config(config: Config) -> Layer:
     }
 
 
-def _merged(layers: Sequence[Layer], problems: Sequence[str] = ()) -> Config:
+def _merged(layers: Sequence[Layer], problems: Sequence[str] = (), source: str = "") -> Config:
     """Make the Config of several layers, the first of which wins.
 
     Raises:
@@ -459,6 +458,7 @@ def _merged(layers: Sequence[Layer], problems: Sequence[str] = ()) -> Config:
         chosen[name] = section(**cast(Any, inner))
     config = Config(**chosen)
     object.__setattr__(config, "sources", sources)
+    object.__setattr__(config, "source", source)
     return config
 
 

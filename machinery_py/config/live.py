@@ -23,17 +23,17 @@ def read_again(config: Config, environ: Mapping[str, str] = os.environ) -> Confi
     Raises:
         ConfigError: a file cannot be read, or one of these values cannot be used.
     """
+    passed = config.source if config.source.lower().endswith(_ENDINGS) else ""
     last = environ.get("MACHINERY_CONFIG", "").strip()
-    passed = {source for source in config.sources.values() if source.endswith(_ENDINGS)} - {last}
     layers = [
-        *map(_of_file, sorted(passed)),
+        _of_file(passed),
         Config.from_env(environ={name: environ[name] for name in _VARIABLES & set(environ)}),
-        *([_of_file(last)] if last else []),
+        _of_file(last),
     ]
     sources = dict(config.sources)
     values: dict[str, Any] = {}
     for key in LIVE:
-        if sources[key] in {"default", last, *passed, *_VARIABLES}:
+        if sources[key] in {"default", last, passed, *_VARIABLES}:
             found = next((one for one in layers if one.sources[key] != "default"), Config())
             values[key], sources[key] = getattr(found, key), found.sources[key]
     again = config.replace(**values)
@@ -42,6 +42,5 @@ def read_again(config: Config, environ: Mapping[str, str] = os.environ) -> Confi
 
 
 def _of_file(path: str) -> Config:
-    return Config.from_mapping(
-        {key: value for key, value in read_file(path).items() if key in LIVE}, path
-    )
+    values = read_file(path) if path else {}
+    return Config.from_mapping({key: values[key] for key in LIVE if key in values}, path)

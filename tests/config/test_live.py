@@ -56,6 +56,17 @@ def test_values_that_were_passed_stay_and_the_environment_wins(path: Path) -> No
     assert again.sources == config.sources
 
 
+def test_file_that_the_app_names_wins_again_whatever_is_left_of_it(path: Path) -> None:
+    both = {"MACHINERY_CONFIG": str(path), "MACHINERY_CONCURRENCY": "9"}
+    config = resolve(config=Config.from_toml(path), environ=both)
+    assert (config.concurrency, read_again(config, both).concurrency) == (2, 2)
+
+    path.write_text("")
+    config = resolve(config=Config.from_toml(path).replace(broker="memory://"), environ={})
+    path.write_text("concurrency = 5\n")
+    assert read_again(config, {}).concurrency == 5
+
+
 @pytest.mark.parametrize("text", ["concurrency = -1", 'log_level = "loud"', "no toml"])
 def test_file_that_cannot_be_used_is_refused(path: Path, text: str) -> None:
     config = resolve(environ={"MACHINERY_CONFIG": str(path)})
