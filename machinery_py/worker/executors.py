@@ -110,15 +110,19 @@ class Executors:
         """Run so many at a time from now on; what runs goes on. For the thread of `submit`.
 
         Threads are made at once, so that all are there, and are kept when there are fewer slots.
+
+        Raises:
+            RuntimeError: the system allows no more threads; as many run as before.
         """
         with self._lock:
+            while len(self._threads) < concurrency:
+                self._start_thread()
+                self._idle.put(None)
             change, self.concurrency = concurrency - self.concurrency, concurrency
             self._surplus -= change
             while self._surplus < 0:
                 self._surplus += 1
                 self._slots.put(None)
-            while not self._is_full():
-                self._start_thread()
             with contextlib.suppress(queue.Empty):
                 while self._surplus > 0:
                     self._slots.get(block=False)

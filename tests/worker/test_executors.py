@@ -153,6 +153,28 @@ def test_slots_are_all_used_after_a_task_was_abandoned(pool: Pool) -> None:
     assert len(pool.executors._threads) == 2
 
 
+def test_pool_that_gets_no_more_threads_stays_as_it_is(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if pool.executors._threads:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError):
+            pool.executors.resize(1000)
+        pool.run_to_its_end("short")
+
+    assert pool.executors.concurrency == 2
+    pool.submit("long")
+    pool.submit("long")
+    wait_until(lambda: pool.runs == ["short", "long", "long"], HANG, "both slots to be used")
+
+
 def test_tokens_of_idle_threads_do_not_pile_up(pool: Pool) -> None:
     pool.submit("long")
     pool.submit("short")
