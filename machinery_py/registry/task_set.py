@@ -9,7 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack, cast, overload
 from machinery_py.errors import MachineryError
 from machinery_py.registry.calls import Call
 from machinery_py.registry.options import TASK_OPTIONS, TaskOptions, check
-from machinery_py.registry.registry import new_task
+from machinery_py.registry.registry import Registry, new_task
 from machinery_py.registry.task import Anything, AsyncTask, Task, TaskDecorator, TaskSender
 from machinery_py.tasks.context import Context
 from machinery_py.tasks.signature import Arg
@@ -81,6 +81,7 @@ class TaskSet(TaskRegistrar):
     def __init__(self, **defaults: Unpack[TaskOptions]) -> None:
         check("TaskSet", defaults, TASK_OPTIONS)
         self._defaults = defaults
+        self._registry = Registry()
         self._tasks: list[tuple[Task[..., Any], str, TaskOptions]] = []
         self._includers: list[Callable[[Task[..., Any], str, TaskOptions], None]] = []
 
@@ -102,6 +103,7 @@ class TaskSet(TaskRegistrar):
     ) -> Task[..., Any]:
         nobody = cast(TaskSender, None)  # unused: the call below has no arguments to send
         task = new_task(name, function, {**self._defaults, **options}, nobody)
+        self._registry.add(task)
         task.call = _Unsendable(task.name, task.function)
         declared = task, task.name, options
         self._tasks.append(declared)

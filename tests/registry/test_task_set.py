@@ -46,6 +46,13 @@ def test_included_task_is_sent_and_run_under_its_prefix(server: Server, tasks: T
     assert (one.signature(4) | other.partial()).send().get(timeout=HANG) == -8
 
 
+def test_second_function_of_a_name_is_refused_at_once(tasks: TaskSet) -> None:
+    tasks.task(double)
+    tasks.task(double)  # as when its module is imported twice
+    with pytest.raises(TaskAlreadyRegistered, match="'double' is already registered"):
+        tasks.task("double")(lambda: None)
+
+
 def test_options_of_the_task_win_over_include_and_that_over_the_set(
     server: Server, tasks: TaskSet
 ) -> None:
