@@ -57,7 +57,7 @@ class Subscription(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End the subscription, and let a waiting `read` return. May be called twice."""
+        """End the subscription without fail; a waiting `read` returns. May be called twice."""
 
 
 class KeptSubscription(Subscription):

@@ -20,10 +20,6 @@ import msgspec
 from machinery_py.brokers.base import Broker
 from machinery_py.connections import proc
 from machinery_py.control.orders import ORDERS, Answer, decode_order, encode_answer, matches
-from machinery_py.errors import MachineryError
-from machinery_py.texts import get_logger
-
-logger = get_logger(__name__)
 
 MARGIN = 1.0  # seconds before the last sign in which an order came that is not answered yet
 ANSWER_TTL = 60.0  # seconds
@@ -104,10 +100,7 @@ class Deputy:
         return self._stacks[one.pid]
 
     def close(self) -> None:
-        try:
-            self._orders.close()
-        except MachineryError as error:
-            logger.debug("a deputy of deaf workers cannot be closed: %s", error)
+        self._orders.close()
 
 
 def _later(facts: Mapping[str, Any], seconds: float, *keys: str) -> dict[str, Any]:
