@@ -48,7 +48,11 @@ def workers(server: Server, args: argparse.Namespace) -> int:
     now = server.now()
     stats: Mapping[str, WorkerStats] = {}
     if found and server.broker.features.topics:
-        stats = server.control.workers(timeout=args.timeout).stats()
+        chosen = server.control.workers(timeout=args.timeout)
+        try:
+            stats = chosen.stats()
+        except MachineryError as error:
+            note(f"the workers cannot be asked: {error}")
 
     def facts(one: WorkerInfo) -> WorkerStats | None:
         return stats.get(one.name) or stats.get(f"{one.name}@{one.host}:{one.pid}")

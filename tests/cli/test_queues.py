@@ -7,9 +7,13 @@ import pty
 import re
 import subprocess
 import sys
+from argparse import Namespace
+from contextlib import closing
 
 import pytest
 
+from machinery_py import PublishRefused, Server
+from machinery_py.cli.queues import workers
 from machinery_py.testing.waiting import wait_until
 from tests.cli.app import HANG, App, app_in_a_folder
 
@@ -220,6 +224,21 @@ def test_workers_are_listed(app: App) -> None:
     assert (one["stats"]["concurrency"], one["stats"]["pid"]) == (3, worker.worker)
     text = app.run("workers", "tasks", "--timeout", "30").stdout
     assert re.search(r"^ada +\S+ +\d+ +high,low +0 .* 0/3 thread +- +0 +0 ", text, re.MULTILINE)
+
+
+def test_workers_are_listed_if_they_cannot_be_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PublishRefused("no right to write to the topic")
+
+    with closing(Server("memory://")) as server, server.new_worker("ada", 1):
+        monkeypatch.setattr(server.broker, "broadcast", refuse)
+        assert workers(server, Namespace(timeout=HANG, json=False)) == 0
+
+    shown = capsys.readouterr()
+    assert "ada " in shown.out
+    assert shown.err == "machinery: the workers cannot be asked: no right to write to the topic\n"
 
 
 def test_a_purge_asks_first(app: App) -> None:
