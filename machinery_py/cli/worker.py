@@ -148,13 +148,13 @@ def _read_again(server: Server, one: Worker) -> None:
         changed = [key for key in LIVE if getattr(after, key) != getattr(before, key)]
         shown = ", ".join(f"{key} = {getattr(after, key)!r}" for key in changed) or "none"
         logger.info("settings that have changed: %s (of %s)", shown, ", ".join(LIVE))
-        server.app.config = after
         if "log_level" in changed:
             logs.set_level(after.log_level)
         if "events" in changed:
             (server.events.enable if after.events else server.events.disable)()
         if "concurrency" in changed and one.autoscale is None:
             one.resize(after.concurrency)
+        server.app.config = after  # last: what has failed is tried again with the next SIGHUP
     except Exception as error:  # a file that cannot be read, a claim that does not end
         logger.error("not all settings could be read again: %s", error)
 

@@ -15,12 +15,14 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 
-from machinery_py import Server
-from machinery_py.cli.worker import _read_again_soon
+from machinery_py import Config, Server, Worker
+from machinery_py.cli.worker import _read_again, _read_again_soon
 from machinery_py.testing.waiting import wait_until
+from machinery_py.worker import receiver
 from tests.cli.app import HANG, TASKS, App, app_in_a_folder
 from tests.support.private import free_port
 
@@ -303,6 +305,32 @@ def test_log_level_is_the_requested_one(app: App, made: str, words: list[str]) -
 
 
 # Reload
+
+
+def test_a_setting_that_could_not_be_changed_is_changed_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, hangs, gate = tmp_path / "config.toml", threading.Event(), threading.Event()
+    path.write_text("concurrency = 2\n")
+    server = Server(Config.from_toml(path), broker="memory://")
+
+    def hang(_: Worker) -> bool:
+        hangs.set()
+        return gate.wait(HANG)
+
+    worker = server.new_worker()
+    worker.set_pre_consume_handler(hang)
+    with worker:
+        assert hangs.wait(HANG)
+        path.write_text("concurrency = 5\n")
+        with monkeypatch.context() as patch:
+            patch.setattr(receiver, "CHANGE_TIMEOUT", 0.01)
+            _read_again(server, worker)
+        assert worker.concurrency == 2
+        gate.set()
+        _read_again(server, worker)
+        assert worker.concurrency == 5
+    server.close()
 
 
 def test_a_changed_file_starts_the_worker_again(app: App) -> None:
