@@ -3,13 +3,15 @@
 It listens before the worker is known to others: whom a caller sees, it can reach. An order that
 cannot be read, or that no worker knows, is ignored, with a warning a minute; one with wrong
 arguments, or that fails, is answered with the error. None is begun more than READ_TIMEOUT after its
-sender has given up, also by a process that was stopped meanwhile. An idle agent asks the store for
-orders once a second at most.
+sender has given up, also by a process that was stopped meanwhile. An order of SLOW has a thread of
+its own, so that others are answered meanwhile; a second one is refused until it is done. An idle
+agent asks the store for orders once a second at most.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -33,6 +35,7 @@ from machinery_py.control.orders import (
 from machinery_py.errors import MachineryError
 from machinery_py.texts import cut, get_logger, quoted
 from machinery_py.threads import LoopThread
+from machinery_py.worker.hooks import text_of
 
 logger = get_logger(__name__)
 
@@ -41,6 +44,7 @@ PAUSE = 2.0  # seconds until a store that is away is asked again
 WARN_EVERY = 60.0  # seconds
 ANSWER_TTL = 60.0  # seconds; its caller waits, or is gone
 MAX_ERROR = 2_000  # bytes of an error in an answer
+SLOW = ("set_concurrency", "add_queue", "cancel_queue", "restart_pool")  # wait for other threads
 
 Handlers = Mapping[str, Callable[[Any], object]]
 
@@ -56,6 +60,7 @@ class Agent:
         self._subscription: Subscription | None = None
         self._warn_at = 0.0
         self._loop: LoopThread | None = None
+        self._changing = threading.Lock()  # held by an order of SLOW
 
     def listen(self) -> None:
         """Keep the orders from now on; `start` carries them out. A worker can do without.
@@ -74,18 +79,20 @@ class Agent:
     def start(self, handlers: Handlers) -> None:
         """Carry out orders by these functions, each called with its arguments.
 
-        What a function returns is the answer. It runs in the agent's thread.
+        What a function returns is the answer.
         """
         self._handlers = handlers
         if self._loop is not None:
             self._loop.start()
 
     def stop(self, timeout: float) -> None:
-        """End it, after an order that is being carried out. May be called before `start`."""
+        """End it, after orders that are being carried out. May be called before `start`."""
         loop, self._loop = self._loop, None
         if loop is not None:
             loop.stop()
             loop.join(timeout)
+        if self._changing.acquire(timeout=timeout):
+            self._changing.release()
         self._drop()
 
     def _drop(self) -> None:
@@ -110,7 +117,8 @@ class Agent:
                 for record in subscription.read(READ_TIMEOUT):
                     self._receive(record, begun)
             except MachineryError as error:
-                logger.debug("no orders can be received: %s", error)
+                tell = self._warn if error.permanent else logger.debug
+                tell("no orders can be received: %s", error)
                 loop.pause(PAUSE)
             except Exception:  # the loop must live on: without it nobody can steer this worker
                 logger.exception("an order could not be dealt with")
@@ -120,19 +128,34 @@ class Agent:
         try:
             order = decode_order(record)
         except ValueError as error:
-            self._warn(f"a record of {len(record):,} bytes is no order: {cut(str(error), 200)}")
+            text = "order ignored: a record of %s bytes is no order: %s"
+            self._warn(text, f"{len(record):,}", cut(str(error), 200))
             return
         if not matches(self._name, order.to):
             return
         if time.monotonic() - begun > READ_TIMEOUT + order.timeout:
             # A stopped process reads it from its connection when it goes on, days later perhaps.
-            self._warn(f"order {quoted(order.kind)} came when its sender had given up")
+            self._warn("order ignored: %s: its sender had given up", quoted(order.kind))
             return
         if order.kind not in KINDS:
-            self._warn(f"unknown order {quoted(order.kind)} (known: {', '.join(KINDS)})")
+            self._warn("order ignored: %s (known: %s)", quoted(order.kind), ", ".join(KINDS))
             return
         self._app.lamport.adjust(order.clock)
-        value, problem = self._carried_out(order)
+        if order.kind not in SLOW:
+            self._answer(order, *self._carried_out(order))
+        elif self._changing.locked():
+            self._answer(order, NOTHING, "another change is being made; repeat this one")
+        else:
+            threading.Thread(
+                target=self._change, args=(order,), name=f"{self._name}-change", daemon=True
+            ).start()
+
+    def _change(self, order: ControlOrder) -> None:
+        with self._changing:
+            done = self._carried_out(order)
+        self._answer(order, *done)
+
+    def _answer(self, order: ControlOrder, value: msgspec.Raw, problem: str) -> None:
         answer = Answer(
             worker=self._name,
             host=self._host,
@@ -154,9 +177,9 @@ class Agent:
         except Exception as error:  # a wrong order must not end the agent
             if not isinstance(error, MachineryError):
                 logger.exception("order %s failed", order.kind)
-            return NOTHING, cut(str(error), MAX_ERROR)
+            return NOTHING, cut(text_of(error), MAX_ERROR)
 
-    def _warn(self, text: str) -> None:
+    def _warn(self, text: str, *facts: object) -> None:
         if time.monotonic() >= self._warn_at:
             self._warn_at = time.monotonic() + WARN_EVERY
-            logger.warning("order ignored: %s", text)
+            logger.warning(text, *facts)

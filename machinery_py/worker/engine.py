@@ -222,6 +222,7 @@ class Engine(HandlerSetters):
             self._receiver,
             self._executors,
             self._settler,
+            resize=self.resize,
             on_queues=self._serve,
             on_shutdown=self._retire,
             pool=self.pool,
@@ -317,6 +318,7 @@ class Engine(HandlerSetters):
 
         Raises:
             MachineryError: with `autoscale`, or if no claim came to an end in time.
+            RuntimeError: the system allows no more threads.
         """
         if self.autoscale is not None:
             raise MachineryError(f"worker {self.name} scales itself (start it without autoscale)")

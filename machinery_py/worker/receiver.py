@@ -14,7 +14,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 from machinery_py.app import Application
 from machinery_py.brokers.base import Delivery, Fate
@@ -150,8 +150,6 @@ class Receiver:
 
     def resize(self, concurrency: int) -> None:
         """Run so many tasks at a time from now on; what runs goes on. Raises as `serve`."""
-        if self._autoscaler is not None:
-            raise MachineryError("autoscale decides how many tasks run at a time")
         self._between_claims(lambda: self._executors.resize(concurrency))
 
     def serve(self, order: QueueOrder) -> None:
@@ -175,15 +173,14 @@ class Receiver:
         future: Future[None] = Future()
         self._changes.put((change, future))
         self._wake()
-        try:
-            future.result(CHANGE_TIMEOUT)
-        except TimeoutError:
-            if not future.cancel():
-                future.result(CHANGE_TIMEOUT)  # it is being made
-                return
+        wait([future], CHANGE_TIMEOUT)
+        if future.cancel():
             raise MachineryError(
                 f"the worker did not come to it in {CHANGE_TIMEOUT:g} s; nothing was changed"
-            ) from None
+            )
+        if wait([future], CHANGE_TIMEOUT).not_done:  # it is being made
+            raise MachineryError(f"not done after {2 * CHANGE_TIMEOUT:g} s; it may be done later")
+        future.result()
 
     def _make_changes(self) -> None:
         while not self._changes.empty():
@@ -388,6 +385,7 @@ class Receiver:
         """Run suspects one at a time, each when nothing runs beside it; the others wait."""
         since = time.perf_counter()
         while self._suspects and not self.loop.is_stopping():
+            self._make_changes()
             # Maintenance may have handed some back.
             self._suspects = [one for one in self._suspects if not one.is_over]
             if not self._suspects:
@@ -425,6 +423,7 @@ class Receiver:
         """Wait until it is over, or has run for so long that others may begin beside it."""
         begun, probation = time.perf_counter(), self._probation(suspect)
         while id(suspect) in self._held and not self.loop.is_stopping():
+            self._make_changes()
             passed = time.perf_counter() - begun
             if passed > probation:
                 return

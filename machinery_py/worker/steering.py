@@ -52,9 +52,10 @@ logger = get_logger(__name__)
 
 
 class Steering:
-    """The orders that one worker carries out. Belongs to the thread of its agent.
+    """The orders that one worker carries out. Its agent calls it.
 
     Args:
+        resize: called with another concurrency.
         on_queues: called with the new queues of the worker.
         on_shutdown: called to end it; returns at once.
     """
@@ -67,6 +68,7 @@ class Steering:
         executors: Executors,
         settler: Settler,
         *,
+        resize: Callable[[int], None],
         on_queues: Callable[[QueueOrder], None],
         on_shutdown: Callable[[], None],
         pool: str,
@@ -76,6 +78,7 @@ class Steering:
         self._receiver = receiver
         self._executors = executors
         self._settler = settler
+        self._resize = resize
         self._on_queues = on_queues
         self._on_shutdown = on_shutdown
         self._pool = pool
@@ -94,7 +97,7 @@ class Steering:
             "config": lambda _: self._app.config.redacted(),
             "queues": self._queues,
             "stack": self._stack,
-            "set_concurrency": lambda given: self._receiver.resize(given.concurrency),
+            "set_concurrency": lambda given: self._resize(given.concurrency),
             "add_queue": self._add_queue,
             "cancel_queue": self._cancel_queue,
             "set_time_limit": self._set_time_limit,

@@ -10,6 +10,7 @@ import os
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -32,9 +33,16 @@ from machinery_py.control.orders import (
     encode_answer,
     matches,
 )
-from machinery_py.errors import BrokerUnavailable, Unsupported
+from machinery_py.errors import (
+    BrokerUnavailable,
+    StoreUnusable,
+    Unsupported,
+    for_good,
+)
 from machinery_py.testing.waiting import HANG, wait_until
+from machinery_py.worker import receiver
 from machinery_py.worker.steering import Steering
+from machinery_py.worker.worker import Worker
 
 ID = "0123456789abcdef" * 2
 
@@ -114,14 +122,17 @@ def test_wrong_arguments_are_answered_with_the_error(server: Server) -> None:
 def test_order_that_fails_is_told_and_the_agent_goes_on(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    errors = [RuntimeError("broken"), TimeoutError()]
+
     def fail(*_: object) -> None:
-        raise RuntimeError("broken")
+        raise errors.pop(0)
 
     monkeypatch.setattr(Steering, "_stats", fail)
     with server.new_worker("ada", 1):
-        stats = server.control.workers().stats()
-        assert (stats, stats.missing) == ({}, ())
-        assert stats.errors == {"ada": "broken"}
+        for text in ("broken", "TimeoutError"):
+            stats = server.control.workers().stats()
+            assert (stats, stats.missing) == ({}, ())
+            assert stats.errors == {"ada": text}
         assert set(server.control.ping()) == {"ada"}
 
 
@@ -227,6 +238,63 @@ def test_worker_starts_when_it_cannot_subscribe_to_orders(
     monkeypatch.setattr(server.broker, "subscribe", fail_first)
     with server.new_worker("ada", 1) as worker:
         wait_until(lambda: worker.name in server.control.ping(timeout=0.1))
+
+
+def test_refusal_for_good_to_receive_orders_is_warned_of(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise for_good(StoreUnusable("no right to read the topic"))
+
+    monkeypatch.setattr(server.broker, "subscribe", refuse)
+    with server.new_worker("ada", 1):
+        wait_until(lambda: "no orders can be received: no right to read" in caplog.text)
+
+
+def test_worker_answers_while_a_change_takes_long(server: Server) -> None:
+    """As when an app is imported, or a hook of the user hangs; a second change is refused."""
+    hangs, gate = threading.Event(), threading.Event()
+
+    def hang(_: Worker) -> bool:
+        hangs.set()
+        return gate.wait(HANG)
+
+    worker = server.new_worker("ada", 1)
+    worker.set_pre_consume_handler(hang)
+    workers = server.control.workers("ada", timeout=HANG)
+    with worker, ThreadPoolExecutor() as pool:
+        assert hangs.wait(HANG)
+        first = pool.submit(workers.set_concurrency, 3)
+        wait_until(lambda: any(one.name == "ada-change" for one in threading.enumerate()))
+        assert set(workers.ping()) == {"ada"}
+        with pytest.raises(MachineryError, match="ada: another change is being made"):
+            workers.set_concurrency(4)
+        gate.set()
+        first.result(HANG)
+        workers.set_concurrency(5)
+    with worker:
+        assert workers.stats()["ada"].concurrency == 5
+
+
+def test_change_that_is_not_made_in_time_is_told(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs, gate = threading.Event(), threading.Event()
+
+    def hang(_: object) -> bool:
+        hangs.set()
+        return gate.wait(HANG)
+
+    worker = server.new_worker("ada", 1)
+    monkeypatch.setattr(receiver, "CHANGE_TIMEOUT", 0.1)
+    with worker:
+        monkeypatch.setattr(worker._executors, "resize", hang)
+        with pytest.raises(MachineryError, match="not done after 0.2 s; it may be done later"):
+            worker.resize(3)
+        assert hangs.is_set()
+        with pytest.raises(MachineryError, match="come to it in 0.1 s; nothing was changed"):
+            worker.resize(4)
+        gate.set()
 
 
 def test_large_answer_is_compressed_or_becomes_an_error() -> None:
@@ -418,7 +486,7 @@ def test_change_that_a_worker_refuses_is_an_error(server: Server) -> None:
     with server.new_worker("ada", 1, autoscale=(1, 2)):
         workers = server.control.workers("*", "gone")
         for act, text in (
-            (lambda: workers.set_concurrency(3), "ada: autoscale decides"),
+            (lambda: workers.set_concurrency(3), "ada: worker ada scales itself"),
             (lambda: workers.set_concurrency(0), "Expected `int` >= 1"),
             (lambda: workers.set_time_limit("unknown", 1), "ada: .*'unknown' is not registered"),
             (lambda: workers.set_time_limit("unknown", math.nan), "Expected `float` > 0"),

@@ -157,6 +157,29 @@ def test_suspect_before_its_last_strike_runs_alone_to_its_end(
     assert {"good", "suspect"} not in watched.together
 
 
+def test_worker_is_changed_while_a_suspect_waits_or_runs_alone(
+    server: Server, watched: Watched
+) -> None:
+    watched.gates["long"] = threading.Event()
+    long = watched.task.options(queue="other").send("long")
+    with server.new_worker(concurrency=SLOTS, queues=["other"]) as worker:
+        wait_until(lambda: watched.running == {"long"}, timeout=HANG, what="the long task runs")
+        suspect = watched.held("suspect")
+        let_workers_die(server, [suspect], deaths=2)
+        workers = server.control.workers(timeout=HANG)
+
+        workers.add_queue("machinery_tasks")
+        wait_until(lambda: bool(worker._receiver._suspects), timeout=HANG, what="it waits")
+        workers.set_concurrency(2)
+        watched.let_go("long")
+        long.get(timeout=HANG)
+        wait_until(lambda: watched.running == {"suspect"}, timeout=HANG, what="it runs alone")
+        workers.set_concurrency(3)
+
+        watched.let_go("suspect")
+        suspect.get(timeout=HANG)
+
+
 def test_waiting_suspects_are_left_to_other_workers(server: Server, watched: Watched) -> None:
     suspects = [watched.held(f"suspect {number}") for number in range(3)]
     let_workers_die(server, suspects, deaths=2)
