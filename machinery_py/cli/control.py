@@ -9,7 +9,7 @@ import msgspec
 
 from machinery_py.cli.output import clean, clean_lines, length, note, shorten, to_json
 from machinery_py.control.answers import Answers, Pong, Revoked, ThreadStack
-from machinery_py.control.orders import KINDS, arguments
+from machinery_py.control.orders import CHANGES, KINDS, arguments
 from machinery_py.errors import ArgumentError, nearest
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ def control(server: Server, args: argparse.Namespace) -> int:
     name, *words = args.rest
     kind, given = _order(name, words)
     workers = server.control.workers(*args.worker, timeout=args.timeout)
-    answers = getattr(workers, kind)(**given)
-    if answers is None:  # a change, which all have made
-        print(to_json({"done": True}) if args.json else "done")
-        return 0
+    if kind in CHANGES:
+        answers: Answers[Any] = workers.change(kind, **given)
+    else:
+        answers = getattr(workers, kind)(**given)
     print_answers(answers, args.timeout, as_json=args.json)
     if not (answers or answers.errors or answers.missing):
         note("there is no such worker")
@@ -90,4 +90,4 @@ def _lines(value: object) -> list[str]:
     if isinstance(value, msgspec.Struct):
         facts = msgspec.to_builtins(value)
         return [clean("  ".join(f"{key}={shorten(str(one))}" for key, one in facts.items()))]
-    return [clean(str(value))]
+    return ["done" if value is None else clean(str(value))]

@@ -21,7 +21,7 @@ import msgspec
 
 from machinery_py.async_twins import twin
 from machinery_py.brokers.base import Broker
-from machinery_py.brokers.topics import TOPIC_AGE
+from machinery_py.brokers.topics import MAX_RECORD, TOPIC_AGE
 from machinery_py.control.answers import (
     ActiveTask,
     Answers,
@@ -46,7 +46,7 @@ from machinery_py.control.orders import (
     matches,
 )
 from machinery_py.errors import ArgumentError, MachineryError, Unsupported
-from machinery_py.texts import get_logger
+from machinery_py.texts import get_logger, printable, quoted
 
 logger = get_logger(__name__)
 
@@ -70,11 +70,14 @@ class ChosenWorkers:
         timeout: float,
     ) -> None:
         if not 0 < timeout <= TOPIC_AGE:
-            raise ValueError(
+            raise ArgumentError(
                 f"timeout: found {timeout!r} (expected more than 0 s, at most {TOPIC_AGE:g} s)"
             )
         if len(patterns) > MOST_NAMES:
-            raise ValueError(f"workers: found {len(patterns):,} names (at most {MOST_NAMES:,})")
+            raise ArgumentError(f"workers: found {len(patterns):,} names (at most {MOST_NAMES:,})")
+        for name in patterns:
+            if printable(name) != name:
+                raise ArgumentError(f"workers: {quoted(name)} holds half a surrogate pair")
         self._broker = broker
         self._lamport = lamport
         self._patterns = list(patterns)
@@ -129,6 +132,15 @@ class ChosenWorkers:
     stack_async = twin(stack)
 
     # Orders that change something: all workers that there are do it, or it is an error
+
+    def change(self, kind: str, /, **args: Any) -> Answers[object]:
+        """Give one of the orders below by its name, and return which workers did it.
+
+        Raises ArgumentError alone as the order's own method does: see `missing` and `errors`.
+        """
+        return self._ask(kind, object, **args)
+
+    change_async = twin(change)
 
     def set_concurrency(self, concurrency: int) -> None:
         """Run so many tasks at a time from now on; what runs goes on.
@@ -231,7 +243,7 @@ class ChosenWorkers:
     find_async = twin(find)
 
     def _tell(self, kind: str, **args: Any) -> None:
-        done = self._ask(kind, object, **args)
+        done = self.change(kind, **args)
         problems = [f"{name}: {error}" for name, error in done.errors.items()]
         problems += [f"{name}: no answer in {self._timeout:g} s" for name in done.missing]
         if not (problems or done):
@@ -333,7 +345,8 @@ class Control:
             timeout: seconds to wait for answers at most, with each call.
 
         Raises:
-            ValueError: the timeout is not more than 0, or longer than an hour.
+            ArgumentError: the timeout is not more than 0, or longer than an hour; more than 1,000
+                names, or half a surrogate pair in one.
         """
         return ChosenWorkers(self._broker, self._lamport, names, timeout=timeout)
 
@@ -386,8 +399,7 @@ class Control:
         if terminate:
             arguments("terminate", {"uuids": uuids})
         self._revoke(uuids)
-        done = workers.terminate(*uuids) if terminate else Answers[dict[str, str]]({})
-        return Revoked(done, uuids=uuids, missing=done.missing, errors=done.errors)
+        return _ended(workers, uuids if terminate else (), uuids, [])
 
     revoke_async = twin(revoke)
 
@@ -399,7 +411,6 @@ class Control:
         revoked: set[str] = set()
         held: set[str] = set()
         heard: list[Answers[Any]] = []
-        done: dict[str, dict[str, str]] = {}
         for number in range(ROUNDS):
             before = len(revoked)
             # Before the workers are asked: what is claimed from now on is not begun.
@@ -411,14 +422,7 @@ class Control:
             # Twice at least: at the first look a task may have been on its way to a worker.
             if number and len(revoked) == before:
                 break
-        for some in _batches(held if terminate else ()):
-            ended = workers.terminate(*some)
-            heard.append(ended)
-            for name, fates in ended.items():
-                done.setdefault(name, {}).update(fates)
-        missing = dict.fromkeys(name for one in heard for name in one.missing)
-        errors = {name: text for one in heard for name, text in one.errors.items()}
-        return Revoked(done, uuids=sorted(revoked), missing=list(missing), errors=errors)
+        return _ended(workers, held if terminate else (), sorted(revoked), heard)
 
     def _revoke_others(self, uuids: Set[str], revoked: set[str]) -> None:
         for some in _batches(uuids - revoked):
@@ -450,6 +454,30 @@ def _listed(broker: Broker, headers: Mapping[str, Any]) -> set[str]:
     return found
 
 
+def _ended(
+    workers: ChosenWorkers, uuids: Iterable[str], revoked: Sequence[str], heard: list[Answers[Any]]
+) -> Revoked:
+    """End the runs of these tasks, and tell what became of them, and of orders before."""
+    done: dict[str, dict[str, str]] = {}
+    for some in _batches(uuids):
+        ended = workers.terminate(*some)
+        heard.append(ended)
+        for name, fates in ended.items():
+            done.setdefault(name, {}).update(fates)
+    missing = dict.fromkeys(name for one in heard for name in one.missing)
+    errors = {name: text for one in heard for name, text in one.errors.items()}
+    return Revoked(done, uuids=revoked, missing=list(missing), errors=errors)
+
+
 def _batches(uuids: Iterable[str]) -> list[list[str]]:
-    every = sorted(uuids)
-    return [every[start : start + MOST_NAMES] for start in range(0, len(every), MOST_NAMES)]
+    """Return them in parts that fit into an order each."""
+    parts: list[list[str]] = []
+    left = 0
+    for one in sorted(uuids):
+        size = len(msgspec.json.encode(one)) + 1
+        if size > left or len(parts[-1]) == MOST_NAMES:
+            parts.append([])
+            left = MAX_RECORD - 1000
+        parts[-1].append(one)
+        left -= size
+    return parts

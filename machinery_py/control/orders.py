@@ -94,16 +94,8 @@ class LogLevel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 
 
-#: All orders, and what their arguments have to be.
-KINDS: Mapping[str, type[msgspec.Struct]] = {
-    "ping": NoArguments,
-    "stats": NoArguments,
-    "active": NoArguments,
-    "reserved": NoArguments,
-    "registered": NoArguments,
-    "config": NoArguments,
-    "queues": NoArguments,
-    "stack": NoArguments,
+#: Orders that change something, and what their arguments have to be.
+CHANGES: Mapping[str, type[msgspec.Struct]] = {
     "set_concurrency": SetConcurrency,
     "add_queue": AddQueue,
     "cancel_queue": CancelQueue,
@@ -113,6 +105,19 @@ KINDS: Mapping[str, type[msgspec.Struct]] = {
     "log_level": LogLevel,
     "restart_pool": NoArguments,
     "shutdown": NoArguments,
+}
+
+#: All orders.
+KINDS: Mapping[str, type[msgspec.Struct]] = {
+    "ping": NoArguments,
+    "stats": NoArguments,
+    "active": NoArguments,
+    "reserved": NoArguments,
+    "registered": NoArguments,
+    "config": NoArguments,
+    "queues": NoArguments,
+    "stack": NoArguments,
+    **CHANGES,
     "terminate": Terminate,
     "find": Find,
 }
@@ -169,10 +174,14 @@ def arguments(kind: str, given: Mapping[str, Any], *, strict: bool = True) -> ms
         strict: False: text is read as the number that it may have to be.
 
     Raises:
-        ArgumentError: they do not fit.
+        ArgumentError: they do not fit, or there is no such order.
     """
     try:
-        return msgspec.convert(given, KINDS[kind], strict=strict)
+        if kind not in KINDS:
+            raise ValueError("there is no such order")
+        found = msgspec.convert(given, KINDS[kind], strict=strict)
+        msgspec.json.encode(found)  # half a surrogate pair cannot be
+        return found
     except ValueError as error:
         raise ArgumentError(f"order {kind!r}: {error}") from error
 

@@ -15,7 +15,11 @@ app = app_in_a_folder
 def test_workers_are_asked_and_changed_from_a_shell(app: App) -> None:
     app.worker("-n", "web-1", "-c", "1")
 
-    assert app.run("control", "tasks", "set-concurrency", "3", "--timeout", "30").stdout == "done\n"
+    done = app.run("control", "tasks", "set-concurrency", "3", "--timeout", "30")
+    assert done.stdout == "web-1:\n  done\n"
+    words = ("control", "tasks", "cancel-queue", "machinery_tasks", "--timeout", "30")
+    assert "web-1: 'machinery_tasks' is the only queue" in app.run(*words, code=1).stderr
+    assert "only queue" in json.loads(app.run(*words, "--json", code=1).stdout)["errors"]["web-1"]
     facts = app.json("control", "tasks", "stats", "--worker", "web-*", "--timeout", "30")
     assert facts["answers"]["web-1"]["concurrency"] == 3
     text = app.run("control", "tasks", "stack", "--timeout", "30").stdout
@@ -41,6 +45,8 @@ def test_order_that_cannot_be_given_is_refused_in_words(app: App) -> None:
     assert "order 'set_concurrency': Expected `int`" in wrong.stderr
     few = app.run("control", "tasks", "set-concurrency", code=2)
     assert "found 0 arguments (expected CONCURRENCY)" in few.stderr
+    long = app.run("control", "tasks", "ping", "--timeout", "2h", code=2)
+    assert long.stderr.startswith("machinery: timeout: found 7200.0 (expected")
     nobody = app.run("control", "tasks", "ping", "--worker", "gone", "--json", code=1)
     assert json.loads(nobody.stdout)["missing"] == ["gone"]
 

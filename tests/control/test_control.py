@@ -35,6 +35,7 @@ from machinery_py.control.orders import (
 )
 from machinery_py.errors import (
     BrokerUnavailable,
+    NameRefused,
     StoreUnusable,
     Unsupported,
     for_good,
@@ -415,6 +416,9 @@ def test_terminated_task_in_a_thread_is_asked_and_a_deaf_worker_named(server: Se
         with pytest.raises(ArgumentError, match="length <= 1000"):
             server.control.revoke(*many, terminate=True)
         assert not server.backend.revoked(many)
+        long = [f"task_{number:090}" for number in range(1000)]  # two records
+        done = server.control.revoke(*long, terminate=True, timeout=0.1)
+        assert (done, done.missing, done.errors) == ({"ada": {}}, ("deaf",), {})
     consumer.close()
 
 
@@ -501,10 +505,22 @@ def test_change_that_a_worker_refuses_is_an_error(server: Server) -> None:
         server.control.workers().enable_events()
 
 
-def test_timeout_that_makes_no_sense_is_refused(server: Server) -> None:
+def test_call_that_makes_no_sense_is_refused(server: Server) -> None:
+    control = server.control
     for timeout in (0.0, -1.0, float("nan"), 1e9):
-        with pytest.raises(ValueError, match="timeout: found"):
-            server.control.workers(timeout=timeout)
+        with pytest.raises(ArgumentError, match="timeout: found"):
+            control.workers(timeout=timeout)
+    for act, text in (
+        (lambda: control.workers(*["a"] * 1001), "found 1,001 names"),
+        (lambda: control.workers("a", "\udcff*"), "half a surrogate pair"),
+        (lambda: control.workers().add_queue("\udcff"), "surrogates not allowed"),
+        (lambda: control.workers().change("rm"), "order 'rm': there is no such order"),
+        (lambda: control.revoke("ok", "\udcff", terminate=True), "surrogates not allowed"),
+        (lambda: control.revoke("ok", "\udcff"), "half a surrogate pair"),
+    ):
+        with pytest.raises((ArgumentError, NameRefused), match=text):
+            act()
+    assert not server.backend.revoked(["ok"])
 
 
 def test_order_and_answer_carry_the_clocks_of_their_processes() -> None:
