@@ -236,7 +236,7 @@ class Engine(HandlerSetters):
         self.app.events.emit(WorkerOnline(worker=self.name))
         self._is_online = True
         self._emit_heartbeat()
-        self._receiver.loop.start()
+        self._receiver.start()
 
     def _schedule(self) -> None:
         if self._declared is not None:

@@ -122,6 +122,7 @@ class Receiver:
         self._timeout = BURST_TIMEOUT if burst else RECEIVE_TIMEOUT
         self.loop = LoopThread(f"{name}-receiver", self._work, wake=self._wake)
         self._room = threading.Condition()
+        self._has_started = False
         self._mean = 0.0  # seconds of a run, averaged
         self._size = 0.0  # bytes of a body, averaged
         self._held: dict[int, Execution] = {}
@@ -138,6 +139,12 @@ class Receiver:
         self._session.consumer.wake()
         with self._room:
             self._room.notify_all()
+
+    def start(self) -> None:
+        """Start claiming. Changes before that are made at once."""
+        with self._room:
+            self._has_started = True
+            self.loop.start()
 
     def stop(self) -> None:
         """Stop claiming, and return when the thread has ended."""
@@ -170,6 +177,10 @@ class Receiver:
     def _between_claims(self, change: Callable[[], None]) -> None:
         if self.loop.is_stopping():
             raise MachineryError("this worker is stopping")
+        with self._room:
+            if not self._has_started:
+                change()
+                return
         future: Future[None] = Future()
         self._changes.put((change, future))
         self._wake()

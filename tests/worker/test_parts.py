@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from machinery_py import Context, Server
+from machinery_py import Context, Server, Signature
 from machinery_py.errors import ConfigError, MachineryError
 from machinery_py.events import WorkerOnline
 from machinery_py.testing.waiting import HANG, wait_until
@@ -119,6 +119,25 @@ def test_parts_start_before_the_first_task_and_stop_after_the_last(server: Serve
         ]
         assert calls.index("late begins") > calls.index("second begins")
         assert calls.index("late ends") < calls.index("second ends")
+
+
+def test_part_may_resize_the_worker_when_it_starts(server: Server) -> None:
+    class Resizing:
+        def start(self, worker: Worker) -> None:
+            worker.resize(3)
+
+        def stop(self, _: Worker) -> None: ...
+
+    together = threading.Barrier(3)
+    server.register_task("meet", lambda: together.wait(HANG) and None)
+    worker = server.new_worker(concurrency=1)
+    worker.add_part(Resizing())
+
+    with worker:
+        for result in [server.send(Signature(name="meet")) for _ in range(3)]:
+            result.get(timeout=HANG)
+
+    assert worker.concurrency == 3
 
 
 def test_worker_does_not_start_without_its_part(server: Server) -> None:
