@@ -21,18 +21,14 @@ logger = get_logger(__name__)
 CONSUMER = "consumer"  # claims tasks, so what they need comes before it
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
     """A part with its two ends. `stop` is called although `start` has failed."""
 
     name: str
     after: Sequence[str] = ()
-    start: Callable[[], object] = _nothing
-    stop: Callable[[], object] = _nothing
+    start: Callable[[], object] = lambda: None
+    stop: Callable[[], object] = lambda: None
     is_added: bool = False
 
 

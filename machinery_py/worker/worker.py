@@ -182,12 +182,6 @@ class Worker(Engine):
 
     def stop(self) -> bool:
         """End the worker in order, and wait for that. False: `abort` cut it short."""
-        self._end()
-        if self._attendant is not None and self._attendant is not threading.current_thread():
-            self._attendant.join()
-        return not self._stop_request.is_abrupt
-
-    def _end(self) -> None:
         self._stop_request.quit()  # for a start that goes on, and for the attendant
         with self._stopped:
             self._is_new = False
@@ -195,6 +189,9 @@ class Worker(Engine):
             parts, self._parts = self._parts, None
             if parts is not None:
                 parts.stop()
+        if self._attendant is not None and self._attendant is not threading.current_thread():
+            self._attendant.join()
+        return not self._stop_request.is_abrupt
 
     stop_async = twin(stop)
 
