@@ -42,6 +42,15 @@ def site(bench: Bench) -> Iterator[Site]:
         yield site
 
 
+@pytest.fixture(scope="module")
+def any_site() -> Iterator[Site]:
+    """A dashboard for many requests, none of which changes anything."""
+    server = Server(Config(broker="memory://"))
+    with site_of(server) as site:
+        yield site
+    server.close()
+
+
 def paused(bench: Bench) -> bool:
     return "machinery_tasks" in bench.server.broker.paused()
 
@@ -56,18 +65,18 @@ def pause(site: Site, **headers: str | None) -> Any:
 
 @needs_page
 @pytest.mark.parametrize("path", ["", "api/queues", "api/none", "none.js"])
-def test_every_answer_forbids_foreign_scripts_and_frames(site: Site, path: str) -> None:
-    reply = site.request("GET", path)
+def test_every_answer_forbids_foreign_scripts_and_frames(any_site: Site, path: str) -> None:
+    reply = any_site.request("GET", path)
 
     assert SECURITY.items() <= dict(reply.headers).items()
     assert reply.headers["Cache-Control"] == ("no-store" if path else "no-cache")
 
 
 @needs_page
-def test_page_is_asked_for_again_by_its_tag(site: Site) -> None:
-    first = site.request("GET", "")
-    again = site.request("GET", "index.html", If_None_Match=first.headers["ETag"])
-    head = site.request("HEAD", "")
+def test_page_is_asked_for_again_by_its_tag(any_site: Site) -> None:
+    first = any_site.request("GET", "")
+    again = any_site.request("GET", "index.html", If_None_Match=first.headers["ETag"])
+    head = any_site.request("HEAD", "")
 
     assert first.status == 200
     assert first.headers["Content-Type"] == "text/html; charset=utf-8"
@@ -91,8 +100,8 @@ def test_page_is_asked_for_again_by_its_tag(site: Site) -> None:
         "%ff",
     ],
 )
-def test_no_other_file_is_served(site: Site, path: str) -> None:
-    reply = site.request("GET", path)
+def test_no_other_file_is_served(any_site: Site, path: str) -> None:
+    reply = any_site.request("GET", path)
 
     assert reply.status == 404
     assert reply.error.startswith("no page ")
@@ -120,9 +129,9 @@ def test_no_other_file_is_served(site: Site, path: str) -> None:
     ],
 )
 def test_request_that_fits_no_route_is_refused(
-    site: Site, method: str, path: str, status: int
+    any_site: Site, method: str, path: str, status: int
 ) -> None:
-    reply = site.request(method, path, b"" if method != "GET" else None)
+    reply = any_site.request(method, path, b"" if method != "GET" else None)
 
     assert reply.status == status, reply.body
     assert reply.error
@@ -132,13 +141,13 @@ def test_request_that_fits_no_route_is_refused(
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:80", "[::1]:8765", "LOCALHOST:1"])
-def test_without_auth_names_of_this_machine_are_answered(site: Site, host: str) -> None:
-    assert site.request("GET", "api/queues", Host=host).status == 200
+def test_without_auth_names_of_this_machine_are_answered(any_site: Site, host: str) -> None:
+    assert any_site.request("GET", "api/queues", Host=host).status == 200
 
 
 @pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil", ""])
-def test_without_auth_a_rebound_name_is_refused(site: Site, host: str) -> None:
-    reply = site.request("GET", "api/queues", Host=host)
+def test_without_auth_a_rebound_name_is_refused(any_site: Site, host: str) -> None:
+    reply = any_site.request("GET", "api/queues", Host=host)
 
     assert reply.status == 403
     assert "give it `auth`" in reply.error
@@ -293,9 +302,9 @@ def test_each_change_is_one_line_of_the_log(bench: Bench, caplog: pytest.LogCapt
     ],
 )
 def test_body_that_fits_not_is_refused(
-    site: Site, body: bytes, headers: dict[str, str | None], status: int
+    any_site: Site, body: bytes, headers: dict[str, str | None], status: int
 ) -> None:
-    reply = site.request("POST", "api/queues/pause", body, **JSON | TOKEN | headers)
+    reply = any_site.request("POST", "api/queues/pause", body, **JSON | TOKEN | headers)
 
     assert reply.status == status, reply.body
     assert reply.error
