@@ -26,7 +26,7 @@ MOST_STREAMS = 16
 STREAM_PAUSE = 2.0  # seconds between two overviews
 # The page opens the next one. So a server that ends waits no longer for an open stream, and nobody
 # reads on whose rights were taken away.
-STREAM_LIFE = 20.0  # seconds
+STREAM_LIFE = 10.0  # seconds
 
 
 class StoreCalls:

@@ -31,7 +31,9 @@ class _Answering(ServerHandler):
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = TIMEOUT
+    def setup(self) -> None:
+        self.timeout = TIMEOUT
+        super().setup()
 
     def handle(self) -> None:
         self.raw_requestline = self.rfile.readline(65_537)

@@ -12,17 +12,16 @@ from typing import Any
 
 import pytest
 
-from machinery_py.dashboard import asgi
+from machinery_py.dashboard import asgi, live
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.dashboard.site import Site
-from tests.dashboard.test_web import basic, event, needs_page, open_stream
+from tests.dashboard.test_web import basic, event, open_stream
 from tests.docs.pages import blocks
 from tests.support.apps import Bench, bench
 
 __all__ = ["bench"]
 
 PAGE = "docs/how-to/dashboard.md"
-pytestmark = needs_page
 AUTH = basic("ada:correct horse")
 
 
@@ -114,6 +113,7 @@ def test_dashboard_is_mounted_in_flask(bench: Bench) -> None:
 
 def test_dashboard_is_mounted_in_fastapi(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asgi, "STREAM_PAUSE", 0.01)
+    monkeypatch.setattr(live, "STREAM_LIFE", 0.5)  # uvicorn waits for open streams at its end
     with over_asgi(application("fastapi_app.py", bench.server)["app"]) as site:
         refused = site.request("GET", "api/queues")
         site.headers["Authorization"] = AUTH
