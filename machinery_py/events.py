@@ -152,18 +152,25 @@ class TaskSucceeded(TaskEnded, frozen=True, kw_only=True):
 
 
 class TaskRetried(TaskEnded, frozen=True, kw_only=True):
-    """A try failed or asked for another, which was published. `delay`: seconds until it is due."""
+    """A try failed or asked for another, which was published.
+
+    Attributes:
+        delay: seconds until it is due.
+        runtime: seconds in the function; 0: it was not called, or was lost with its process.
+    """
 
     error: str
     delay: float
+    runtime: float = 0.0
 
 
 class TaskFailed(TaskEnded, frozen=True, kw_only=True):
-    """FAILURE was stored."""
+    """FAILURE was stored. `runtime`: as in TaskRetried."""
 
     error: str
     error_type: str
     traceback: str = ""
+    runtime: float = 0.0
 
 
 class TaskRevoked(TaskEvent, frozen=True, kw_only=True):
@@ -218,6 +225,7 @@ class WorkerHeartbeat(WorkerEvent, frozen=True, kw_only=True):
     """A worker has renewed its registration in its store.
 
     Attributes:
+        slots: tasks that may run at a time.
         interval: seconds to the next one.
         load: load averages of the host over 1, 5 and 15 minutes, where it has them.
         version: of this library.
@@ -225,6 +233,7 @@ class WorkerHeartbeat(WorkerEvent, frozen=True, kw_only=True):
         lost: events of this process that did not reach the stream.
     """
 
+    slots: int = 0
     interval: float = 0.0
     load: tuple[float, float, float] | None = None
     version: str = ""

@@ -63,7 +63,8 @@ def line(event: Event) -> str:
     words += [f"{event.kind:17}", event.worker]
     words += [record.get("name", ""), short_uuid(record.get("uuid", ""))]
     for key, value in record.items():
-        if key not in _ENVELOPE and value not in ("", None):
+        has_not_run = key == "runtime" and not value
+        if key not in _ENVELOPE and value not in ("", None) and not has_not_run:
             is_length = key in ("runtime", "wait", "delay", "seconds", "interval")
             words.append(f"{key}={length(value) if is_length else shorten(str(value))}")
     return " ".join(clean(word) for word in words if word)

@@ -105,7 +105,9 @@ class EventPublisher:
         elif self.is_on:
             self.disable()
 
-    def emit_heartbeat(self, *, worker: str, active: int, processed: int, interval: float) -> None:
+    def emit_heartbeat(
+        self, *, worker: str, active: int, processed: int, slots: int, interval: float
+    ) -> None:
         """Emit a worker's heartbeat, with what is known of its process and its host."""
         if WorkerHeartbeat in self._bus.wanted:
             self._bus.emit(
@@ -113,6 +115,7 @@ class EventPublisher:
                     worker=worker,
                     active=active,
                     processed=processed,
+                    slots=slots,
                     interval=interval,
                     load=proc.load(),
                     version=__version__,

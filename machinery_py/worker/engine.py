@@ -373,5 +373,6 @@ class Engine(HandlerSetters):
             worker=self.name,
             active=self.active,
             processed=self.processed,
+            slots=self.concurrency,
             interval=self._maintenance.beat_every,
         )

@@ -364,6 +364,7 @@ def _events(execution: Execution, verdict: Verdict) -> Iterator[Event]:
                 signature=signature,
                 worker=worker,
                 notes=state.notes,
+                runtime=execution.runtime,
                 error=state.error,
                 error_type=state.error_type,
                 traceback=state.traceback,
@@ -374,6 +375,7 @@ def _events(execution: Execution, verdict: Verdict) -> Iterator[Event]:
                 signature=signature,
                 worker=worker,
                 notes=state.notes,
+                runtime=execution.runtime,
                 error=state.error,
                 delay=max(0.0, delay),
             )

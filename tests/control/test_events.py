@@ -436,7 +436,7 @@ def test_emitter_never_waits_and_what_does_not_fit_is_counted(
     assert caplog.text.count("events are lost: more than 5 are waiting") == 1
     bare.broker.may_answer.set()
     assert bare.names(6) == list("012345")
-    bare.publisher.emit_heartbeat(worker="w", active=0, processed=0, interval=1.0)
+    bare.publisher.emit_heartbeat(worker="w", active=0, processed=0, slots=1, interval=1.0)
     assert [one.lost for one in until(bare.stream, WorkerHeartbeat)] == [3]
 
 
