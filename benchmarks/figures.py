@@ -208,6 +208,20 @@ MEASUREMENTS: Sequence[Measurement] = (
         ],
     ),
     Measurement(
+        name="drain_metrics",
+        schemes=("sqlite", "redis"),
+        sizes=(20_000, 500),
+        figures=[
+            Figure(
+                name="drain with metrics",
+                what="run {n:,} no-op tasks, one process, metrics installed",
+                unit=PER_SECOND,
+                more_is_better=True,
+            ),
+            Figure(name="cost of metrics", what="… more worker CPU than without", unit="%"),
+        ],
+    ),
+    Measurement(
         name="latency",
         sizes=(500, 30),
         figures=[

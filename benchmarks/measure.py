@@ -26,6 +26,7 @@ from benchmarks.workers import (
     THREADS,
     helper_drain,
     helper_logged,
+    helper_metrics,
     helper_serve,
     idle_worker,
     work_off_by,
@@ -215,22 +216,32 @@ def drain_two(url: str, count: int) -> Figures:
 
 
 def drain_logged(url: str, count: int) -> Figures:
-    """Drain with a log and without one, in turn, since the machine has its moods."""
+    rate, cost = _compared(url, count, "helper_logged")
+    return {"drain logged": rate, "cost of the log": cost}
+
+
+def drain_metrics(url: str, count: int) -> Figures:
+    rate, cost = _compared(url, count, "helper_metrics")
+    return {"drain with metrics": rate, "cost of metrics": cost}
+
+
+def _compared(url: str, count: int, helper: str) -> tuple[float, float]:
+    """Drain by this helper and by the plain one, in turn, since the machine has its moods.
+
+    Returns its tasks a second, and how much more CPU it used, in percent.
+    """
     server = make_server(url)
-    used: dict[str, list[float]] = {"helper_logged": [], "helper_drain": []}
+    used: dict[str, list[float]] = {helper: [], "helper_drain": []}
     rates: list[float] = []
     for by in (*used, *reversed(used)):
         uuids = fill(server, count)
         [run] = work_off_by(server, url, count, workers=1, by=by)
         check_all_succeeded(server, uuids)
         used[by].append(run["cpu"])
-        if by == "helper_logged":
+        if by == helper:
             rates.append(count / (run["ended"] - run["began"]))
-    logged, silent = (statistics.median(one) for one in used.values())
-    return {
-        "drain logged": statistics.median(rates),
-        "cost of the log": 100.0 * (logged / silent - 1.0),
-    }
+    more, plain = (statistics.median(one) for one in used.values())
+    return statistics.median(rates), 100.0 * (more / plain - 1.0)
 
 
 def latency(url: str, count: int) -> Figures:
@@ -388,6 +399,7 @@ COMMANDS: dict[str, Callable[[str, int], Figures]] = {
         drain_events,
         drain_two,
         drain_logged,
+        drain_metrics,
         latency,
         chain,
         long_chain,
@@ -398,6 +410,7 @@ COMMANDS: dict[str, Callable[[str, int], Figures]] = {
         starting,
         helper_drain,
         helper_logged,
+        helper_metrics,
         helper_serve,
     )
 }

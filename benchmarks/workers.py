@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.workload import WAIT, Figures, Wrong, cpu, is_shared, make_server
@@ -120,9 +120,10 @@ def go(child: subprocess.Popen[str]) -> None:
     child.stdin.flush()
 
 
-def helper_drain(url: str, count: int) -> Figures:
+def helper_drain(url: str, count: int, prepare: Callable[[Any], object] = id) -> Figures:
     """Process that runs the tasks of `drain`."""
     server = make_server(url)
+    prepare(server)
     server.broker.stats()  # opens the store
     print("ready", flush=True)
     sys.stdin.readline()
@@ -136,6 +137,14 @@ def helper_logged(url: str, count: int) -> Figures:
     with tempfile.TemporaryFile("w", buffering=1) as sys.stderr:
         logs.configure("info", "text")
         return helper_drain(url, count)
+
+
+def helper_metrics(url: str, count: int) -> Figures:
+    """The same, and it counts as below `machinery worker --health-port`."""
+    from machinery_py.cli.metrics import ProcessCounts, install
+
+    with ProcessCounts():
+        return helper_drain(url, count, install)
 
 
 def helper_serve(url: str, _count: int) -> Figures:

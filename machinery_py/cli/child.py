@@ -53,6 +53,10 @@ def main(option: str) -> int:
             print(error.trace, end="", file=sys.stderr)
         replies.write(Ready(str(error)))
         return 1
+    if setup.counts:
+        from machinery_py.cli import metrics
+
+        metrics.install(server)
     loop = JobLoop(server.app, tasks, control, replies, tells_memory=setup.tells_memory)
     try:
         loop.run()

@@ -18,6 +18,7 @@ from machinery_py.cli.options import (
     DASHBOARD,
     DEAD,
     EVENTS,
+    EXPORTER,
     FAILURE,
     FILTER,
     HEALTH,
@@ -34,7 +35,7 @@ from machinery_py.cli.options import (
     Options,
 )
 
-SERVING = ("worker", "dashboard")  # commands that go on until they are stopped
+SERVING = ("worker", "dashboard", "exporter")  # commands that go on until they are stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +228,14 @@ _MODULES: Mapping[str, Sequence[Command]] = {
                 "tasks --host 0.0.0.0       with MACHINERY_DASHBOARD_AUTH=user:password",
                 "tasks --read-only --port 9000",
             ),
+        ),
+    ),
+    "exporter": (
+        Command(
+            "exporter",
+            "serve metrics of queues and workers to Prometheus",
+            options=EXPORTER,
+            examples=("tasks", "tasks --events --host 0.0.0.0"),
         ),
     ),
     "control": (

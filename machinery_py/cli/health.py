@@ -1,4 +1,4 @@
-"""Health of workers: heartbeat files, the probe that reads them, and HTTP for other probes.
+"""Health of workers: heartbeat files, and the probe that reads them.
 
     $TMPDIR/machinery-<uid>/<app>/<pid>.json    written anew every BEAT, removed at the end
 
@@ -26,20 +26,18 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from machinery_py.cli.output import answer, length, note
-from machinery_py.connections import descriptors, proc
-from machinery_py.errors import ConfigError
+from machinery_py.connections import proc
 from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
 
 BEAT = 2.5  # seconds
 MAX_AGE = 15.0  # seconds
-HTTP_TIMEOUT = 5.0  # seconds a client may take
 
 # No link, and no waiting for somebody to write into a named pipe.
 _UNFOLLOWED = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -297,72 +295,3 @@ def health(args: argparse.Namespace) -> int:
             "working directory, user and TMPDIR)"
         )
     return 0 if (beats.is_ready if args.ready else beats.is_live) else 1
-
-
-# HTTP
-
-
-@contextlib.contextmanager
-def serve(
-    host: str, port: int, is_live: Callable[[], bool], is_ready: Callable[[], bool]
-) -> Iterator[int]:
-    """Answer GET /live and /ready with 200 or 503 in the background; yields the port.
-
-    Raises:
-        ConfigError: the address cannot be used.
-    """
-    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-    from socketserver import TCPServer
-
-    class Handler(BaseHTTPRequestHandler):
-        timeout = HTTP_TIMEOUT
-
-        def do_GET(self) -> None:
-            asked = {"/live": is_live, "/ready": is_ready}.get(self.path.partition("?")[0])
-            well = asked is not None and asked()
-            status, text = (
-                (404, "not found") if asked is None else (200, "ok") if well else (503, "no")
-            )
-            body = json.dumps({"status": text}).encode()
-            self.send_response_only(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
-
-        do_HEAD = do_GET
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Probes come every few seconds: they are not worth a line."""
-
-    class Quiet(ThreadingHTTPServer):
-        daemon_threads = True
-
-        def handle_error(self, request: Any, client_address: Any) -> None:
-            """A client that went away is no news."""
-
-        def server_bind(self) -> None:
-            # HTTPServer looks up the host's name, which may ask a name server and wait for it.
-            TCPServer.server_bind(self)
-            name, port = self.server_address[:2]
-            self.server_name, self.server_port = str(name), int(port)
-
-    try:
-        server = Quiet((host, port), Handler)
-    except (OSError, OverflowError) as error:
-        what = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(
-            f"health port {host}:{port}: {what.lower()} (choose another --health-port)"
-        ) from error
-    descriptors.keep(server.socket)
-    thread = threading.Thread(
-        target=server.serve_forever, args=(0.1,), name="machinery-health", daemon=True
-    )
-    thread.start()
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(timeout=5.0)

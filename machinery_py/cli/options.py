@@ -234,7 +234,10 @@ WORKER: Options = (
         "--heartbeat-file", "file for this worker's heartbeat, read by `machinery health`", "FILE"
     ),
     _option(
-        "--health-port", "serve /live and /ready over HTTP", type=_whole(0, 65_535), metavar="PORT"
+        "--health-port",
+        "serve /live, /ready and /metrics over HTTP",
+        type=_whole(0, 65_535),
+        metavar="PORT",
     ),
     _option(
         "--health-host",
@@ -285,6 +288,13 @@ DASHBOARD: Options = (
     ),
     _switch("--insecure", "let everybody see and change everything"),
     _switch("--read-only", "let nobody change anything"),
+)
+EXPORTER: Options = (
+    _option(
+        "--port", "of HTTP; default: 9465", type=_whole(0, 65_535), default=9465, metavar="PORT"
+    ),
+    _option("--host", "address for it; default: 127.0.0.1", default="127.0.0.1", metavar="HOST"),
+    _switch("-E --events", "also count what workers and senders tell whose events are on"),
 )
 CHANGE: Options = (
     _option("--spec", "when it is due: '0 6 * * MON-FRI', @daily, '@every 30s'"),

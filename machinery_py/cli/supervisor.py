@@ -28,6 +28,7 @@ import signal
 import sys
 import time
 from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING
 
 from machinery_py.cli import health, orphans, reload
 from machinery_py.cli.output import READY, say
@@ -45,6 +46,9 @@ from machinery_py.cli.processes import (
 from machinery_py.connections import proc
 from machinery_py.texts import get_logger
 from machinery_py.worker.keeper import DOUBTFUL, Keeper
+
+if TYPE_CHECKING:
+    from machinery_py.cli.metrics import ProcessCounts
 
 logger = get_logger(__name__)
 
@@ -115,6 +119,7 @@ class Supervisor:
         # A process that is silent for too long is killed.
         self._keeper = Keeper(patience=math.inf, stacks_of=self._stacks_of)
         self._groups: list[orphans.ProcessGroup] = []  # of those that have ended
+        self._counts: ProcessCounts | None = None
         self._level = RUN
         self._has_hung_up = False
         self._code = 0
@@ -132,10 +137,9 @@ class Supervisor:
             self._orders.follow(self._on_order, self._on_hangup)
             health.clear(self._place)
             self._keeper.loop.start()
-            host, port = self._args.health_host, self._args.health_port
             with ExitStack() as stack:
-                if port is not None:
-                    stack.enter_context(health.serve(host, port, self._is_live, self._is_answering))
+                if self._args.health_port is not None:
+                    self._serve(self._args.health_port, stack)
                 while self._has_work():
                     self._start_due()
                     self._wait()
@@ -147,6 +151,20 @@ class Supervisor:
                 child.kill()
                 child.process.wait()
             signal.signal(signal.SIGCHLD, previous)
+
+    def _serve(self, port: int, stack: ExitStack) -> None:
+        from machinery_py.cli import http, metrics  # only who asks for a port pays
+
+        self._counts = counts = stack.enter_context(metrics.ProcessCounts())
+        stack.enter_context(
+            http.serve(
+                self._args.health_host,
+                port,
+                is_live=self._is_live,
+                is_ready=self._is_answering,
+                metrics=counts.page,
+            )
+        )
 
     def _has_work(self) -> bool:
         is_due = any(slot.start_at < math.inf for slot in self._slots)
@@ -223,6 +241,8 @@ class Supervisor:
             logger.info("SIGHUP: the settings that may change while it runs are read again")
             for _, child in self._running():
                 child.must_read_again = True
+        if self._counts is not None:
+            self._counts.tidy()
         for group in self._groups:
             group.check()
         for slot, child in self._running():

@@ -9,7 +9,7 @@ import socket
 import textwrap
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -90,10 +90,8 @@ def _work(args: argparse.Namespace, link: ParentLink) -> int:
         stack.callback(orphans.end_below, orphans.below())
         label = label_of(args, link.label)
         stack.enter_context(health.Pulse(place, label=label, worker=one.name, is_ready=is_ready))
-        if args.health_port is not None and not link.is_child:
-            stack.enter_context(
-                health.serve(args.health_host, args.health_port, lambda: True, is_ready)
-            )
+        if args.health_port is not None:
+            _count(server, args, link, is_ready, stack)
         orders.grace = f" (at most {one.shutdown_timeout:g} s; once more to stop now)"
         orders.follow(
             lambda level: one.abort() if level == STOP_NOW else one.quit(),
@@ -105,6 +103,29 @@ def _work(args: argparse.Namespace, link: ParentLink) -> int:
             link.tell("worn" if one.is_worn else "over")
     server.close()
     return code
+
+
+def _count(
+    server: Server,
+    args: argparse.Namespace,
+    link: ParentLink,
+    is_ready: Callable[[], bool],
+    stack: ExitStack,
+) -> None:
+    """Count what this process does; show it where no supervisor does."""
+    from machinery_py.cli import http, metrics  # only who asks for a port pays
+
+    metrics.install(server)
+    if not link.is_child:
+        stack.enter_context(
+            http.serve(
+                args.health_host,
+                args.health_port,
+                is_live=lambda: True,
+                is_ready=is_ready,
+                metrics=metrics.own_page,
+            )
+        )
 
 
 def _show_parts(args: argparse.Namespace, link: ParentLink) -> int:
@@ -182,6 +203,7 @@ def _new_worker(server: Server, args: argparse.Namespace, link: ParentLink) -> W
         folder=folder,
         log_level=server.config.log_level or "info",
         log_format=args.log_format,
+        counts=args.health_port is not None,
     )
     return one
 

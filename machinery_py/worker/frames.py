@@ -40,6 +40,7 @@ class Setup(msgspec.Struct, frozen=True, array_like=True, tag=True):
         log_level, log_format: as on the command line; empty: logging is left to the app.
         path: sys.path of the worker.
         tells_memory: whether Done says how much memory the process has.
+        counts: whether it counts what it does for /metrics of its worker.
     """
 
     app: str
@@ -48,6 +49,7 @@ class Setup(msgspec.Struct, frozen=True, array_like=True, tag=True):
     log_format: str = ""
     path: Sequence[str] = ()
     tells_memory: bool = False
+    counts: bool = False
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True, tag=True):

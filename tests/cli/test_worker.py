@@ -498,7 +498,7 @@ def test_a_port_that_is_taken_is_told(app: App) -> None:
         done = app.run("worker", "tasks", "--health-port", str(port), code=2)
 
     assert (
-        f"machinery: health port 127.0.0.1:{port}: address already in use "
+        f"machinery: --health-port 127.0.0.1:{port}: address already in use "
         f"(choose another --health-port)\n" in done.stderr
     )
 

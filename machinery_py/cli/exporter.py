@@ -1,0 +1,73 @@
+"""`machinery exporter`: metrics of the stores, and with --events of the stream, for Prometheus."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import threading
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING
+
+from machinery_py.cli import logs, metrics
+from machinery_py.cli.http import serve
+from machinery_py.cli.processes import SIGNALS, StopAsked
+from machinery_py.errors import ConfigError
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from machinery_py.server import Server
+
+
+def exporter(server: Server, args: argparse.Namespace) -> int:
+    """Run `machinery exporter` until SIGTERM or Ctrl+C."""
+    try:
+        from prometheus_client import CollectorRegistry
+
+        from machinery_py.contrib.exporter import StoreCollector
+    except ImportError as error:
+        raise ConfigError(
+            "machinery exporter needs prometheus-client: pip install 'machinery_py[metrics]'"
+        ) from error
+    logs.configure("", "text")
+    registry, stores = CollectorRegistry(), StoreCollector(server)
+    registry.register(stores)
+    with suppress(StopAsked), ExitStack() as stack:
+        for number in SIGNALS:
+            signal.signal(number, _stop)
+        if args.events:
+            _follow(server, registry, stack)
+        port = stack.enter_context(
+            serve(
+                args.host,
+                args.port,
+                is_live=lambda: True,
+                is_ready=lambda: stores.is_up,
+                metrics=lambda accepted: metrics.page(lambda: registry, accepted),
+                option="--port",
+            )
+        )
+        address = f"http://{args.host}:{port}/metrics"
+        print(f"Metrics of {args.app}: {address}  Ctrl+C stops.", flush=True)
+        threading.Event().wait()
+    server.close()
+    return 0
+
+
+def _follow(server: Server, registry: CollectorRegistry, stack: ExitStack) -> None:
+    from machinery_py.contrib.prometheus import TaskMetrics
+
+    counts, stream = TaskMetrics(registry), server.events.stream()
+
+    def work() -> None:
+        for event in stream:
+            counts.count(event)
+
+    thread = threading.Thread(target=work, name="machinery-exporter-events", daemon=True)
+    thread.start()
+    stack.callback(thread.join, 5.0)
+    stack.callback(stream.close)
+
+
+def _stop(*_: object) -> None:
+    raise StopAsked

@@ -1,0 +1,190 @@
+"""GET /metrics of a worker: what all its processes have counted, together.
+
+    <folder>/<kind>_<pid>.db      counts of a process, in prometheus_client's multiprocess mode
+    <folder>/<kind>_ended.db      counts of all processes that have ended
+
+Files of ended processes are added up, for task processes may come and go by the thousand. A gauge
+of an ended process is no more, unless it is the least, the most, the last or the sum of all.
+
+The folder is in memory where the system has one, since a mapped file on a full disk kills whoever
+writes into it. It is removed with the supervisor, or by the next one if that was killed. A folder
+that the user has named stays, and nothing is added up in it: others may count there, too.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from machinery_py.texts import get_logger
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from machinery_py.cli.http import Page
+    from machinery_py.server import Server
+
+logger = get_logger(__name__)
+
+VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+IN_MEMORY = "/dev/shm"
+NAME = "machinery-metrics-"
+TIDY_EVERY = 60.0  # seconds
+ENDED = "ended"
+
+Count = tuple[float, float]  # value, unix time of a gauge that keeps its last
+
+
+def install(server: Server) -> None:
+    """Count what this process does, if prometheus-client is installed."""
+    try:
+        from machinery_py.contrib import prometheus
+    except ImportError:
+        return
+    prometheus.install(server)
+
+
+def page(registry: Callable[[], CollectorRegistry], accepted: str) -> Page:
+    """Return the answer to GET /metrics for this Accept header."""
+    try:
+        from prometheus_client.exposition import choose_encoder
+    except ImportError:
+        text = "no metrics: prometheus-client is missing (pip install 'machinery_py[metrics]')"
+        return 404, "text/plain; charset=utf-8", text.encode()
+    encode, content_type = choose_encoder(accepted)
+    return 200, content_type, encode(registry())
+
+
+def own_page(accepted: str) -> Page:
+    """Return what this process alone has counted."""
+
+    def registry() -> CollectorRegistry:
+        from prometheus_client import REGISTRY
+
+        return REGISTRY
+
+    return page(registry, accepted)
+
+
+class ProcessCounts:
+    """The folder and what is counted in it. Processes that are started from now on know of it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ended: dict[str, tuple[Any, dict[str, Count]]] = {}  # kind → file, sums
+        self._tidy_at = time.monotonic() + TIDY_EVERY
+        self._hold = -1
+        self._folder = os.environ.get(VARIABLE, "")
+        self.is_ours = not self._folder
+        if self.is_ours:
+            self._folder, self._hold = _new_folder()
+            os.environ[VARIABLE] = self._folder
+
+    def __enter__(self) -> ProcessCounts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.is_ours:
+            del os.environ[VARIABLE]
+            shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(self._hold)
+
+    def page(self, accepted: str) -> Page:
+        """Return the answer to GET /metrics."""
+
+        def registry() -> CollectorRegistry:
+            from prometheus_client import CollectorRegistry
+            from prometheus_client.multiprocess import MultiProcessCollector
+
+            found = CollectorRegistry()
+            MultiProcessCollector(found, self._folder)  # type: ignore[no-untyped-call]
+            return found
+
+        with self._lock:
+            self._add_up()
+            return page(registry, accepted)
+
+    def tidy(self) -> None:
+        """Add up files of ended processes, now and then, also if nobody asks for /metrics."""
+        if time.monotonic() >= self._tidy_at and self._lock.acquire(blocking=False):
+            try:
+                self._tidy_at = time.monotonic() + TIDY_EVERY
+                self._add_up()
+            finally:
+                self._lock.release()
+
+    def _add_up(self) -> None:
+        for name in os.listdir(self._folder) if self.is_ours else ():
+            kind, _, pid = name.removesuffix(".db").rpartition("_")
+            if pid.isdigit() and not _is_alive(int(pid)):
+                path = os.path.join(self._folder, name)
+                if not kind.startswith("gauge_live") and kind != "gauge_all":
+                    with suppress(struct.error, RuntimeError, ValueError):  # killed as it wrote
+                        self._add(kind, path)
+                os.unlink(path)
+
+    def _add(self, kind: str, path: str) -> None:
+        from prometheus_client.mmap_dict import MmapedDict
+
+        if kind not in self._ended:
+            total = os.path.join(self._folder, f"{kind}_{ENDED}.db")
+            self._ended[kind] = MmapedDict(total), {}  # type: ignore[no-untyped-call]
+        file, sums = self._ended[kind]
+        for key, value, at, _ in list(MmapedDict.read_all_values_from_file(path)):  # type: ignore[no-untyped-call]
+            sums[key] = _sum(kind, sums[key], (value, at)) if key in sums else (value, at)
+            file.write_value(key, *sums[key])
+
+
+def _sum(kind: str, one: Count, other: Count) -> Count:
+    match kind:
+        case "gauge_min":
+            return min(one, other)
+        case "gauge_max":
+            return max(one, other)
+        case "gauge_mostrecent":
+            return max(one, other, key=lambda count: count[1])
+        case _:
+            return one[0] + other[0], 0.0
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's by now
+        return False
+    return True
+
+
+def _new_folder() -> tuple[str, int]:
+    """Make a folder, and return it with the descriptor of its lock, which ends with this process.
+
+    Those whose lock is free are removed: their supervisor was killed.
+    """
+    import fcntl
+
+    base = IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else tempfile.gettempdir()
+    for old in glob.glob(os.path.join(glob.escape(base), f"{NAME}*")):
+        with suppress(OSError):  # another's
+            lock = os.open(old, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(old, ignore_errors=True)
+            finally:
+                os.close(lock)
+    # Under its name only when it is locked: another supervisor may be looking just now.
+    draft = tempfile.mkdtemp(prefix=f".{NAME}", dir=base)
+    lock = os.open(draft, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    folder = os.path.join(base, os.path.basename(draft).removeprefix("."))
+    os.rename(draft, folder)
+    return folder, lock
