@@ -32,8 +32,8 @@ class _Answering(ServerHandler):
 
 class _Handler(WSGIRequestHandler):
     def setup(self) -> None:
-        self.timeout = TIMEOUT
         super().setup()
+        self.connection.settimeout(TIMEOUT)
 
     def handle(self) -> None:
         self.raw_requestline = self.rfile.readline(65_537)
