@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable
 
-from machinery_py.errors import NameRefused
-from machinery_py.texts import quoted
+from machinery_py.errors import ArgumentError, NameRefused
+from machinery_py.texts import printable, quoted
 
 LONGEST = 255  # bytes; AMQP has no more for a queue
 REASON = "bad-name"  # of a dead letter
@@ -56,6 +57,13 @@ def queue_problem(name: str) -> str:
     """Return what is wrong with the name of a queue; "" if nothing."""
     text = _problem("queue", name)
     return f"queue {quoted(name)} {text}" if text else ""
+
+
+def check_encodable(call: str, names: Iterable[str]) -> None:
+    """Raise ArgumentError if one of the names that a call is given holds half a surrogate pair."""
+    for name in names:
+        if printable(name) != name:
+            raise ArgumentError(f"{call}: {quoted(name)} holds half a surrogate pair")
 
 
 def _check(kind: str, name: str) -> None:

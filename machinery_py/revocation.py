@@ -24,7 +24,7 @@ from machinery_py.app import Application, broken
 from machinery_py.backends.base import REVOKED_LIFE
 from machinery_py.errors import DecodeError, MachineryError
 from machinery_py.events import TaskFailed, TaskRevoked
-from machinery_py.names import check_uuid
+from machinery_py.names import check_encodable
 from machinery_py.registry.outcomes import REVOKED, Failed, failing_of
 from machinery_py.stores.base import Firing, in_place_of
 from machinery_py.tasks.context import on_behalf_of
@@ -42,11 +42,10 @@ def revoke(app: Application, uuids: Sequence[str]) -> bool:
     """Revoke tasks: steps 1 and 2. Returns whether chords may be over now.
 
     Raises:
-        NameRefused: nothing was done; one of them cannot be the UUID of a task.
+        ArgumentError: nothing was done; one of them holds half a surrogate pair.
         BackendUnavailable, PublishRefused, PublishUnknown: some of it may be done; repeat it.
     """
-    for uuid in uuids:
-        check_uuid(uuid)
+    check_encodable("revoke", uuids)
     backend, now = app.store.backend, app.now()
     states = backend.get_states(uuids) if backend.features.keeps else {}
     waiting = [state for state in states.values() if _waits(state)]

@@ -46,7 +46,8 @@ from machinery_py.control.orders import (
     matches,
 )
 from machinery_py.errors import ArgumentError, MachineryError, Unsupported
-from machinery_py.texts import get_logger, printable, quoted
+from machinery_py.names import check_encodable
+from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
 
@@ -75,9 +76,7 @@ class ChosenWorkers:
             )
         if len(patterns) > MOST_NAMES:
             raise ArgumentError(f"workers: found {len(patterns):,} names (at most {MOST_NAMES:,})")
-        for name in patterns:
-            if printable(name) != name:
-                raise ArgumentError(f"workers: {quoted(name)} holds half a surrogate pair")
+        check_encodable("workers", patterns)
         self._broker = broker
         self._lamport = lamport
         self._patterns = list(patterns)
@@ -471,13 +470,7 @@ def _ended(
 
 def _batches(uuids: Iterable[str]) -> list[list[str]]:
     """Return them in parts that fit into an order each."""
-    parts: list[list[str]] = []
-    left = 0
-    for one in sorted(uuids):
-        size = len(msgspec.json.encode(one)) + 1
-        if size > left or len(parts[-1]) == MOST_NAMES:
-            parts.append([])
-            left = MAX_RECORD - 1000
-        parts[-1].append(one)
-        left -= size
-    return parts
+    every = sorted(uuids)
+    longest = max((len(msgspec.json.encode(one)) for one in every), default=0)
+    most = max(1, min(MOST_NAMES, (MAX_RECORD - 1000) // (longest + 1)))
+    return [every[start : start + most] for start in range(0, len(every), most)]
