@@ -77,12 +77,12 @@ def test_store_that_is_away_is_named_and_waited_for(shop: Shop, browser: Browser
     browser.see("live", css=".connection")
     shop.redis.kill()
     try:
-        browser.see("The store cannot be asked", "It goes on by itself.", css=".trouble")
+        browser.see("The store is away", "It is asked again until it answers.", css=".trouble")
         browser.see("store away", css=".connection")
         browser.see("machinery_tasks", css="table")
         browser.picture("store-away")
     finally:
         shop.redis.start()
-    browser.see_no("cannot be asked", css=".trouble")
+    browser.see_no("The store is away", css=".trouble")
     browser.see("live", css=".connection")
     assert browser.problems() or True  # requests that failed meanwhile

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -46,6 +46,18 @@ FLAGS = (
     "--disable-sync",
     "--hide-scrollbars",
 )
+#: Looks now and then inside the page; asking from outside would keep a processor busy.
+WATCH = """
+    const [css, texts, wanted, limit, done] = arguments;
+    const end = Date.now() + limit;
+    const look = () => {
+      const shown = document.querySelector(css)?.innerText || "";
+      const wrong = texts.filter((text) => shown.includes(text) !== wanted);
+      if (!wrong.length || Date.now() > end) done([wrong, shown]);
+      else setTimeout(look, 30);
+    };
+    look();
+"""
 DESKTOP = (1280, 860)
 PHONE = (390, 844)
 
@@ -110,14 +122,21 @@ class Browser(Private):
 
     def see(self, *texts: str, css: str = "body", timeout: float = PATIENCE) -> None:
         """Wait until all these texts are shown."""
-        for text in texts:
-            try:
-                wait_until(lambda: text in self.text(css), timeout)  # noqa: B023
-            except AssertionError:
-                raise AssertionError(f"no {text!r} in {css}: {self.text(css)!r}") from None
+        missing, shown = self._watch(css, texts, wanted=True, timeout=timeout)
+        assert not missing, f"no {missing} in {css}: {shown!r}"
 
-    def see_no(self, text: str, css: str = "body") -> None:
-        wait_until(lambda: text not in self.text(css), PATIENCE, f"no {text!r} in {css}")
+    def see_no(self, *texts: str, css: str = "body") -> None:
+        """Wait until none of these texts is shown."""
+        there, shown = self._watch(css, texts, wanted=False, timeout=PATIENCE)
+        assert not there, f"{there} in {css}: {shown!r}"
+
+    def _watch(
+        self, css: str, texts: Sequence[str], *, wanted: bool, timeout: float
+    ) -> tuple[list[str], str]:
+        """Return the texts that were wrong to the end, and what was shown then."""
+        self.driver.set_script_timeout(2 * timeout)
+        wrong, shown = self.driver.execute_async_script(WATCH, css, texts, wanted, timeout * 1000)
+        return wrong, shown
 
     def problems(self) -> list[str]:
         """Return what the browser complained about since the last call: scripts, CSP, requests."""

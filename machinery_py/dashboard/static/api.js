@@ -127,7 +127,7 @@ export const useMayChange = () => useLive().overview?.read_only === false;
  * Ask again and again while the page is seen. Old data stay while the store is away.
  * Returns { data, error, refresh }; data is null until the first answer to these values.
  */
-export function useData(path, values = {}, every = 5) {
+export function useData(path, values = {}, every = 3) {
   const key = `${path}?${toQuery(values)}`;
   const [got, set] = useState({ key, data: null, error: null });
   const refresh = useRef(() => {});

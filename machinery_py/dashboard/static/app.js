@@ -2,8 +2,7 @@
 
 import { html, render, useEffect, useState } from "./preact.js";
 import { startLive, useLive } from "./api.js";
-import { relative } from "./format.js";
-import { Dialog, Dialogs, link, Messages, openDialog, remember, remembered } from "./parts.js";
+import { Dialog, Dialogs, link, Messages, openDialog, remember, remembered, Time } from "./parts.js";
 import { Dead } from "./pages/dead.js";
 import { Errors } from "./pages/errors.js";
 import { Overview } from "./pages/overview.js";
@@ -131,11 +130,12 @@ function Connection({ live: { how, overview, error } }) {
 
 /** What is wrong, over the foot of the page: nothing moves when it appears. */
 function Trouble({ live: { overview, error } }) {
-  const words = error ? error.message : overview?.trouble;
-  if (!words) return html`<div class="trouble" role="alert"></div>`;
-  const known = overview?.at ? ` What is shown was seen ${relative(overview.at)}.` : "";
-  const what = error ? words : `The store cannot be asked: ${words}`;
-  return html`<div class="trouble" role="alert"><p>${what}.${known} It goes on by itself.</p></div>`;
+  const words = error ? error.message : overview?.trouble && `The store is away: ${overview.trouble}`;
+  return html`<div class="trouble" role="alert">
+    ${words &&
+    html`<p>${words}. It is asked again until it answers.
+      ${overview?.at && html` What is shown was seen <${Time} at=${overview.at} />.`}</p>`}
+  </div>`;
 }
 
 const focusHeading = () => document.querySelector("h1")?.focus({ preventScroll: true });

@@ -2,21 +2,23 @@
 
 import uPlot from "./vendor/uPlot.esm.js";
 import { html, useEffect, useRef, useState } from "./preact.js";
-import { clock, number } from "./format.js";
+import { clock, now, number } from "./format.js";
 
+const HOUR = 3600; // seconds
 const HEIGHT = 180; // pixels
 
-/** Add the counts of all queues, or of one; return [moments, succeeded, failed]. */
-export function series(counts, queue = "") {
-  const sums = new Map();
+/** Add the counts of all queues, or of one; return [moments, succeeded, failed] of the hour. */
+export function series(counts, step, queue = "") {
+  const last = Math.floor(now() / 1000 / step) * step;
+  const moments = Array.from({ length: HOUR / step }, (_, i) => last - HOUR + (i + 1) * step);
+  const [succeeded, failed] = [moments.map(() => 0), moments.map(() => 0)];
   for (const one of counts) {
-    const at = Date.parse(one.at) / 1000;
-    const row = sums.get(at) || [0, 0];
-    if (!queue || one.queue === queue) sums.set(at, [row[0] + one.succeeded, row[1] + one.failed]);
-    else sums.set(at, row);
+    const at = moments.length - 1 - Math.round((last - Date.parse(one.at) / 1000) / step);
+    if (!moments[at] || (queue && one.queue !== queue)) continue;
+    succeeded[at] += one.succeeded;
+    failed[at] += one.failed;
   }
-  const moments = [...sums.keys()].sort((a, b) => a - b);
-  return [moments, moments.map((at) => sums.get(at)[0]), moments.map((at) => sums.get(at)[1])];
+  return [moments, succeeded, failed];
 }
 
 /** Return what a colour of the style sheet is now; a canvas cannot follow it by itself. */
@@ -54,7 +56,7 @@ export function Chart({ counts, queue, step }) {
   const box = useRef(null);
   const plot = useRef(null);
   const [index, tell] = useState(null);
-  const [moments, succeeded, failed] = series(counts, queue);
+  const [moments, succeeded, failed] = series(counts, step, queue);
   const all = succeeded.map((value, i) => value + failed[i]);
   const figures = [moments, all, failed];
 
@@ -79,7 +81,7 @@ export function Chart({ counts, queue, step }) {
       plot.current.destroy();
     };
   }, []);
-  useEffect(() => plot.current.setData(figures), [counts, queue]);
+  useEffect(() => plot.current.setData(figures), [counts, queue, moments[0]]);
 
   const total = (values) => number(values.reduce((a, b) => a + b, 0));
   const words = `${total(succeeded)} tasks succeeded and ${total(failed)} failed in the last hour.`;

@@ -36,7 +36,8 @@ const UNITS = [
 
 /** Return a length such as "0.4 s", "12 s", "3 min 20 s" or "2 d 4 h". */
 export function duration(seconds) {
-  if (seconds < 0.9995) return `${Math.max(0, Math.round(seconds * 1000))} ms`;
+  if (seconds < 0.0005) return "< 1 ms";
+  if (seconds < 0.9995) return `${Math.round(seconds * 1000)} ms`;
   if (seconds < 9.95) return `${seconds.toFixed(1)} s`;
   let rest = Math.round(seconds);
   const first = UNITS.findIndex(([, size]) => rest >= size);

@@ -1,6 +1,6 @@
 /** Pieces that several pages are made of: states, times, messages, dialogs. */
 
-import { html, useEffect, useRef, useState } from "./preact.js";
+import { html, useEffect, useLayoutEffect, useRef, useState } from "./preact.js";
 import { toQuery } from "./api.js";
 import { exact, moment, number, relative } from "./format.js";
 
@@ -106,7 +106,7 @@ export function Dialogs() {
 
 export function Dialog({ title, close, children, kind = "" }) {
   const box = useRef(null);
-  useEffect(() => {
+  useLayoutEffect(() => {
     const opener = document.activeElement;
     box.current.showModal();
     return () => {

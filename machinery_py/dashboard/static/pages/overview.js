@@ -28,7 +28,7 @@ function Tiles({ overview: { queues, workers } }) {
       href=${tasks("RECEIVED", "STARTED")} />
     <${Tile} name="Delayed" value=${sum(queues, "delayed")} note="for a later time"
       href=${tasks("PENDING", "RETRY")} />
-    <${Tile} name="Ended" value=${sum(queues, "per_minute")} note="in the last minute"
+    <${Tile} name="Ended" value=${sum(queues, "per_minute")} note="last minute"
       href=${tasks("SUCCESS", "FAILURE")} />
     <${Tile} name="Failed" value=${failed} note="still kept" bad=${failed} href=${tasks("FAILURE")} />
     <${Tile} name="Dead letters" value=${dead} bad=${dead} href="#/dead"
@@ -77,7 +77,7 @@ export function Overview() {
   const counts = history.data?.counts || [];
   const queues = overview?.queues || [];
   const hour = (one) => {
-    const [, succeeded, failed] = series(counts, one.queue);
+    const [, succeeded, failed] = series(counts, STEP, one.queue);
     return html`<${Spark} values=${succeeded.map((value, i) => value + failed[i])} />`;
   };
   return html`<h1 tabindex="-1">Overview</h1>

@@ -52,8 +52,8 @@ function Timeline({ task }) {
   const length = Math.max(1, ...tries.map((one) => one.end - first));
   const percent = (span) => `${(100 * Math.max(0, span)) / length}%`;
   const bar = (kind, from, to) =>
-    html`<span class="track">${to > from &&
-    html`<i class=${kind} style=${{ left: percent(from - first), width: percent(to - from) }}></i>`}
+    html`<span class="track">
+      <i class=${kind} style=${{ left: percent(from - first), width: percent(to - from) }}></i>
     </span>`;
   const begun = tries.length ? tries[0].begin : first;
   const waits = !isFinished(task.state) && task.state !== "STARTED";
@@ -170,7 +170,8 @@ function Workflow({ task }) {
 
 const Pairs = ({ title, of }) =>
   Object.keys(of).length > 0 &&
-  html`<section><h2>${title}</h2><${Facts} label=${title} pairs=${Object.entries(of)} /></section>`;
+  html`<section class="pairs"><h2>${title}</h2>
+    <${Facts} label=${title} pairs=${Object.entries(of)} /></section>`;
 
 const time = (at) => at && html`<${Time} at=${at} />`;
 
@@ -196,6 +197,7 @@ function facts(task) {
 function Shown({ task, refresh }) {
   const mayChange = useMayChange();
   const { message } = task;
+  const { machinery_attempts: _, ...headers } = message?.headers || {}; // the timeline shows those
   return html`<div class="title">
       <h1 tabindex="-1">${task.name || "Unknown task"}</h1><${State} of=${task.state} />
       <code class="uuid">${task.uuid}</code>
@@ -218,7 +220,7 @@ function Shown({ task, refresh }) {
     html`<${Values} title="Result" values=${task.results} none="None." />`}
     <${Workflow} task=${task} />
     <${Pairs} title="Notes" of=${task.notes} />
-    <${Pairs} title="Headers" of=${message?.headers || {}} />`;
+    <${Pairs} title="Headers" of=${headers} />`;
 }
 
 export function Task({ query }) {
