@@ -38,6 +38,7 @@ from machinery_py.texts import MAX_ERROR, cut
 
 MOST = 1000  # tasks that one call lists or changes
 STEP = 500  # tasks that one step of a bulk change takes
+STEP_REVOKED = 200  # each of them is a write of its own
 STEP_COUNTED = 5000
 WITHIN = 0.25  # seconds that one step looks for tasks
 ASKING = 1.0  # seconds that a worker has for an answer
@@ -166,15 +167,12 @@ class Api:
         except (ValueError, OverflowError):
             pass
         try:
-            moment = dt.datetime.fromisoformat(text)
+            return dt.datetime.fromisoformat(text)
         except ValueError:
-            moment = dt.datetime.min
-        if moment.tzinfo is None:
             raise ArgumentError(
                 f"time {text!r}: found neither seconds nor an ISO time with its zone "
                 "(expected for instance 3600, 2026-01-31T12:00:00Z)"
-            )
-        return moment
+            ) from None
 
     def _fields(self, state: TaskState, limit: int = SHORT) -> dict[str, Any]:
         values = [arg.value for arg in state.results]
@@ -270,7 +268,8 @@ class Api:
             raise ArgumentError(f"{action}: expected uuids or a filter, and one of them only")
         looked, cursor_after = len(uuids), ""
         if wanted is not None:
-            page = self._search(wanted, _states_of(action, wanted), STEP, cursor)
+            step = STEP_REVOKED if action == "revoke" else STEP
+            page = self._search(wanted, _states_of(action, wanted), step, cursor)
             uuids = [one.task_uuid for one in page.tasks]
             looked, cursor_after = page.looked, page.cursor
         done = len(act(uuids)) if uuids else 0
