@@ -19,6 +19,7 @@ from tests.models.states import (
     free_text,
     group_keys,
     is_of,
+    life_key,
     own_text,
     row_of,
 )
@@ -108,64 +109,87 @@ def clear(redis: Redis, sent: Sequence[tuple[str, str]]) -> None:
             redis.unscore("mpy:outbox", key)
 
 
-def newest(redis: Redis, keys: Sequence[str], since: int, offset: int, limit: int) -> object:
-    found: list[object] = []
-    for key in keys:
-        rows = [
-            [uuid, str(int(at))]
-            for uuid, at in reversed(redis.scores(key).in_order())
-            if at >= since
-        ]
-        found += rows[offset : offset + limit]
-    return found
+def stretch(
+    redis: Redis, key: str, at: str, uuid: str, low: float, size: int
+) -> list[tuple[str, str]]:
+    rows = [
+        (member, str(int(score)))
+        for member, score in reversed(redis.scores(key).in_order())
+        if not at or (score, member) < (int(at), uuid)
+    ]
+    return [row for row in rows[:size] if int(row[1]) >= low]
+
+
+def newest(redis: Redis, keys: Sequence[str], at: str, uuid: str, low: float, size: int) -> object:
+    return [
+        [word for row in stretch(redis, key, at, uuid, low, size) for word in row] for key in keys
+    ]
 
 
 def find(
     redis: Redis,
-    key: str,
-    high: str,
-    skip: int,
-    low: int,
+    sets: Sequence[str],
+    at: str,
+    uuid: str,
+    low: float,
     size: int,
     limit: int,
-    word: str,
+    words: Sequence[str],
     name: str,
 ) -> object:
-    """A hundred at a time, until enough are found."""
-    rows = [
-        (uuid, str(int(at)))
-        for uuid, at in reversed(redis.scores(key).in_order())
-        if low <= at <= float(high)
-    ]
-    rows = rows[skip : skip + size]
-    looked: list[tuple[str, str]] = []
-    times: list[str] = []
-    found: list[list[object]] = []
-    for start in range(0, len(rows), 100):
-        if len(found) >= limit:
-            break
-        looked += rows[start : start + 100]
-        for uuid, at in rows[start : start + 100]:
-            text = redis.keys.get(document(uuid))
-            said = json.loads(text) if isinstance(text, str) else {}
-            if said and word in ("", said["State"]) and name in ("", f'"{said["TaskName"]}"'):
-                ours = redis.keys.get(companion(uuid))
-                times.append(at)
-                found.append([text, ours if isinstance(ours, str) else None])
-    last = looked[-1][1] if looked else high
-    same = sum(at == last for _, at in looked)
-    return [len(looked), last, skip + same if last == high else same, times, found]
+    """A hundred at a time, until enough are found; of the older set what the other reaches."""
+    replies: list[object] = []
+    stretches = [stretch(redis, key, at, uuid, low, size) for key in sets]
+    for rows in sorted(stretches, key=lambda rows: -int(rows[0][1]) if rows else 0):
+        looked: list[tuple[str, str]] = []
+        places: list[list[str]] = []
+        found: list[list[object]] = []
+        for start in range(0, len(rows), 100):
+            if len(found) >= limit or int(rows[start][1]) < low:
+                break
+            looked += rows[start : start + 100]
+            for member, score in rows[start : start + 100]:
+                text = redis.keys.get(document(member))
+                said = json.loads(text) if isinstance(text, str) else {}
+                is_wanted = said and (not words or said["State"] in words)
+                if is_wanted and name in ("", f'"{said["TaskName"]}"'):
+                    ours = redis.keys.get(companion(member))
+                    places.append([member, score])
+                    found.append([text, ours if isinstance(ours, str) else None])
+        last = None
+        if looked and (len(looked) < len(rows) or len(looked) == size):
+            last = list(looked[-1])
+            low = max(low, int(last[1]))
+        replies.append([len(looked), last, places, found])
+    return replies
 
 
-def rates(redis: Redis, now: str, since: int, key: str) -> object:
+def rates(redis: Redis, now: str, since: int, step: int, key: str) -> object:
     last = int(now) // SECOND
-    seconds = range(max(since, last - RATES_LIFE), last + 1)
-    there = [second for second in seconds if redis.exists(f"{key}{second}")]
-    return Bag(
-        [name, int(count)]
-        for second in there
-        for name, count in redis.fields(f"{key}{second}").items()
-    )
+    sums: dict[tuple[int, str], int] = {}
+    for second in range(max(since, last - RATES_LIFE), last + 1):
+        if redis.exists(f"{key}{second}"):
+            for name, count in redis.fields(f"{key}{second}").items():
+                begun_at = second - second % step
+                sums[begun_at, name] = sums.get((begun_at, name), 0) + int(count)
+    return Bag([begun_at, name, count] for (begun_at, name), count in sums.items())
+
+
+def delete(redis: Redis, rows: Sequence[tuple[str, int]], listing: str) -> object:
+    """A chord's member is kept for at least a week: for longer than its own life, or as said."""
+    for uuid, _ in rows:
+        free_text(redis, uuid)
+    if listing:
+        redis.expect(listing, Zset)
+    gone: list[str] = []
+    for uuid, life in rows:
+        is_long = life >= LONG and redis.exists(life_key(uuid))
+        is_held = redis.seconds_left(document(uuid)) > life or is_long
+        if row_of(redis, Batch(), uuid).is_final() and not is_held:
+            redis.delete(document(uuid), companion(uuid))
+            redis.unscore(listing, uuid)
+            gone.append(uuid)
+    return gone
 
 
 def revoke(redis: Redis, now: str, seconds: int, uuids: Sequence[str]) -> None:

@@ -82,8 +82,8 @@ NewChange = st.fixed_dictionaries(
 
 
 def rows_last(reply: Any) -> Any:
-    """A reply whose last part is packed."""
-    return [*reply[:-1], packed(reply[-1])]
+    """Replies of which the last part is packed."""
+    return [[*one[:-1], packed(one[-1])] for one in reply] if reply != "WRONGTYPE" else reply
 
 
 def ready(reply: Any) -> Any:
@@ -218,54 +218,37 @@ class BackendMachine(StateRules):
         self.run(redis_scripts.PARTIAL, backend.partial, now, limit)
         self.run(redis_scripts.UNSENT, backend.unsent, now, limit, 1_000_000)
         self.run(
-            redis_scripts.NEWEST,
-            backend.newest,
-            ["mpy:open", "mpy:done"],
-            self.now + since * 500_000,
-            limit - 1,
-            2,
-        )
-        self.run(
-            redis_scripts.FIND,
-            backend.find,
-            "mpy:done",
-            "+inf",
-            0,
-            self.now + since * 500_000,
-            2,
-            limit,
-            "",
-            "",
-            reading=rows_last,
-        )
-        self.run(
-            redis_scripts.RATES, backend.rates, now, self.now // 1_000_000 + since, "mpy:rate:"
+            redis_scripts.RATES, backend.rates, now, self.now // 1_000_000 + since, 2, "mpy:rate:"
         )
         self.run(redis_scripts.REVOKED, backend.revoked, TASKS)
 
     @rule(
-        key=st.sampled_from(["mpy:open", "mpy:done"]),
-        since=st.integers(-5, 5),
-        skip=st.integers(0, 2),
+        sets=st.sampled_from([["mpy:open", "mpy:done"], ["mpy:open"], ["mpy:done"]]),
+        behind=st.none() | st.tuples(st.integers(-5, 5), Task | st.just("")),
+        low=st.integers(-8, 2),
+        size=st.integers(1, 3),
         limit=st.integers(1, 3),
-        word=st.sampled_from(["", "SUCCESS", "PENDING"]),
+        words=st.lists(st.sampled_from(["SUCCESS", "PENDING"]), max_size=2),
         name=st.sampled_from(["", '"add"', '"no"']),
     )
-    def find(self, key: str, since: int, skip: int, limit: int, word: str, name: str) -> None:
-        moment = str(self.now + since * 500_000)
-        self.run(
-            redis_scripts.FIND,
-            backend.find,
-            key,
-            moment,
-            skip,
-            0,
-            3,
-            limit,
-            word,
-            name,
-            reading=rows_last,
-        )
+    def find(
+        self,
+        sets: list[str],
+        behind: tuple[int, str] | None,
+        low: int,
+        size: int,
+        limit: int,
+        words: list[str],
+        name: str,
+    ) -> None:
+        at, uuid = ("", "") if behind is None else (str(self.now + behind[0] * 500_000), behind[1])
+        place = sets, at, uuid, self.now + low * 500_000, size
+        self.run(redis_scripts.NEWEST, backend.newest, *place)
+        self.run(redis_scripts.FIND, backend.find, *place, limit, words, name, reading=rows_last)
+
+    @rule(rows=st.lists(st.tuples(Task, Expire), max_size=2))
+    def delete(self, rows: list[tuple[str, int]]) -> None:
+        self.run(redis_scripts.DELETE, backend.delete, rows, "mpy:done")
 
     @rule(
         passed=Passed,

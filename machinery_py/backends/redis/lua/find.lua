@@ -1,8 +1,8 @@
 -- In: sets, the place behind which to begin (µs, or "": at the newest; UUID), down to which µs, how
 -- many of each set to look at, how many to find in it, words of states (none: any), name as JSON or
--- "". Out, for each set: how many were looked at; the place (UUID, µs) of the last of these, or
--- nothing if no more follow; the place of each that was found; msgpack of (document, companion) of
--- each. The filter may let pass too much, never too little.
+-- "". Out: for each set, the later one first, how many were looked at; the place (UUID, µs) of the
+-- last of these, or nothing if no more is of use; the place of each that was found; msgpack of
+-- (document, companion) of each. The filter may let pass too much, never too little.
 --! include backends/redis/lua/changes.lua
 --! include backends/redis/lua/listing.lua
 

@@ -1,5 +1,5 @@
 -- In: keys of sets, the place behind which to begin (µs, or "": at the newest; UUID), down to which
--- µs, how many of each. Out, for each set: UUID and µs in turn, the newest first.
+-- µs, how many of each. Out: for each set UUID and µs in turn, the newest first.
 --! include backends/redis/lua/listing.lua
 
 local found = {}
