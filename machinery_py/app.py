@@ -38,7 +38,7 @@ from machinery_py.stores.base import Refusal, Store, Submission
 from machinery_py.stores.open import Stores
 from machinery_py.tasks.backoff import full_jitter
 from machinery_py.tasks.context import RUNNING, check_time, on_behalf_of
-from machinery_py.tasks.signature import Lazy, Signature, counted, new_uuid
+from machinery_py.tasks.signature import HEADER_ATTEMPTS, Lazy, Signature, counted, new_uuid
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.texts import get_logger
 from machinery_py.wire.signatures import decode_signature, encode_signature
@@ -246,6 +246,10 @@ class Application:
         self._check_names(signature)
         body = encode_signature(signature)
         limit = self.config.max_message_size
+        if len(body) > limit and HEADER_ATTEMPTS in signature.headers:
+            headers = {**signature.headers}
+            del headers[HEADER_ATTEMPTS]  # a task is not lost for its history
+            return self.message(signature.replace(headers=headers))
         if len(body) > limit:
             raise ArgumentError(
                 f"{signature.name}: the message has {len(body):,} bytes, "

@@ -98,7 +98,7 @@ def search(
 ) -> TaskPage:
     """Return the first tasks behind the cursor, as many as are found in that time."""
     found: list[TaskState] = []
-    looked = 0
+    looked, limit = 0, max(1, limit)
     place = _place_of(cursor) if cursor else None
     for listing in _walk(app, wanted, place, limit=limit, within=within):
         looked += listing.looked

@@ -7,8 +7,9 @@ import datetime as dt
 
 import pytest
 
-from machinery_py import ArgumentError, Group, Signature, State, chord
+from machinery_py import ArgumentError, Config, Group, Server, Signature, State, chord
 from machinery_py.inspection import ChildTask, TaskPage
+from machinery_py.testing import Harness
 from tests.support.apps import Bench, bench
 
 __all__ = ["bench"]
@@ -199,3 +200,20 @@ def test_member_knows_its_group(bench: Bench) -> None:
     assert report.group is not None
     assert list(report.group.task_uuids) == ["task_2", "task_1"]
     assert [one.task_uuid for one in report.members] == ["task_2", "task_1"]
+
+
+def test_large_task_is_tried_again_without_its_history() -> None:
+    server = Server(Config(broker="memory://", max_message_size=3000))
+    task = server.task(retries=9)(_fail_with)
+    with Harness(server) as harness:
+        sent = task.send("x" * 500)
+        while harness.drain(raise_failures=False):
+            harness.advance(hours=1)
+
+        state = sent.get_state()
+        assert (state.state, state.attempt, state.error[:3]) == (State.FAILURE, 10, "xxx")
+    server.close()
+
+
+def _fail_with(text: str) -> None:
+    raise ValueError(text * 5)
