@@ -47,7 +47,7 @@ class DashboardASGI:
         headers = [
             (key.lower().encode(), value.encode()) for key, value in response.headers.items()
         ]
-        start = {"type": "http.response.start", "status": response.status.value, "headers": headers}
+        start = {"type": "http.response.start", "status": response.status, "headers": headers}
         if isinstance(response.body, bytes):
             await send(start)
             await send({"type": "http.response.body", "body": response.body})

@@ -63,17 +63,12 @@ SECURITY = {
 }
 
 #: The first that fits; a MachineryError that is none of them is a 409.
-_STATUS: tuple[tuple[type[MachineryError], HTTPStatus], ...] = (
-    (ArgumentError, HTTPStatus.BAD_REQUEST),
-    (NameRefused, HTTPStatus.BAD_REQUEST),
-    (StateNotFound, HTTPStatus.NOT_FOUND),
-    (ScheduleNotFound, HTTPStatus.NOT_FOUND),
-    (BackendUnavailable, HTTPStatus.SERVICE_UNAVAILABLE),
-    (PublishRefused, HTTPStatus.SERVICE_UNAVAILABLE),
-    (PublishUnknown, HTTPStatus.SERVICE_UNAVAILABLE),
-    (StoreUnusable, HTTPStatus.SERVICE_UNAVAILABLE),
+_STATUS: tuple[tuple[int, tuple[type[MachineryError], ...]], ...] = (
+    (400, (ArgumentError, NameRefused)),
+    (404, (StateNotFound, ScheduleNotFound)),
+    (503, (BackendUnavailable, PublishRefused, PublishUnknown, StoreUnusable)),
 )
-_BODILESS = (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
+_BODILESS = (204, 304)
 _KINDS = {
     "html": "text/html; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
@@ -89,7 +84,7 @@ _OWN_ADDRESSES = ("", "127.0.0.1", "::1", "::ffff:127.0.0.1")  # "": a unix sock
 class Response:
     """An answer. The server closes a stream when its reader has gone."""
 
-    status: HTTPStatus
+    status: int
     body: bytes | Stream = b""
     headers: dict[str, str] = field(default_factory=dict)
 
@@ -97,7 +92,7 @@ class Response:
 class RefusedRequest(Exception):
     """A request that is answered with a status and a text."""
 
-    def __init__(self, status: HTTPStatus, text: str, **headers: str) -> None:
+    def __init__(self, status: int, text: str, **headers: str) -> None:
         super().__init__(text)
         self.status = status
         self.headers = {key.replace("_", "-"): value for key, value in headers.items()}
@@ -129,7 +124,7 @@ class DashboardWSGI:
 
     def __call__(self, environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
         response = self.answer(environ)
-        status = f"{response.status.value} {response.status.phrase}"
+        status = f"{response.status} {HTTPStatus(response.status).phrase}"
         start_response(status, list(response.headers.items()))
         return [response.body] if isinstance(response.body, bytes) else response.body
 
@@ -145,7 +140,7 @@ class DashboardWSGI:
         except Exception:  # ours or the user's, in `auth` and `mask`
             logger.exception("dashboard: %s failed", quoted(environ.get("PATH_INFO", "")))
             problem = Problem(error="the request failed (its log has the reason)")
-            response = _json(HTTPStatus.INTERNAL_SERVER_ERROR, problem)
+            response = _json(500, problem)
         response.headers = {"Cache-Control": "no-store", **response.headers, **SECURITY}
         if isinstance(response.body, bytes) and response.status not in _BODILESS:
             response.headers["Content-Length"] = str(len(response.body))
@@ -159,16 +154,14 @@ class DashboardWSGI:
         prefix, path = environ.get("SCRIPT_NAME", ""), environ.get("PATH_INFO", "")
         if not path:  # relative links need the slash
             place = "/" + quote(prefix.lstrip("/").encode("latin-1")) + "/"
-            return Response(HTTPStatus.PERMANENT_REDIRECT, headers={"Location": place})
+            return Response(308, headers={"Location": place})
         kind, _, rest = path.removeprefix("/").partition("/")
         if kind == "api":
             response = self._call(environ, method, rest, user)
         elif method == "GET":
             response = _static(path.removeprefix("/") or "index.html", environ)
         else:
-            raise RefusedRequest(
-                HTTPStatus.METHOD_NOT_ALLOWED, f"found {method}", Allow="GET, HEAD"
-            )
+            raise RefusedRequest(405, f"found {method}", Allow="GET, HEAD")
         if method == "GET" and not _tokens(environ):
             secure = "; Secure" if environ.get("wsgi.url_scheme") == "https" else ""
             response.headers["Set-Cookie"] = (
@@ -188,7 +181,7 @@ class DashboardWSGI:
             if _OWN_HOST.fullmatch(host) and address in _OWN_ADDRESSES:
                 return ""
             raise RefusedRequest(
-                HTTPStatus.FORBIDDEN,
+                403,
                 f"found host {quoted(host)} and client {quoted(address)} (without `auth`, the "
                 "dashboard answers this machine alone, as localhost; give it `auth`)",
             )
@@ -197,29 +190,27 @@ class DashboardWSGI:
             return user
         if self._is_basic:
             raise RefusedRequest(
-                HTTPStatus.UNAUTHORIZED,
+                401,
                 "found no user and password, or wrong ones",
                 WWW_Authenticate='Basic realm="machinery", charset="UTF-8"',
             )
-        raise RefusedRequest(HTTPStatus.FORBIDDEN, "this user may not see the dashboard")
+        raise RefusedRequest(403, "this user may not see the dashboard")
 
     def _call(self, environ: Environ, method: str, path: str, user: str) -> Response:
         if path == "live":
             return self._stream(environ, method, user)
         methods = ROUTES.get(path, {})
         if not methods:
-            raise RefusedRequest(HTTPStatus.NOT_FOUND, f"no route {quoted(path)} (see api/schema)")
+            raise RefusedRequest(404, f"no route {quoted(path)} (see api/schema)")
         if method not in methods:
             allowed = ", ".join(methods)
-            raise RefusedRequest(
-                HTTPStatus.METHOD_NOT_ALLOWED, f"{path}: expected {allowed}", Allow=allowed
-            )
+            raise RefusedRequest(405, f"{path}: expected {allowed}", Allow=allowed)
         route = methods[method]
         if route.method == "GET":
             return self._run(route, _query(environ), b"", user)
         _check_origin(environ)
         if route.changes and self._read_only:
-            raise RefusedRequest(HTTPStatus.FORBIDDEN, f"{path}: the dashboard is read-only here")
+            raise RefusedRequest(403, f"{path}: the dashboard is read-only here")
         body = _body(environ)
         if not route.changes:
             return self._run(route, {}, body, user)
@@ -240,7 +231,7 @@ class DashboardWSGI:
         call = route.prepared(self._api, query, body)
         # The overview waits for no store itself.
         answer = call() if route.path == "overview" else self._calls.run(call, PATIENCE)
-        return _json(HTTPStatus.OK, self._for(user, answer))
+        return _json(200, self._for(user, answer))
 
     def _for(self, user: str, answer: Any) -> Any:
         if isinstance(answer, Overview):
@@ -249,18 +240,16 @@ class DashboardWSGI:
 
     def _stream(self, environ: Environ, method: str, user: str) -> Response:
         if method != "GET":
-            raise RefusedRequest(HTTPStatus.METHOD_NOT_ALLOWED, "live: expected GET", Allow="GET")
+            raise RefusedRequest(405, "live: expected GET", Allow="GET")
         if not environ.get("wsgi.multithread"):
-            return Response(HTTPStatus.NO_CONTENT)  # a stream would hold up all others
+            return Response(204)  # a stream would hold up all others
         headers = {"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"}
         if environ["REQUEST_METHOD"] == "HEAD":
-            return Response(HTTPStatus.OK, headers=headers)
+            return Response(200, headers=headers)
         stream = self._live.stream(lambda: _encoded(self._for(user, self._live.overview())))
         if stream is None:
-            raise RefusedRequest(
-                HTTPStatus.SERVICE_UNAVAILABLE, "too many streams (ask api/overview)"
-            )
-        return Response(HTTPStatus.OK, stream, headers)
+            raise RefusedRequest(503, "too many streams (ask api/overview)")
+        return Response(200, stream, headers)
 
 
 def _basic(expected: str) -> Authenticate:
@@ -295,13 +284,13 @@ def _check_origin(environ: Environ) -> None:
         is_ours = False
     if not is_ours or site not in ("same-origin", "none"):
         raise RefusedRequest(
-            HTTPStatus.FORBIDDEN,
+            403,
             f"found origin {quoted(origin)} and host {quoted(environ.get('HTTP_HOST', ''))} "
             "(changes come from the dashboard's own pages; a proxy must pass the Host on)",
         )
     if not any(hmac.compare_digest(one.encode(), token) for one in _tokens(environ)):
         raise RefusedRequest(
-            HTTPStatus.FORBIDDEN,
+            403,
             f"X-CSRF-Token: found none, or not that of the cookie {COOKIE} (load the page again)",
         )
 
@@ -310,48 +299,44 @@ def _query(environ: Environ) -> dict[str, list[str]]:
     try:
         return parse_qs(environ.get("QUERY_STRING", ""), keep_blank_values=True, max_num_fields=100)
     except ValueError as error:
-        raise RefusedRequest(HTTPStatus.BAD_REQUEST, f"the query cannot be read: {error}") from None
+        raise RefusedRequest(400, f"the query cannot be read: {error}") from None
 
 
 def _body(environ: Environ) -> bytes:
     if environ.get("CONTENT_TYPE", "").partition(";")[0].strip().lower() != "application/json":
-        raise RefusedRequest(
-            HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "expected a body of application/json"
-        )
+        raise RefusedRequest(415, "expected a body of application/json")
     length = environ.get("CONTENT_LENGTH") or "0"
     if not (length.isascii() and length.isdigit()):
-        raise RefusedRequest(HTTPStatus.BAD_REQUEST, f"Content-Length: found {quoted(length)}")
+        raise RefusedRequest(400, f"Content-Length: found {quoted(length)}")
     if len(length) > 9 or int(length) > MAX_BODY:
-        raise RefusedRequest(
-            HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body has more than {MAX_BODY:,} bytes"
-        )
+        raise RefusedRequest(413, f"the body has more than {MAX_BODY:,} bytes")
     try:
         body: bytes = environ["wsgi.input"].read(int(length))
     except OSError as error:
-        raise RefusedRequest(HTTPStatus.BAD_REQUEST, f"the body has not come: {error}") from None
+        raise RefusedRequest(400, f"the body has not come: {error}") from None
     return body
 
 
 def _static(path: str, environ: Environ) -> Response:
     found = importlib.resources.files("machinery_py.dashboard") / "static"
     if _FILE.fullmatch(path) is None or not (found := found.joinpath(path)).is_file():
-        raise RefusedRequest(HTTPStatus.NOT_FOUND, f"no page {quoted(path)}")
+        raise RefusedRequest(404, f"no page {quoted(path)}")
     body = found.read_bytes()
     tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
     kind = _KINDS.get(path.rpartition(".")[2], "application/octet-stream")
     headers = {"ETag": tag, "Cache-Control": "no-cache"}
     if tag in environ.get("HTTP_IF_NONE_MATCH", ""):
-        return Response(HTTPStatus.NOT_MODIFIED, headers=headers)
-    return Response(HTTPStatus.OK, body, {**headers, "Content-Type": kind})
+        return Response(304, headers=headers)
+    return Response(200, body, {**headers, "Content-Type": kind})
 
 
 def _problem(error: MachineryError) -> Response:
-    status = next((code for kind, code in _STATUS if isinstance(error, kind)), HTTPStatus.CONFLICT)
+    status = next((status for status, kinds in _STATUS if isinstance(error, kinds)), 409)
     count = error.count if isinstance(error, HoldsMore) else None
     return _json(status, Problem(error=str(error), count=count))
 
 
-def _json(status: HTTPStatus, answer: object) -> Response:
+def _json(status: int, answer: object) -> Response:
     return Response(status, _encoded(answer), {"Content-Type": "application/json"})
 
 
