@@ -14,6 +14,7 @@ import pytest
 from machinery_py import Config, Server, Signature, chord, group
 from machinery_py.backends.base import Change
 from machinery_py.brokers.base import Message
+from machinery_py.dashboard.routes import ROUTES
 from machinery_py.tasks.signature import Arg
 from machinery_py.tasks.states import State, TaskState
 from machinery_py.testing.waiting import HANG, wait_until
@@ -183,6 +184,37 @@ def test_backend_that_keeps_nothing_is_told_in_words() -> None:
         assert site.get("queues") == []
     assert {one.status for one in refused} == {409}
     assert all("null" in one.error for one in refused)
+
+
+def test_every_page_can_be_read_over_every_broker(broker_url: str) -> None:
+    server = Server(Config(broker=broker_url))
+
+    @server.task
+    def fail(number: int) -> None:
+        raise ValueError(str(number))
+
+    sent = [fail.send(number) for number in range(3)]
+    server.new_worker("web-1", concurrency=2, burst=True).launch()
+    with server.new_worker("web-2", queues=["mail"]), site_of(server) as site:
+        told = site.get("task", uuid=sent[0].uuid)
+        overview = site.get("overview")
+        replies = {
+            path: site.request("GET", f"api/{path}")
+            for path, methods in ROUTES.items()
+            if "GET" in methods and path not in ("task", "worker")
+        }
+        asked = site.get("worker", name="web-2")
+        retried = site.post("tasks/retry", uuids=[one.uuid for one in sent])
+        revoked = site.post("tasks/revoke", uuids=[one.uuid for one in sent], terminate=True)
+    server.close()
+
+    assert (told["state"], told["message"]["args"][0]["value"]) == ("FAILURE", "0")
+    assert (overview["trouble"], overview["workers"]["alive"]) == ("", 1)
+    unlisted = {path for path, reply in replies.items() if reply.status != 200}
+    assert unlisted == ({"tasks", "errors", "history"} if "amqp" in broker_url else set())
+    assert all("cannot list" in replies[path].error for path in unlisted)
+    assert asked["stats"]["host"] and asked["queues"] == [{"name": "mail", "weight": 0.0}]
+    assert retried["done"] == revoked["done"] == 3
 
 
 def test_schema_has_every_route_and_every_record(site: Site) -> None:
