@@ -309,7 +309,8 @@ _GO_KEYS = frozenset({
 
 _MISSPELT = "MULTIPLE_BROKEN_SEPARATOR"  # Go's name in the environment, read as the right one is
 
-_OTHER_VARIABLES = frozenset({"APP", "CONFIG", "URL", _MISSPELT})  # APP is the command line's
+# APP and DASHBOARD_AUTH are the command line's.
+_OTHER_VARIABLES = frozenset({"APP", "CONFIG", "DASHBOARD_AUTH", "URL", _MISSPELT})
 
 
 def resolve(

@@ -35,14 +35,14 @@ class StoreCalls:
     def __init__(self) -> None:
         self._free = threading.BoundedSemaphore(MOST_CALLS)
 
-    def run(self, function: Callable[[], T], patience: float) -> T:
+    def run(self, function: Callable[[], T], patience: float, note: str = "") -> T:
         """Return what the function returns, or raise what it raises.
 
         Raises:
             BrokerUnavailable: it goes on after so many seconds, or 16 others do.
         """
         end = time.monotonic() + patience
-        silent = f"the store has not answered in {patience:g} s (the call may still be carried out)"
+        silent = f"the store has not answered in {patience:g} s{note}"
         if not self._free.acquire(timeout=patience):
             raise BrokerUnavailable(silent)
         future: Future[T] = Future()

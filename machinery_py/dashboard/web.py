@@ -230,7 +230,8 @@ class DashboardWSGI:
     ) -> Response:
         call = route.prepared(self._api, query, body)
         # The overview waits for no store itself.
-        answer = call() if route.path == "overview" else self._calls.run(call, PATIENCE)
+        note = " (the change may still be made)" if route.changes else ""
+        answer = call() if route.path == "overview" else self._calls.run(call, PATIENCE, note)
         return _json(200, self._for(user, answer))
 
     def _for(self, user: str, answer: Any) -> Any:

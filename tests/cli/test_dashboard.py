@@ -39,12 +39,15 @@ def test_it_answers_until_it_is_stopped(app: App, number: signal.Signals) -> Non
 
 
 def test_password_may_stand_in_the_environment(app: App) -> None:
-    _, site = site_of(app, "--read-only", "--host", "0.0.0.0", MACHINERY_DASHBOARD_AUTH="ada:s3")
+    process, site = site_of(
+        app, "--read-only", "--host", "0.0.0.0", MACHINERY_DASHBOARD_AUTH="ada:s3"
+    )
     site.headers["Host"] = "far.example"
 
     assert site.request("GET", "api/queues").status == 401
     site.headers["Authorization"] = basic("ada:s3")
     assert site.get("overview")["read_only"] is True
+    assert "DASHBOARD_AUTH" not in process.err  # as an unknown setting
 
 
 def test_other_machines_are_answered_only_with_a_password_or_insecure(app: App) -> None:

@@ -479,6 +479,7 @@ def test_store_that_hangs_holds_up_no_page(monkeypatch: pytest.MonkeyPatch) -> N
             page = site.request("GET", "")
             for one in threads:
                 one.join(HANG)
+            undone = site.try_post("queues/pause", queue="mail")
             wait_until(lambda: site.get("overview")["trouble"])
             trouble = site.get("overview")["trouble"]
             redis.thaw()
@@ -489,3 +490,4 @@ def test_store_that_hangs_holds_up_no_page(monkeypatch: pytest.MonkeyPatch) -> N
     assert {reply.status for reply in replies} == {503}
     assert "has not answered in 0.5 s" in replies[0].error
     assert "has not answered in 0.3 s" in trouble
+    assert undone.status == 503 and "0.5 s (the change may still be made)" in undone.error
