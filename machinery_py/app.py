@@ -326,7 +326,7 @@ class Application:
         """Give the signatures that are to be sent, between the halves of `around_send`."""
         with contextlib.ExitStack() as stack:
             for function in self.hooks.sends:
-                headers = stack.enter_context(contextlib.contextmanager(function)(signatures))
+                headers = stack.enter_context(function(signatures))
                 if headers:
                     signatures = [
                         one.replace(headers={**one.headers, **headers}) for one in signatures

@@ -12,6 +12,7 @@ Nothing that a sampler, processor or propagator raises reaches a task or a sende
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,6 +40,7 @@ except ImportError as error:
 logger = get_logger(__name__)
 
 MOST_TRIES = 10  # that a retry has links to, the last ones
+MOST_LABELS = 1_000  # kinds of sendings and runs whose attributes are kept
 SYSTEMS = {"amqp": "rabbitmq"}  # where the conventions have another word than we
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)  # theirs
 
@@ -79,7 +81,7 @@ class _Operation:
     """A span that has begun, and what is measured with it. Ended once, by any thread."""
 
     span: trace.Span
-    labels: dict[str, str]
+    labels: Mapping[str, str]
     duration: metrics.Histogram
     began: float = field(default_factory=time.perf_counter)
 
@@ -116,6 +118,7 @@ class _Instruments:
             meter.create_histogram(name, "s", explicit_bucket_boundaries_advisory=BUCKETS)
             for name in ("messaging.client.operation.duration", "messaging.process.duration")
         )
+        self._labels = functools.lru_cache(MOST_LABELS)(self._new_labels)
         # Runs that go on, by UUID and fence. A run that is stuck beyond its time limit is ended by
         # `note_end`, and `process` finds it gone.
         self._open: dict[tuple[str, int], _Operation] = {}
@@ -149,14 +152,14 @@ class _Instruments:
 
     def _begin_send(self, signatures: Sequence[Signature[Any]]) -> _Operation:
         default, first = self._server.config.default_queue, signatures[0]
-        kinds = Counter((one.routing_key or default, one.name) for one in signatures)
-        queues, names = {queue for queue, _ in kinds}, {name for _, name in kinds}
+        kinds = Counter([(one.routing_key or default, one.name) for one in signatures])
         for (queue, name), count in kinds.items():
             self._sent.add(count, self._labels("send", queue, name))
+        queues, names = zip(*kinds, strict=True)
         labels = self._labels(
             "send",
-            queues.pop() if len(queues) == 1 else "",
-            names.pop() if len(names) == 1 else "",
+            queues[0] if len(set(queues)) == 1 else "",
+            names[0] if len(set(names)) == 1 else "",
         )
         attributes: dict[str, str | int] = {
             "messaging.message.id": first.uuid if len(signatures) == 1 else "",
@@ -226,12 +229,13 @@ class _Instruments:
 
     # Names
 
-    def _labels(self, operation: str, queue: str, name: str) -> dict[str, str]:
-        """Return what spans and metrics have in common."""
+    def _new_labels(self, operation: str, queue: str, name: str) -> Mapping[str, str]:
+        """Return the attributes that spans and metrics have in common."""
         system = self._server.broker.features.name
         labels = {
             "messaging.system": SYSTEMS.get(system, system),
             "messaging.operation.name": operation,
+            "messaging.operation.type": operation,
             "messaging.destination.name": queue,
             "machinery.task.name": name,
         }
@@ -252,7 +256,7 @@ class _Instruments:
             f"{operation} {labels.get(key, '')}".rstrip(),
             parent,
             kind,
-            {**labels, "messaging.operation.type": operation, **given},
+            {**labels, **given},
             links,
         )
 
@@ -265,10 +269,10 @@ def _context_of(headers: Mapping[str, Any]) -> context.Context:
 def _handed_on(ctx: Context, span: trace.Span) -> Mapping[str, str]:
     headers = {_RAN: "yes"}
     propagate.inject(headers)
-    own: dict[str, str] = {}
-    _W3C.inject(own, trace.set_span_in_context(span))
-    if own:
-        headers[HEADER_TRIES] = " ".join([*_tries(ctx)[1 - MOST_TRIES :], own["traceparent"]])
+    own = span.get_span_context()
+    if own.is_valid:
+        this = f"00-{own.trace_id:032x}-{own.span_id:016x}-{own.trace_flags:02x}"
+        headers[HEADER_TRIES] = " ".join([*_tries(ctx)[1 - MOST_TRIES :], this])
     return headers
 
 

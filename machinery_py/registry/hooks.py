@@ -6,6 +6,7 @@ Which is called where and when, and what an exception in it does: docs/how-to/ho
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -15,6 +16,11 @@ from machinery_py.tasks.states import State
 
 Around = Callable[[Signature[Any]], Iterator[None]]
 AroundSend = Callable[[Sequence[Signature[Any]]], Iterator[Mapping[str, str] | None]]
+# The same two with `contextmanager` around them.
+Surrounding = Callable[[Signature[Any]], AbstractContextManager[None]]
+SurroundingSend = Callable[
+    [Sequence[Signature[Any]]], AbstractContextManager[Mapping[str, str] | None]
+]
 TaskHandler = Callable[[Context], object]
 SuccessHandler = Callable[[Context, Any], object]
 ErrorHandler = Callable[[Context, BaseException], object]
@@ -74,8 +80,8 @@ class Hooks:
     """
 
     def __init__(self) -> None:
-        self.around: list[Around] = []
-        self.sends: list[AroundSend] = []
+        self.around: list[Surrounding] = []
+        self.sends: list[SurroundingSend] = []
         self.before: list[TaskHandler] = []
         self.after: list[TaskHandler] = []
         self.lifespans: list[Lifespan] = []
@@ -84,7 +90,7 @@ class Hooks:
 
     def around_task(self, function: A) -> A:
         """Run each task, in the worker, between the halves of this generator function."""
-        self.around.append(function)
+        self.around.append(contextmanager(function))
         return function
 
     def around_send(self, function: D) -> D:
@@ -94,7 +100,7 @@ class Hooks:
         of a schedule sends. It may yield a mapping: headers for each of them, in place of their
         own. Callbacks and retries, which workers send, do not pass it.
         """
-        self.sends.append(function)
+        self.sends.append(contextmanager(function))
         return function
 
     def before_task(self, handler: T) -> T:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Self
 
 from machinery_py.errors import TimeLimitExceeded
-from machinery_py.registry.hooks import Around
+from machinery_py.registry.hooks import Surrounding
 from machinery_py.tasks.context import Context
 from machinery_py.tasks.signature import Signature
 from machinery_py.texts import MAX_ERROR, cut, get_logger, traceback_text
@@ -179,27 +179,23 @@ async def await_between(
 
 
 def call_around(
-    arounds: Sequence[Around], signature: Signature[Any], call: Callable[[], Any]
+    arounds: Sequence[Surrounding], signature: Signature[Any], call: Callable[[], Any]
 ) -> Any:
     """Call between the halves of the generators, the first registered outermost."""
     with contextlib.ExitStack() as stack:
         for around in arounds:
-            stack.enter_context(_halves(around, signature))
+            stack.enter_context(around(signature))
         return call()
 
 
 async def await_around(
-    arounds: Sequence[Around], signature: Signature[Any], call: Callable[[], Awaitable[Any]]
+    arounds: Sequence[Surrounding], signature: Signature[Any], call: Callable[[], Awaitable[Any]]
 ) -> Any:
     """Await between the halves of the generators, as `call_around` calls."""
     with contextlib.ExitStack() as stack:
         for around in arounds:
-            stack.enter_context(_halves(around, signature))
+            stack.enter_context(around(signature))
         return await call()
-
-
-def _halves(around: Around, signature: Signature[Any]) -> contextlib.AbstractContextManager[None]:
-    return contextlib.contextmanager(around)(signature)
 
 
 def text_of(error: BaseException) -> str:

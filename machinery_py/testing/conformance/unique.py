@@ -313,7 +313,7 @@ class UniqueConformance(AppCase):
         double = app.server.task(unique=True)(_named("double", app))
         keys: list[str] = []
         app.server.set_pre_publish_handler(lambda signature: None)
-        app.server.app.hooks.around.append(_noting(keys))
+        app.server.around_task(_noting(keys))
         assert double.send(1).get(timeout=HANG) == 1
         wait_until(lambda: app.server.backend.claims(keys) == [None])
         assert len(keys) == 1
