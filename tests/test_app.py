@@ -295,6 +295,8 @@ def test_handlers_around_a_sending_add_headers(flow: Flow) -> None:
     assert calls[:3] == [["work", "parent"], one_sending, "sent"]
     assert calls[3:6] == [["late"], one_sending, "sent"]  # by the running parent, not by `then`
     assert calls[6:] == [["work"], one_sending, "refused"]
+    flow.server.task("once", unique=True)(lambda: None).send()
+    assert flow.sent("once").headers["a"] == "outer"
 
 
 def test_headers_that_a_run_hands_on_go_to_what_follows_it(flow: Flow) -> None:
