@@ -22,7 +22,7 @@ from typing import Any, Literal
 from machinery_py.errors import Retry, RetryTaskLater, TimeLimitExceeded
 from machinery_py.registry.hooks import NothingSent
 from machinery_py.server import Server
-from machinery_py.tasks.context import Context, current_task
+from machinery_py.tasks.context import RUNNING, Context, current_task
 from machinery_py.tasks.signature import HEADER_SCHEDULE, HEADER_TRIES, Signature
 from machinery_py.texts import get_logger
 from machinery_py.version import __version__
@@ -130,8 +130,9 @@ class _Instruments:
         headers: dict[str, str] = {}
         operation, token = None, None
         try:
-            operation = self._begin_send(signatures)
-            token = context.attach(trace.set_span_in_context(operation.span))
+            parent = _context_of_sender()
+            operation = self._begin_send(signatures, parent)
+            token = context.attach(trace.set_span_in_context(operation.span, parent))
             propagate.inject(headers)
         except Exception:  # of a sampler, processor or propagator
             logger.warning("a sending is not traced", exc_info=True)
@@ -150,7 +151,9 @@ class _Instruments:
             if operation is not None:
                 operation.end(failure)
 
-    def _begin_send(self, signatures: Sequence[Signature[Any]]) -> _Operation:
+    def _begin_send(
+        self, signatures: Sequence[Signature[Any]], parent: context.Context | None
+    ) -> _Operation:
         default, first = self._server.config.default_queue, signatures[0]
         kinds = Counter([(one.routing_key or default, one.name) for one in signatures])
         for (queue, name), count in kinds.items():
@@ -168,7 +171,7 @@ class _Instruments:
         }
         if len(signatures) > 1:
             attributes["messaging.batch.message_count"] = len(signatures)
-        span = self._span("send", trace.SpanKind.PRODUCER, labels, attributes)
+        span = self._span("send", trace.SpanKind.PRODUCER, labels, attributes, parent)
         return _Operation(span, labels, self._sending)
 
     # Running
@@ -264,6 +267,14 @@ class _Instruments:
 def _context_of(headers: Mapping[str, Any]) -> context.Context:
     """Return the context in a message's headers, which may be anything."""
     return propagate.extract({key: one for key, one in headers.items() if isinstance(one, str)})
+
+
+def _context_of_sender() -> context.Context | None:
+    """Return the context of an ended task in whose handler this is; None: the current one."""
+    task = RUNNING.get()
+    if task is None or trace.get_current_span() is not trace.INVALID_SPAN:
+        return None
+    return _context_of({**task.headers, **task.handed_on})
 
 
 def _handed_on(ctx: Context, span: trace.Span) -> Mapping[str, str]:

@@ -19,6 +19,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
 from machinery_py import (
+    Context,
     Retry,
     RetryTaskLater,
     Server,
@@ -175,6 +176,25 @@ def test_tries_are_siblings_that_link_to_those_before(traced: Traced, work: None
         None,
     ]
     assert [attribute(span, "machinery.task.attempt") for span in tries] == [1, 2, 3, 3]
+
+
+def test_task_that_a_handler_of_an_end_sends_is_below_the_run(traced: Traced, work: None) -> None:
+    def told(ctx: Context, *_: object) -> None:
+        if ctx.name != "told":
+            traced.server.send(Signature.of("told"))
+
+    traced.server.on_success(told)
+    traced.server.on_failure(told)
+    for name in ("first", "told"):
+        traced.server.register_task(name, lambda: None)
+    refused = Signature.of("first", "x").with_uuid()
+
+    traced.server.send(Signature.of("first"))
+    traced.server.app.submit([refused])
+    wait_until(lambda: len(traced.of("process", "told")) == 2)
+
+    below = {"send told": {"process told": {}}}
+    assert traced.tree() == {"send first": {"process first": below, **below}}
 
 
 @pytest.mark.parametrize("span_names", ["queue", "task"])
