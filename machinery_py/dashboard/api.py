@@ -241,7 +241,10 @@ class Api:
         cursor: str = "",
         terminate: bool = False,
     ) -> Changed:
-        """Revoke unfinished tasks, as `tasks/retry`; `terminate` ends those that run."""
+        """Revoke tasks, as `tasks/retry`, and with `terminate` end those that run.
+
+        Of `uuids`, also those that have ended count as done.
+        """
 
         def revoke(uuids: Sequence[str]) -> Sequence[str]:
             control = self._fleet.control

@@ -178,12 +178,14 @@ class DashboardWSGI:
         """
         if self._auth is None:
             host, address = environ.get("HTTP_HOST", ""), environ.get("REMOTE_ADDR", "")
-            if _OWN_HOST.fullmatch(host) and address in _OWN_ADDRESSES:
+            is_passed_on = "HTTP_X_FORWARDED_FOR" in environ or "HTTP_FORWARDED" in environ
+            if _OWN_HOST.fullmatch(host) and address in _OWN_ADDRESSES and not is_passed_on:
                 return ""
             raise RefusedRequest(
                 403,
-                f"found host {quoted(host)} and client {quoted(address)} (without `auth`, the "
-                "dashboard answers this machine alone, as localhost; give it `auth`)",
+                f"found host {quoted(host)}, client {quoted(address)}{', a proxy' * is_passed_on} "
+                "(without `auth`, the dashboard answers this machine alone, as localhost; give it "
+                "`auth`)",
             )
         user = self._auth(dict(environ))  # which frameworks change
         if user is not None:

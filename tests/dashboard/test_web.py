@@ -144,7 +144,15 @@ def test_without_auth_a_rebound_name_is_refused(any_site: Site, host: str) -> No
     reply = any_site.request("GET", "api/queues", Host=host)
 
     assert reply.status == 403
-    assert "give it `auth`" in reply.error
+    assert "give it `auth`" in reply.error and "a proxy" not in reply.error
+
+
+@pytest.mark.parametrize("header", ["X-Forwarded-For", "Forwarded"])
+def test_without_auth_a_proxy_is_refused(any_site: Site, header: str) -> None:
+    reply = any_site.request("GET", "api/queues", **{header: "for=10.0.0.7"})
+
+    assert reply.status == 403
+    assert "a proxy" in reply.error
 
 
 def asked(server: Server, address: str, **options: Any) -> int:
