@@ -309,8 +309,7 @@ _GO_KEYS = frozenset({
 
 _MISSPELT = "MULTIPLE_BROKEN_SEPARATOR"  # Go's name in the environment, read as the right one is
 
-# APP and DASHBOARD_AUTH are the command line's.
-_OTHER_VARIABLES = frozenset({"APP", "CONFIG", "DASHBOARD_AUTH", "URL", _MISSPELT})
+_OTHER_VARIABLES = frozenset({"APP", "CONFIG", "DASHBOARD_AUTH", "URL", _MISSPELT})  # also cli's
 
 
 def resolve(
