@@ -24,15 +24,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from machinery_py.texts import get_logger
+from machinery_py.errors import ConfigError
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from machinery_py.cli.http import Page
     from machinery_py.server import Server
-
-logger = get_logger(__name__)
 
 VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 IN_MEMORY = "/dev/shm"
@@ -87,6 +85,8 @@ class ProcessCounts:
         if self.is_ours:
             self._folder, self._hold = _new_folder()
             os.environ[VARIABLE] = self._folder
+        elif not os.path.isdir(self._folder):
+            raise ConfigError(f"{VARIABLE}: no folder {self._folder!r} (make it, or unset it)")
 
     def __enter__(self) -> ProcessCounts:
         return self
@@ -168,23 +168,36 @@ def _is_alive(pid: int) -> bool:
 def _new_folder() -> tuple[str, int]:
     """Make a folder, and return it with the descriptor of its lock, which ends with this process.
 
-    Those whose lock is free are removed: their supervisor was killed.
+    Raises:
+        ConfigError: it cannot be made.
     """
+    import fcntl  # Windows, which has no supervisor, lacks it
+
+    bases, why = (IN_MEMORY, tempfile.gettempdir()), ""
+    for base in bases:
+        try:
+            _remove_left(base)
+            # Under its name only when it is locked: another supervisor may be looking just now.
+            draft = tempfile.mkdtemp(prefix=f".{NAME}", dir=base)
+            lock = os.open(draft, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            folder = os.path.join(base, os.path.basename(draft).removeprefix("."))
+            os.rename(draft, folder)
+            return folder, lock
+        except OSError as error:
+            why = str(error)
+    raise ConfigError(f"no folder for metrics can be made in {' or '.join(bases)}: {why}")
+
+
+def _remove_left(base: str) -> None:
+    """Remove folders whose lock is free: their supervisor was killed."""
     import fcntl
 
-    base = IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else tempfile.gettempdir()
     for old in glob.glob(os.path.join(glob.escape(base), f"{NAME}*")):
-        with suppress(OSError):  # another's
+        with suppress(OSError):  # another user's, or in use
             lock = os.open(old, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(old, ignore_errors=True)
             finally:
                 os.close(lock)
-    # Under its name only when it is locked: another supervisor may be looking just now.
-    draft = tempfile.mkdtemp(prefix=f".{NAME}", dir=base)
-    lock = os.open(draft, os.O_RDONLY | os.O_DIRECTORY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    folder = os.path.join(base, os.path.basename(draft).removeprefix("."))
-    os.rename(draft, folder)
-    return folder, lock

@@ -91,7 +91,7 @@ class TaskMetrics:
         self._connections = counter("connections_lost", "Outages of the broker, seen by workers.")
         self._events = counter("events_lost", "Events that did not reach the stream.")
         self._lost: dict[tuple[str, str, int], int] = {}  # process → its count at the last beat
-        self._name, self._queue = BoundedNames(), BoundedNames()
+        self._name, self._queue, self._reason = BoundedNames(), BoundedNames(), BoundedNames()
         self._pairs: set[tuple[str, str]] = set()
         self._series: dict[tuple[Any, ...], Any] = {}  # metric and labels → its counter; is faster
         self.handlers: Mapping[type[Event], Callable[[Any], object]] = {
@@ -101,7 +101,7 @@ class TaskMetrics:
             TaskRetried: lambda event: self._end(event, "retried", event.runtime),
             TaskFailed: self._on_failed,
             TaskFenced: lambda event: self._end(event, "fenced", 0.0),
-            TaskRejected: lambda event: self._of(self._rejected, event, event.reason).inc(),
+            TaskRejected: self._on_rejected,
             MessageDead: self._on_dead,
             ConnectionLost: self._on_lost,
             WorkerHeartbeat: self._on_heartbeat,
@@ -147,8 +147,11 @@ class TaskMetrics:
         is_revoked = event.error_type == REVOKED.error_type
         self._end(event, "revoked" if is_revoked else "failed", event.runtime)
 
+    def _on_rejected(self, event: TaskRejected) -> None:
+        self._of(self._rejected, event, self._reason(event.reason)).inc()
+
     def _on_dead(self, event: MessageDead) -> None:
-        self._dead.labels(self._queue(event.queue), event.reason).inc()
+        self._dead.labels(self._queue(event.queue), self._reason(event.reason)).inc()
 
     def _on_lost(self, event: ConnectionLost) -> None:
         if event.attempt == 0:

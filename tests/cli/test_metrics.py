@@ -15,6 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from machinery_py.cli import metrics
+from machinery_py.errors import ConfigError
 from machinery_py.testing.waiting import wait_until
 from tests.cli.app import HANG, TASKS, App, Running, app_in_a_folder, children, is_alive
 from tests.support.private import free_port
@@ -86,12 +87,10 @@ def folder_of(worker: Running) -> Path:
 
 
 def test_counts_of_all_processes_are_one_and_survive_their_ends(app: App) -> None:
-    """Each `order` has a task process of its own, and each worker process ends after a `note`."""
+    """Of two worker processes and their task processes, killed and started again."""
     app.write("tasks.py", OWN)
     port = free_port()
-    worker = app.worker(
-        "--health-port", str(port), "-p", "2", "-c", "2", "--max-tasks-per-child", "1"
-    )
+    worker = app.worker("--health-port", str(port), "-p", "2", "-c", "2")
     numbers = [3, 1, 2]
 
     send_all(app, f"for number in {numbers}: order.send(number)")
@@ -101,9 +100,9 @@ def test_counts_of_all_processes_are_one_and_survive_their_ends(app: App) -> Non
     send_all(app, "order.send(10), boom.send()")
     wait_until(lambda: read(port).get(ended("note")) == len(numbers) + 1, HANG)
     wait_until(lambda: read(port).get(ended("boom", "failed")) == 1, HANG)
+    wait_until(lambda: read(port).get("machinery_worker_slots") == 4, HANG)
 
     found = read(port, "application/openmetrics-text; version=1.0.0")
-    assert found == read(port)
     assert found["shop_orders_total"] == sum(numbers) + 10
     assert found[ended("order")] == len(numbers) + 1
     sent = "machinery_tasks_sent_total{name=note,queue=machinery_tasks}"
@@ -118,6 +117,7 @@ def test_files_of_ended_processes_are_added_up(
 ) -> None:
     """Gauges by their modes; a file that its process could not complete is no harm."""
     monkeypatch.setattr(metrics, "IN_MEMORY", str(tmp_path))
+    monkeypatch.setattr(metrics, "TIDY_EVERY", 0.0)
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     with metrics.ProcessCounts() as counts:
@@ -125,6 +125,8 @@ def test_files_of_ended_processes_are_added_up(
             subprocess.run([sys.executable, program, str(number)], timeout=HANG, check=True)
         (folder,) = tmp_path.glob(f"{metrics.NAME}*")
         (folder / "counter_999999999.db").touch()
+        counts.tidy()
+        assert all(one.stem.endswith(metrics.ENDED) for one in folder.iterdir())
 
         first, second = (parsed(counts.page("")[2].decode()) for _ in range(2))
 
@@ -140,7 +142,6 @@ def test_files_of_ended_processes_are_added_up(
             "shop_sum": 9,
             "shop_mostrecent": 3,
         }
-        assert all(one.stem.endswith(metrics.ENDED) for one in folder.iterdir())
     assert list(tmp_path.iterdir()) == [program]
 
 
@@ -159,6 +160,27 @@ def test_folder_of_a_killed_supervisor_is_removed_by_the_next(app: App) -> None:
     kept = [folder_of(second), folder_of(third)]
     assert [second.stop(), third.stop()] == [0, 0]
     assert not any(one.exists() for one in kept)
+
+
+def test_folder_of_the_user_is_used_and_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another container may count there, whose processes are not seen from here."""
+    folder = tmp_path / "counts"
+    monkeypatch.setenv(metrics.VARIABLE, str(folder))
+    with pytest.raises(ConfigError, match="no folder .*counts' .make it"):
+        metrics.ProcessCounts()
+    folder.mkdir()
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    subprocess.run([sys.executable, program, "7"], timeout=HANG, check=True)
+    files = {one.name for one in folder.iterdir()}
+
+    with metrics.ProcessCounts() as counts:
+        found = parsed(counts.page("")[2].decode())
+
+    assert found["shop_orders_total"] == 7
+    assert {one.name for one in folder.iterdir()} == files
 
 
 def test_without_the_extra_a_worker_runs_and_metrics_are_not_found(app: App) -> None:

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from machinery_py import Config, RetryTaskLater, Server, Signature
 from machinery_py.brokers.base import Message
 from machinery_py.contrib.prometheus import LONGEST, MOST, OTHERS, install
-from machinery_py.events import ConnectionLost, TaskSent, WorkerHeartbeat
+from machinery_py.events import ConnectionLost, TaskRejected, TaskSent, WorkerHeartbeat
 
 HOSTILE = (
     "x" * (LONGEST + 1),
@@ -95,7 +95,9 @@ def test_names_that_are_hostile_or_too_many_are_counted_together(
     names = [f"task_{number}" for number in range(MOST + 10)]
 
     for name in (*HOSTILE, *names, *names):
-        server.events.emit(sent(name, queue=name))
+        event = sent(name, queue=name)
+        server.events.emit(event)
+        server.events.emit(TaskRejected(signature=event.signature, reason=name))
 
     counts = {
         (sample.labels["name"], sample.labels["queue"]): sample.value
@@ -106,6 +108,8 @@ def test_names_that_are_hostile_or_too_many_are_counted_together(
     assert len(counts) == MOST + 1
     assert counts[OTHERS, OTHERS] == len(HOSTILE) + 20
     assert counts["task_0", "task_0"] == 2
+    reason = {"name": OTHERS, "queue": OTHERS, "reason": OTHERS}
+    assert value(registry, "tasks_rejected_total", **reason) == counts[OTHERS, OTHERS]
 
 
 def test_installed_twice_it_counts_once_and_a_second_server_counts_with_it(
