@@ -2,14 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+from machinery_py.dashboard.stand_alone import serve
+from machinery_py.dashboard.web import DashboardWSGI
 from machinery_py.tasks.states import State
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.dashboard.shop import Shop
 from tests.support.browser import Browser
 
+PREFIX = "/ops/machinery"
+
 
 def queue_named(shop: Shop, name: str) -> object:
     return next(one for one in shop.server.inspect.queues() if one.queue == name)
+
+
+class Below:
+    """A dashboard that is mounted below a prefix."""
+
+    def __init__(self, application: DashboardWSGI) -> None:
+        self.application = application
+        self.close = application.close
+
+    def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        environ["SCRIPT_NAME"] = PREFIX
+        environ["PATH_INFO"] = environ["PATH_INFO"].removeprefix(PREFIX)
+        return self.application(environ, start_response)
+
+
+def test_dashboard_works_below_a_prefix(shop: Shop, browser: Browser) -> None:
+    whole = browser.address
+    application: Any = Below(shop.server.dashboard.wsgi())
+    with serve(application, "127.0.0.1", 0) as address:
+        browser.address = address + PREFIX[1:] + "/"
+        try:
+            browser.open("#/queues")
+            browser.see("live", css=".connection")
+            browser.press("Pause machinery_tasks")
+            browser.see("Paused machinery_tasks.")
+            browser.press("Resume machinery_tasks")
+            browser.see("Resumed machinery_tasks.")
+        finally:
+            browser.driver.get("about:blank")
+            browser.address = whole
 
 
 def test_queue_is_paused_resumed_and_purged(shop: Shop, browser: Browser) -> None:
@@ -40,8 +77,10 @@ def test_failed_task_is_retried_copied_and_deleted(shop: Shop, browser: Browser)
     browser.open(f"#/task?uuid={shop.uuids['failed']}")
     browser.press("Copy as Python")
     browser.see("Copied the call.")
+    before = shop.server.backend.get_state(shop.uuids["failed"]).finished_at
     browser.press("Retry")
     browser.see("Sent again.")
+    wait_until(lambda: shop.server.backend.get_state(shop.uuids["failed"]).finished_at != before)
     browser.see("Failure", css=".title")
     browser.press("Delete …")
     browser.press("Delete 1 task")
@@ -109,6 +148,7 @@ def test_schedule_is_paused_resumed_and_run(shop: Shop, browser: Browser) -> Non
     browser.see_no("paused", css="tbody")
     browser.press("Run now: digest")
     browser.see("Sent digest.")
+    wait_until(lambda: shop.server.inspect.tasks(name="_digest"))
 
 
 def test_worker_is_changed_and_shut_down(shop: Shop, browser: Browser) -> None:

@@ -77,6 +77,7 @@ export function Messages() {
 export function Action({ run, done, onDone, label, children, kind = "" }) {
   const [busy, setBusy] = useState(false);
   const press = async () => {
+    if (busy) return;
     setBusy(true);
     try {
       const reply = await run();
@@ -87,7 +88,7 @@ export function Action({ run, done, onDone, label, children, kind = "" }) {
     }
     setBusy(false);
   };
-  return html`<button type="button" class=${kind} disabled=${busy} aria-label=${label}
+  return html`<button type="button" class=${kind} aria-disabled=${busy} aria-label=${label}
     onClick=${press}>${children}</button>`;
 }
 

@@ -71,7 +71,9 @@ function Failures() {
 }
 
 export function Overview() {
-  const { overview, error } = useLive();
+  const { overview: last, error } = useLive();
+  const overview = last?.at ? last : null; // without a moment no store has been asked yet
+  const trouble = error || (last?.trouble && { message: last.trouble, passes: true });
   const history = useData("history", { seconds: HOUR, step: STEP }, 10);
   const [queue, setQueue] = useState("");
   const counts = history.data?.counts || [];
@@ -81,7 +83,7 @@ export function Overview() {
     return html`<${Spark} values=${succeeded.map((value, i) => value + failed[i])} />`;
   };
   return html`<h1 tabindex="-1">Overview</h1>
-    <${Instead} of=${{ data: overview, error: overview ? null : error }} />
+    <${Instead} of=${{ data: overview, error: overview ? null : trouble }} />
     ${overview && html`<${Tiles} overview=${overview} />`}
     <section>
       <header>

@@ -5,6 +5,7 @@ import { between, duration, exact, moment, now, number } from "../format.js";
 import {
   Action, copy, Facts, Instead, isFinished, link, Progress, shortId, State, STATES, stateWord, Time,
 } from "../parts.js";
+import { Table, text } from "../table.js";
 
 const DEPTH = 4; // generations of follow-up tasks that are shown
 const MEMBERS = 20; // of a group, until all are asked for
@@ -82,23 +83,18 @@ function Timeline({ task }) {
   </section>`;
 }
 
-const Values = ({ title, values, none }) => html`<section>
+const VALUES = [
+  text("Name", "name"),
+  text("Type", "type"),
+  { head: "Value", kind: "wide code-cell", cell: (one) => html`<code>${one.value}</code>` },
+];
+
+const Values = ({ title, values }) => html`<section>
   <h2>${title}</h2>
-  ${values.length === 0 && html`<p class="muted">${none}</p>`}
+  ${values.length === 0 && html`<p class="muted">None.</p>`}
   ${values.length > 0 &&
-  html`<table class="values">
-    <caption>${title}</caption>
-    <thead><tr>${["Name", "Type", "Value"].map((head) => html`<th scope="col">${head}</th>`)}</tr></thead>
-    <tbody>
-      ${values.map(
-        (one, i) => html`<tr key=${i}>
-          <td>${one.name || i}</td>
-          <td class="muted">${one.type}</td>
-          <td><code>${one.value}</code></td>
-        </tr>`,
-      )}
-    </tbody>
-  </table>`}
+  html`<${Table} label=${title} columns=${VALUES} rowKey=${(one) => one.key}
+    rows=${values.map((one, i) => ({ ...one, key: String(i), name: one.name || i }))} />`}
 </section>`;
 
 const Id = ({ of }) => html`<span class="id">${shortId(of)}</span>`;
@@ -213,11 +209,11 @@ function Shown({ task, refresh }) {
     </section>`}
     <${Timeline} task=${task} />
     ${message
-      ? html`<${Values} title="Arguments" values=${message.args} none="None." />`
+      ? html`<${Values} title="Arguments" values=${message.args} />`
       : html`<section><h2>Arguments</h2><p class="muted">Not kept. A message is kept while it waits,
           and when its task failed or was tried again.</p></section>`}
     ${task.state === "SUCCESS" &&
-    html`<${Values} title="Result" values=${task.results} none="None." />`}
+    html`<${Values} title="Result" values=${task.results} />`}
     <${Workflow} task=${task} />
     <${Pairs} title="Notes" of=${task.notes} />
     <${Pairs} title="Headers" of=${headers} />`;
