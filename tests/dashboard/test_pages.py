@@ -122,12 +122,11 @@ def test_keyboard_reaches_everything(browser: Browser) -> None:
     browser.see("was never paid", css="tbody")
     browser.keys("j", "j", "k", "x")
     browser.see("1 selected")
-    rows = browser.run(
-        "return [...document.querySelectorAll('tr[data-row]')].map((r) => r.className)"
-    )
-    assert rows[:3] == ["chosen", "", ""]
+    rows = "return [...document.querySelectorAll('tr[data-row]')]"
+    assert browser.run(f"{rows}.map((row) => row.className)")[:3] == ["chosen", "", ""]
     browser.keys("j")
     second = browser.run("return document.activeElement.dataset.row")
+    assert second == browser.run(f"{rows}[1].dataset.row")
     browser.keys(Keys.ENTER)
     browser.see(second, "was never paid", css="main")
 
