@@ -22,6 +22,8 @@ HEAVY = (
     "pytest",
     "http.server",
     "ctypes",
+    "opentelemetry",
+    "sentry_sdk",
 )
 
 

@@ -15,7 +15,7 @@ import sentry_sdk
 from sentry_sdk.integrations.logging import EventHandler
 from sentry_sdk.transport import Transport
 
-from machinery_py import Retry, RetryTaskLater, Server, Signature, current_task
+from machinery_py import Context, Retry, RetryTaskLater, Server, Signature, current_task
 from machinery_py.contrib.sentry import install
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.contrib import pooled
@@ -194,6 +194,28 @@ def test_what_never_raised_is_reported_by_the_worker(events: Events, server: Ser
     assert found["crash"]["exception"]["values"] == [
         {**found["crash"]["exception"]["values"][0], "type": "ArgumentError"}
     ]
+
+
+def test_run_that_a_stopping_worker_hands_back_is_no_failure(
+    events: Events, server: Server
+) -> None:
+    install(server)
+    threads: list[threading.Thread] = []
+
+    def obey(ctx: Context) -> None:
+        threads.append(threading.current_thread())
+        while not ctx.cancelled:
+            threading.Event().wait(0.001)
+        raise RuntimeError("asked to stop")
+
+    server.register_task("obey", obey)
+    with server.new_worker(concurrency=1, shutdown_timeout=0.05):
+        server.send(Signature.of("obey"))
+        wait_until(lambda: threads)
+    threads[0].join(HANG)
+
+    assert server.broker.get_pending_tasks()
+    assert not events.failures
 
 
 def test_tasks_at_the_same_time_have_scopes_of_their_own(events: Events, server: Server) -> None:
