@@ -384,7 +384,7 @@ def test_expiry_that_go_cannot_write_is_none(amqp_url: str) -> None:
 def test_tasks_cannot_be_listed(amqp_url: str) -> None:
     server = Server(broker=amqp_url)
     assert server.backend.features == AMQPBackend.features
-    with pytest.raises(Unsupported, match="amqp backend cannot list"):
+    with pytest.raises(Unsupported, match="AMQPBackend cannot list"):
         server.inspect.tasks()
     server.close()
 
