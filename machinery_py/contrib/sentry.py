@@ -108,6 +108,8 @@ class _Reporter:
         """Return whether the task fails for good by this, as far as that is known in its thread."""
         if isinstance(error, RetryTaskLater) or not isinstance(error, Exception):
             return False
+        if not sentry_sdk.is_initialized():
+            return False  # a task process; its worker may report it, without the stack
         if ctx.cancelled and not isinstance(error, TimeLimitExceeded):
             return False  # it may have been handed back; else `note_failure` captures it
         if isinstance(error, Retry):

@@ -45,7 +45,7 @@ def events() -> Iterator[Events]:
     events = Events()
     sentry_sdk.init("http://key@localhost/1", transport=events, release="1")  # does not ask git
     yield events
-    sentry_sdk.init(release="1")
+    sentry_sdk.get_global_scope().set_client(None)
 
 
 @pytest.fixture
@@ -113,6 +113,17 @@ def test_event_has_arguments_only_in_variables_of_the_task(
     assert own["function"] == function.__name__
     assert "geheim" in json.dumps(own.pop("vars"))  # see Sentry's include_local_variables
     assert "geheim" not in json.dumps(event)
+
+
+def test_process_without_sentry_leaves_the_report_to_its_worker(server: Server) -> None:
+    install(server)
+    server.register_task("crash", crash)
+    handed_on: list[object] = []
+    server.on_failure(lambda ctx, _: handed_on.append(dict(ctx.handed_on)))
+
+    run(server, Signature.of("crash", "1"))
+
+    assert handed_on == [{}]
 
 
 def test_run_has_nothing_of_the_one_before_it(events: Events, server: Server) -> None:
