@@ -49,6 +49,23 @@ def test_dashboard_works_below_a_prefix(shop: Shop, browser: Browser) -> None:
             browser.address = whole
 
 
+def test_password_may_stand_in_the_address(shop: Shop, browser: Browser) -> None:
+    """A page whose address has one may make no request to such an address."""
+    whole = browser.address
+    with serve(shop.server.dashboard.wsgi(auth="grace:secret"), "127.0.0.1", 0) as address:
+        browser.address = address.replace("//", "//grace:secret@")
+        try:
+            browser.open("#/queues")
+            browser.see("grace", css=".user")
+            browser.see("live", css=".connection")
+            browser.press("Pause machinery_tasks")
+            browser.press("Resume machinery_tasks")
+            browser.see("Resumed machinery_tasks.")
+        finally:
+            browser.driver.get("about:blank")
+            browser.address = whole
+
+
 def test_queue_is_paused_resumed_and_purged(shop: Shop, browser: Browser) -> None:
     def later(count: int) -> None:
         for _ in range(count):

@@ -6,8 +6,11 @@ import { noteServerTime } from "./format.js";
 const PATIENCE = 20_000; // milliseconds that a request may take
 const GENTLE = 50; // a page asks again after that many times the length of its last answer
 
+/** The folder of the page; without the user and password that may stand in its address. */
+const API = new URL("api/", location.origin + location.pathname);
+
 /** Why a call failed. `status` is 0 if the dashboard itself did not answer. */
-export class ApiError extends Error {
+class ApiError extends Error {
   constructor(status, text, body = {}) {
     super(text);
     this.status = status;
@@ -28,7 +31,7 @@ export function toQuery(values) {
 async function call(path, options) {
   let response;
   try {
-    response = await fetch(`api/${path}`, { signal: AbortSignal.timeout(PATIENCE), ...options });
+    response = await fetch(API + path, { signal: AbortSignal.timeout(PATIENCE), ...options });
   } catch (error) {
     const late = error.name === "TimeoutError";
     throw new ApiError(0, `the dashboard ${late ? "is too slow" : "does not answer"}`);
@@ -78,7 +81,7 @@ function follow() {
   stop();
   if (document.hidden) return;
   polls = 0;
-  stream = new EventSource("api/live");
+  stream = new EventSource(`${API}live`);
   const quiet = () => {
     clearTimeout(timer);
     timer = setTimeout(poll, 8000);

@@ -2,7 +2,9 @@
 
 import { html, render, useEffect, useState } from "./preact.js";
 import { startLive, useLive } from "./api.js";
-import { Dialog, Dialogs, link, Messages, openDialog, remember, remembered, Time } from "./parts.js";
+import {
+  Dialog, Dialogs, link, Messages, openDialog, remember, remembered, Time,
+} from "./parts.js";
 import { Dead } from "./pages/dead.js";
 import { Errors } from "./pages/errors.js";
 import { Overview } from "./pages/overview.js";
@@ -130,7 +132,8 @@ function Connection({ live: { how, overview, error } }) {
 
 /** What is wrong, over the foot of the page: nothing moves when it appears. */
 function Trouble({ live: { overview, error } }) {
-  const words = error ? error.message : overview?.trouble && `The store is away: ${overview.trouble}`;
+  const away = overview?.trouble && `The store is away: ${overview.trouble}`;
+  const words = error ? error.message : away;
   return html`<div class="trouble" role="alert">
     ${words &&
     html`<p>${words}. It is asked again until it answers.

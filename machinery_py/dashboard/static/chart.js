@@ -29,7 +29,7 @@ function colour(name, element) {
   return found;
 }
 
-function options(element, width, tell) {
+function options(element, width, step, tell) {
   const [line, ink] = [colour("border", element), colour("muted", element)];
   const bars = uPlot.paths.bars({ size: [0.8, 14], align: 1 });
   const grid = { stroke: line, width: 1 };
@@ -41,9 +41,12 @@ function options(element, width, tell) {
     height: HEIGHT,
     legend: { show: false },
     cursor: { drag: { setScale: false }, y: false, points: { show: false } },
-    scales: { y: { range: (_, __, top) => [0, Math.max(4, top * 1.1)] } },
+    scales: {
+      x: { range: (_, first, last) => [first, last + step] },
+      y: { range: (_, __, top) => [0, Math.max(4, top * 1.1)] },
+    },
     axes: [
-      { ...axis, grid: { show: false }, values: (_, ticks) => ticks.map(clock), space: 70, size: 28 },
+      { ...axis, grid: { show: false }, values: (_, at) => at.map(clock), space: 70, size: 28 },
       { ...axis, values: (_, ticks) => ticks.map((one) => (one % 1 ? "" : number(one))), size: 54 },
     ],
     // All of them below, the failed ones drawn over their foot: a stack.
@@ -64,7 +67,7 @@ export function Chart({ counts, queue, step }) {
     const draw = () => {
       plot.current?.destroy();
       const width = Math.max(200, box.current.clientWidth);
-      plot.current = new uPlot(options(box.current, width, tell), figures, box.current);
+      plot.current = new uPlot(options(box.current, width, step, tell), figures, box.current);
     };
     draw();
     const resized = new ResizeObserver(() => {

@@ -57,7 +57,7 @@ const roughly = (seconds) => {
 
 export function relative(value) {
   const seconds = (now() - moment(value)) / 1000;
-  if (Math.abs(seconds) < 1) return "now";
+  if (Math.abs(seconds) < 1) return "just now";
   return seconds > 0 ? `${roughly(seconds)} ago` : `in ${roughly(-seconds)}`;
 }
 

@@ -53,8 +53,8 @@ export function Dead({ query }) {
     found.refresh();
   };
   return html`<h1 tabindex="-1">Dead letters</h1>
-    <p class="lead">Messages that no worker could deal with. They wait here until somebody sends them
-      again or deletes them.</p>
+    <p class="lead">Messages that no worker could deal with. They wait here until somebody sends
+      them again or deletes them.</p>
     <${Instead} of=${found} empty=${!ids.length}>
       No dead letters${queue && ` in ${queue}`}: nothing needs a decision.</${Instead}>
     ${ids.length > 0 && mayChange &&
@@ -65,6 +65,7 @@ export function Dead({ query }) {
     html`<${Table} label="Dead letters, the newest first" columns=${COLUMNS}
       rows=${found.data.letters} rowKey=${(one) => one.id}
       selection=${mayChange && { chosen, set: setChosen }} />`}
-    ${ids.length >= MOST && html`<p class="foot">The newest ${number(MOST)}; there may be more.</p>`}
+    ${ids.length >= MOST &&
+    html`<p class="foot">The newest ${number(MOST)}; there may be more.</p>`}
     ${queue && html`<p><a href="#/dead">Dead letters of all queues</a></p>`}`;
 }

@@ -23,7 +23,8 @@ export function Errors({ query }) {
     {
       head: "Text of the last",
       kind: "wide",
-      cell: (one) => html`<a class="quiet" href=${link("task", { uuid: one.uuid })}>${one.error || "none"}</a>`,
+      cell: (one) => html`<a class="quiet" href=${link("task", { uuid: one.uuid })}>
+        ${one.error || "none"}</a>`,
     },
     time("First", "first"),
     time("Last", "last"),
@@ -32,7 +33,8 @@ export function Errors({ query }) {
   const buttons = (one) => html`<button type="button" onClick=${() => retry(one)}
     aria-label=${`Retry all ${one.name}, ${one.error_type}`}>Retry all …</button>`;
   const field = (name, label) => html`<label>${label}
-    <input type="text" name=${name} data-filter value=${values[name]} onChange=${change} /></label>`;
+    <input type="text" name=${name} data-filter value=${values[name]} onChange=${change} />
+  </label>`;
   return html`<h1 tabindex="-1">Errors</h1>
     <div class="filters" role="search">
       ${field("name", "Task")} ${field("queue", "Queue")}

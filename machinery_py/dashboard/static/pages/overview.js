@@ -30,7 +30,8 @@ function Tiles({ overview: { queues, workers } }) {
       href=${tasks("PENDING", "RETRY")} />
     <${Tile} name="Ended" value=${sum(queues, "per_minute")} note="last minute"
       href=${tasks("SUCCESS", "FAILURE")} />
-    <${Tile} name="Failed" value=${failed} note="still kept" bad=${failed} href=${tasks("FAILURE")} />
+    <${Tile} name="Failed" value=${failed} note="still kept" bad=${failed}
+      href=${tasks("FAILURE")} />
     <${Tile} name="Dead letters" value=${dead} bad=${dead} href="#/dead"
       note=${dead ? "need a decision" : "none"} />
     <${Tile} name="Workers" value=${workers.alive} href="#/workers"
@@ -90,7 +91,7 @@ export function Overview() {
         <h2>Tasks that ended, by minute</h2>
         <label>Queue <select value=${queue} onChange=${(event) => setQueue(event.target.value)}>
           <option value="">all</option>
-          ${queues.map((one) => html`<option key=${one.queue} value=${one.queue}>${one.queue}</option>`)}
+          ${queues.map(({ queue: one }) => html`<option key=${one} value=${one}>${one}</option>`)}
         </select></label>
       </header>
       <${Instead} of=${history} />

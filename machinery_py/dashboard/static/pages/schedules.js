@@ -9,7 +9,8 @@ const COLUMNS = [
     kind: "name",
     cell: (one) => html`<span>${one.name}</span>${" "}
       ${one.paused && html`<span class="badge">paused</span>`}
-      ${!one.stored && html`<span class="badge" title="No worker of this code has started yet.">new</span>`}`,
+      ${!one.stored &&
+      html`<span class="badge" title="No worker of this code has started yet.">new</span>`}`,
   },
   {
     head: "When",
@@ -22,7 +23,9 @@ const COLUMNS = [
     head: "Next",
     kind: "short",
     cell: (one) =>
-      one.next_runs.map((at, i) => html`<span key=${at}>${i > 0 && ", "}<${Time} at=${at} /></span>`),
+      one.next_runs.map(
+        (at, i) => html`<span key=${at}>${i > 0 && ", "}<${Time} at=${at} /></span>`,
+      ),
   },
   figure("Sent", "sent"),
   figure("Missed", "missed"),

@@ -14,7 +14,8 @@ const NOT_SENT = "Not sent: it has not failed, or its message is gone.";
 
 function Buttons({ task, refresh, mayChange }) {
   const change = (verb) => {
-    const act = () => openBulk(`tasks/${verb.toLowerCase()}`, { ids: [task.uuid], onDone: refresh });
+    const act = () =>
+      openBulk(`tasks/${verb.toLowerCase()}`, { ids: [task.uuid], onDone: refresh });
     return html`<button type="button" class="quiet-danger" onClick=${act}>${verb} …</button>`;
   };
   const retry = () => post("tasks/retry", { uuids: [task.uuid] });
@@ -52,10 +53,12 @@ function Timeline({ task }) {
   const first = moment(task.created_at) || tries[0]?.begin || now();
   const length = Math.max(1, ...tries.map((one) => one.end - first));
   const percent = (span) => `${(100 * Math.max(0, span)) / length}%`;
+  const place = (from, to) => ({
+    left: `min(${percent(from - first)}, 100% - 3px)`, // so that the shortest bar is seen
+    width: percent(to - from),
+  });
   const bar = (kind, from, to) =>
-    html`<span class="track">
-      <i class=${kind} style=${{ left: percent(from - first), width: percent(to - from) }}></i>
-    </span>`;
+    html`<span class="track"><i class=${kind} style=${place(from, to)}></i></span>`;
   const begun = tries.length ? tries[0].begin : first;
   const waits = !isFinished(task.state) && task.state !== "STARTED";
   return html`<section>
@@ -122,18 +125,20 @@ function Follower({ child, depth }) {
 const Followers = ({ of, depth }) =>
   of.length > 0 &&
   html`<ul>
-    ${of.map((one) => html`<${Follower} key=${one.when + one.uuid + one.name} child=${one} depth=${depth} />`)}
+    ${of.map(
+      (one, i) => html`<${Follower} key=${`${i} ${one.uuid}`} child=${one} depth=${depth} />`,
+    )}
   </ul>`;
 
 function Members({ group, self, uuid }) {
   const [all, setAll] = useState(false);
   const others = group.members.filter((one) => one.uuid !== uuid);
-  const tally = STATES.map((state) => [state, group.members.filter((one) => one.state === state).length]);
+  const count = (state) => group.members.filter((one) => one.state === state).length;
   return html`<li>
     Group of ${number(group.members.length)} <${Id} of=${group.uuid} />
     <span class="tally">
-      ${tally.map(
-        ([state, n]) => n > 0 && html`<span key=${state}>${number(n)} <${State} of=${state} /></span>`,
+      ${STATES.filter(count).map(
+        (one) => html`<span key=${one}>${number(count(one))} <${State} of=${one} /></span>`,
       )}
     </span>
     <ul>

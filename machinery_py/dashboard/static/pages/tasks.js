@@ -32,7 +32,9 @@ function useTasks(filter) {
     if (!head.data) return;
     const { tasks, cursor, looked } = head.data;
     set((old) => {
-      if (old.key !== key || old.over) return { key, rows: tasks, cursor, looked, misses: 0, fresh: [] };
+      if (old.key !== key || old.over) {
+        return { key, rows: tasks, cursor, looked, misses: 0, fresh: [] };
+      }
       const values = new Map(tasks.map((one) => [one.uuid, one]));
       const rows = old.rows.map((one) => values.get(one.uuid) || one);
       const known = new Set(rows.map((one) => one.uuid));
@@ -43,7 +45,8 @@ function useTasks(filter) {
     const { cursor } = list;
     if (busy.current === key + cursor || !cursor || list.misses >= STEPS) return;
     busy.current = key + cursor;
-    const page = await get("tasks", { ...filter, limit: PAGE, cursor }).catch((error) => ({ error }));
+    const query = { ...filter, limit: PAGE, cursor };
+    const page = await get("tasks", query).catch((error) => ({ error }));
     if (page.error) {
       set((old) => ({ ...old, error: page.error, misses: STEPS }));
       busy.current = "";
@@ -165,7 +168,8 @@ export function Tasks({ query }) {
     clear();
     reload();
   };
-  const scope = chosen.size ? `${number(chosen.size)} selected` : key ? "All that match" : "All tasks";
+  const all = key ? "All that match" : "All tasks";
+  const scope = chosen.size ? `${number(chosen.size)} selected` : all;
   return html`<h1 tabindex="-1">Tasks</h1>
     <${Filters} filter=${filter}
       change=${(values) => location.replace(link("tasks", { ...filter, ...values }))} />
@@ -192,8 +196,11 @@ export function Tasks({ query }) {
     </div>
     ${head.data && (rows.length > 0 || cursor) &&
     html`<p class="foot" role="status">
-      ${plural(rows.length, "task")}${cursor ? ` so far; ${number(looked)} looked at. ` : ": all of them."}
+      ${plural(rows.length, "task")}
+      ${cursor ? ` so far; ${number(looked)} looked at. ` : ": all of them."}
       ${error && html`<span class="failed">${error.message} </span>`}
-      ${cursor && misses >= STEPS && html`<button type="button" onClick=${goOn}>Look further</button>`}
+      ${cursor &&
+      misses >= STEPS &&
+      html`<button type="button" onClick=${goOn}>Look further</button>`}
     </p>`}`;
 }

@@ -9,7 +9,9 @@ const WORKERS = [
     "Worker",
     "name",
     (one) => link("worker", { name: one.name }),
-    (one) => one.stalled && html`<span class="badge bad" title="A task holds its interpreter.">stalled</span>`,
+    (one) =>
+      one.stalled &&
+      html`<span class="badge bad" title="A task holds its interpreter.">stalled</span>`,
   ),
   { head: "Queues", kind: "wide", cell: (one) => one.queues.join(", ") },
   figure("Holds", "holding"),
@@ -25,7 +27,8 @@ export function Workers() {
     <${Instead} of=${found} empty=${!rows.length}>
       No worker is alive. Start one: <code>machinery worker your_module</code></${Instead}>
     ${rows.length > 0 &&
-    html`<${Table} label="Workers" rows=${rows} rowKey=${(one) => one.session} columns=${WORKERS} />`}`;
+    html`<${Table} label="Workers" columns=${WORKERS} rows=${rows}
+      rowKey=${(one) => one.session} />`}`;
 }
 
 function ShutDown({ name, close }) {
@@ -34,7 +37,7 @@ function ShutDown({ name, close }) {
     location.hash = "#/workers";
   };
   return html`<${Dialog} title=${`Shut down ${name}`} close=${close}>
-    <p>It takes no more tasks, finishes those that run, and ends. It cannot be started from here.</p>
+    <p>It takes no more tasks, finishes those that run, and ends. Nothing here starts it again.</p>
     <footer>
       <button type="button" onClick=${close}>Cancel</button>
       <${Action} kind="danger" run=${() => post("workers/shutdown", { name })} onDone=${leave}
@@ -46,14 +49,15 @@ function ShutDown({ name, close }) {
 function Control({ name, stats, refresh }) {
   const [wanted, setWanted] = useState("");
   const value = wanted || stats.concurrency;
+  const ask = (close) => html`<${ShutDown} name=${name} close=${close} />`;
   const change = () => post("workers/concurrency", { name, concurrency: Number(value) });
   return html`<div class="buttons">
     <label>Concurrency <input type="number" min="1" value=${value}
       onInput=${(event) => setWanted(event.target.value)} /></label>
     <${Action} run=${change} onDone=${() => (setWanted(""), refresh())}
       done=${`${name} runs up to ${value} at once.`}>Set</${Action}>
-    <button type="button" class="quiet-danger" onClick=${() =>
-      openDialog((close) => html`<${ShutDown} name=${name} close=${close} />`)}>Shut down …</button>
+    <button type="button" class="quiet-danger" onClick=${() => openDialog(ask)}>
+      Shut down …</button>
   </div>`;
 }
 
