@@ -40,7 +40,7 @@ MOST = 1000  # tasks that one call lists or changes
 STEP = 500  # tasks that one step of a bulk change takes
 STEP_REVOKED = 200  # each of them is a write of its own
 STEP_COUNTED = 5000
-WITHIN = 0.25  # seconds that one step looks for tasks
+WITHIN = 0.2  # seconds that one step looks for tasks
 ASKING = 1.0  # seconds that a worker has for an answer
 
 Limit = Annotated[int, msgspec.Meta(ge=1, le=MOST)]
