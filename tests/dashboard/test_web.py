@@ -436,6 +436,7 @@ def test_end_of_the_server_ends_open_streams(bench: Bench) -> None:
 
     assert [one.read() for one in streams] == [b"\n", b"\n", b"\n"]
     assert time.monotonic() - begun < live.STREAM_LIFE / 2
+    wait_until(lambda: not [one for one in threading.enumerate() if "dashboard" in one.name])
 
 
 # Stores that do not answer
