@@ -41,9 +41,8 @@ def exporter(server: Server, args: argparse.Namespace) -> int:
             serve(
                 args.host,
                 args.port,
-                is_live=lambda: True,
-                is_ready=lambda: stores.is_up,
-                metrics=lambda accepted: metrics.page(lambda: registry, accepted),
+                lambda: stores.is_up,
+                lambda accepted: metrics.page(lambda: registry, accepted),
                 option="--port",
             )
         )

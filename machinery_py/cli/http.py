@@ -79,10 +79,10 @@ class _PageHandler(BaseHTTPRequestHandler):
 def serve(
     host: str,
     port: int,
-    *,
-    is_live: Callable[[], bool],
     is_ready: Callable[[], bool],
     metrics: Callable[[str], Page],
+    *,
+    is_live: Callable[[], bool] = lambda: True,
     option: str = "--health-port",
 ) -> Iterator[int]:
     """Answer GET /live and /ready with 200 or 503, and /metrics, in the background.

@@ -20,17 +20,20 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from machinery_py.errors import ConfigError
+from machinery_py.texts import get_logger
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from machinery_py.cli.http import Page
     from machinery_py.server import Server
+
+logger = get_logger(__name__)
 
 VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 IN_MEMORY = "/dev/shm"
@@ -77,7 +80,8 @@ class ProcessCounts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ended: dict[str, tuple[Any, dict[str, Count]]] = {}  # kind → file, sums
+        self._ended: dict[str, dict[str, Count]] = {}  # kind → key of prometheus_client → sum
+        self._unwritten: set[str] = set()  # kinds whose sums are not in their file yet
         self._tidy_at = time.monotonic() + TIDY_EVERY
         self._hold = -1
         self._folder = os.environ.get(VARIABLE, "")
@@ -118,6 +122,8 @@ class ProcessCounts:
             try:
                 self._tidy_at = time.monotonic() + TIDY_EVERY
                 self._add_up()
+            except Exception:  # no room, or somebody has removed the folder: the workers must go on
+                logger.exception("files of metrics in %s cannot be added up", self._folder)
             finally:
                 self._lock.release()
 
@@ -127,20 +133,39 @@ class ProcessCounts:
             if pid.isdigit() and not _is_alive(int(pid)):
                 path = os.path.join(self._folder, name)
                 if not kind.startswith("gauge_live") and kind != "gauge_all":
-                    with suppress(struct.error, RuntimeError, ValueError):  # killed as it wrote
-                        self._add(kind, path)
+                    self._add(kind, path)
                 os.unlink(path)
+        while self._unwritten:
+            kind = next(iter(self._unwritten))
+            path = os.path.join(self._folder, f"{kind}_{ENDED}.db")
+            with open(f"{path}.draft", "wb") as file:
+                file.write(_packed(self._ended[kind]))
+            os.replace(file.name, path)
+            self._unwritten.discard(kind)
 
     def _add(self, kind: str, path: str) -> None:
         from prometheus_client.mmap_dict import MmapedDict
 
-        if kind not in self._ended:
-            total = os.path.join(self._folder, f"{kind}_{ENDED}.db")
-            self._ended[kind] = MmapedDict(total), {}  # type: ignore[no-untyped-call]
-        file, sums = self._ended[kind]
-        for key, value, at, _ in list(MmapedDict.read_all_values_from_file(path)):  # type: ignore[no-untyped-call]
-            sums[key] = _sum(kind, sums[key], (value, at)) if key in sums else (value, at)
-            file.write_value(key, *sums[key])
+        with suppress(struct.error, RuntimeError, ValueError):  # it was killed as it wrote
+            counts = list(MmapedDict.read_all_values_from_file(path))  # type: ignore[no-untyped-call]
+            sums = self._ended.setdefault(kind, {})
+            for key, value, at, _ in counts:
+                sums[key] = _sum(kind, sums[key], (value, at)) if key in sums else (value, at)
+            self._unwritten.add(kind)
+
+
+def _packed(sums: Mapping[str, Count]) -> bytes:
+    """Return the sums as a file of prometheus_client.
+
+    Written by its own class, through a mapping, a full disk would kill the supervisor.
+    """
+    entries = []
+    for key, count in sums.items():
+        text = key.encode()
+        padded = text + b" " * (8 - (len(text) + 4) % 8)
+        entries.append(struct.pack(f"=i{len(padded)}sdd", len(text), padded, *count))
+    body = b"".join(entries)
+    return struct.pack("=ii", 8 + len(body), 0) + body
 
 
 def _sum(kind: str, one: Count, other: Count) -> Count:
@@ -156,13 +181,10 @@ def _sum(kind: str, one: Count, other: Count) -> Count:
 
 
 def _is_alive(pid: int) -> bool:
-    try:
+    with suppress(OSError):  # gone, or another user's by now
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's by now
-        return False
-    return True
+        return True
+    return False
 
 
 def _new_folder() -> tuple[str, int]:

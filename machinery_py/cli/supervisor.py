@@ -155,16 +155,9 @@ class Supervisor:
     def _serve(self, port: int, stack: ExitStack) -> None:
         from machinery_py.cli import http, metrics  # only who asks for a port pays
 
-        self._counts = counts = stack.enter_context(metrics.ProcessCounts())
-        stack.enter_context(
-            http.serve(
-                self._args.health_host,
-                port,
-                is_live=self._is_live,
-                is_ready=self._is_answering,
-                metrics=counts.page,
-            )
-        )
+        host, self._counts = self._args.health_host, stack.enter_context(metrics.ProcessCounts())
+        pages = self._is_answering, self._counts.page
+        stack.enter_context(http.serve(host, port, *pages, is_live=self._is_live))
 
     def _has_work(self) -> bool:
         is_due = any(slot.start_at < math.inf for slot in self._slots)

@@ -9,7 +9,7 @@ import socket
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +91,12 @@ def _work(args: argparse.Namespace, link: ParentLink) -> int:
         label = label_of(args, link.label)
         stack.enter_context(health.Pulse(place, label=label, worker=one.name, is_ready=is_ready))
         if args.health_port is not None:
-            _count(server, args, link, is_ready, stack)
+            from machinery_py.cli import http, metrics  # only who asks for a port pays
+
+            metrics.install(server)
+            if not link.is_child:
+                pages = is_ready, metrics.own_page
+                stack.enter_context(http.serve(args.health_host, args.health_port, *pages))
         orders.grace = f" (at most {one.shutdown_timeout:g} s; once more to stop now)"
         orders.follow(
             lambda level: one.abort() if level == STOP_NOW else one.quit(),
@@ -103,29 +108,6 @@ def _work(args: argparse.Namespace, link: ParentLink) -> int:
             link.tell("worn" if one.is_worn else "over")
     server.close()
     return code
-
-
-def _count(
-    server: Server,
-    args: argparse.Namespace,
-    link: ParentLink,
-    is_ready: Callable[[], bool],
-    stack: ExitStack,
-) -> None:
-    """Count what this process does; show it where no supervisor does."""
-    from machinery_py.cli import http, metrics  # only who asks for a port pays
-
-    metrics.install(server)
-    if not link.is_child:
-        stack.enter_context(
-            http.serve(
-                args.health_host,
-                args.health_port,
-                is_live=lambda: True,
-                is_ready=is_ready,
-                metrics=metrics.own_page,
-            )
-        )
 
 
 def _show_parts(args: argparse.Namespace, link: ParentLink) -> int:

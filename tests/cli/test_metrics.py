@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -113,7 +114,7 @@ def test_counts_of_all_processes_are_one_and_survive_their_ends(app: App) -> Non
 
 
 def test_files_of_ended_processes_are_added_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Gauges by their modes; a file that its process could not complete is no harm."""
     monkeypatch.setattr(metrics, "IN_MEMORY", str(tmp_path))
@@ -142,6 +143,10 @@ def test_files_of_ended_processes_are_added_up(
             "shop_sum": 9,
             "shop_mostrecent": 3,
         }
+
+        shutil.rmtree(folder)
+        counts.tidy()  # in the loop of the supervisor, which must go on
+        assert "cannot be added up" in caplog.text
     assert list(tmp_path.iterdir()) == [program]
 
 
