@@ -428,6 +428,7 @@ def test_too_many_streams_are_refused_until_one_is_closed(
 
 
 def test_end_of_the_server_ends_open_streams(bench: Bench) -> None:
+    before = set(threading.enumerate())
     with serve(bench.server.dashboard.wsgi(), "127.0.0.1", 0) as address:
         streams = [open_stream(Site(address)) for _ in range(3)]
         for one in streams:
@@ -436,7 +437,7 @@ def test_end_of_the_server_ends_open_streams(bench: Bench) -> None:
 
     assert [one.read() for one in streams] == [b"\n", b"\n", b"\n"]
     assert time.monotonic() - begun < live.STREAM_LIFE / 2
-    wait_until(lambda: not [one for one in threading.enumerate() if "dashboard" in one.name])
+    wait_until(lambda: set(threading.enumerate()) <= before)
 
 
 # Stores that do not answer
