@@ -38,6 +38,7 @@ logger = get_logger(__name__)
 VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 IN_MEMORY = "/dev/shm"
 NAME = "machinery-metrics-"
+ROOM = 16 * 2**20  # bytes that must be free there, else TMPDIR is used
 TIDY_EVERY = 60.0  # seconds
 ENDED = "ended"
 
@@ -199,6 +200,8 @@ def _new_folder() -> tuple[str, int]:
     for base in bases:
         try:
             _remove_left(base)
+            if base == IN_MEMORY and shutil.disk_usage(base).free < ROOM:
+                continue
             # Under its name only when it is locked: another supervisor may be looking just now.
             draft = tempfile.mkdtemp(prefix=f".{NAME}", dir=base)
             lock = os.open(draft, os.O_RDONLY | os.O_DIRECTORY)
