@@ -16,7 +16,7 @@ from tests.support.servers import RedisServer, require
 def shop() -> Iterator[Shop]:
     require(Browser)
     require(RedisServer)
-    with RedisServer() as redis:
+    with RedisServer(appendonly=True) as redis:
         shop = Shop(redis)
         try:
             with shop.server.new_worker("ada", 4):

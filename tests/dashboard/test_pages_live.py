@@ -89,6 +89,22 @@ def test_store_that_is_away_is_named_and_waited_for(shop: Shop, browser: Browser
     browser.problems()  # of requests that failed meanwhile
 
 
+def test_bulk_action_waits_for_a_store_that_is_away(shop: Shop, browser: Browser) -> None:
+    browser.open("#/tasks?state=FAILURE&name=mail.lost")
+    browser.see("3 tasks: all of them")
+    shop.redis.kill()
+    try:
+        browser.press("Retry …")
+        browser.see("connection refused", "trying again", css="dialog")
+    finally:
+        shop.redis.start()
+    browser.see("3 tasks that match: Failure, name mail.lost.", css="dialog")
+    browser.press("Retry 3 tasks")
+    browser.see("3 tasks sent again", css="dialog")
+    browser.press("Close")
+    browser.problems()  # of requests that failed meanwhile
+
+
 def test_page_opened_while_the_store_is_away_fills_later(shop: Shop, browser: Browser) -> None:
     whole = browser.address
     with serve(shop.server.dashboard.wsgi(), "127.0.0.1", 0) as address:
