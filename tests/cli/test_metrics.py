@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -39,6 +40,7 @@ def order(number: int) -> None:
 
 PROGRAM = """
 import sys
+import tempfile
 from prometheus_client import Counter, Gauge, Histogram
 
 number = float(sys.argv[1])
@@ -165,6 +167,20 @@ def test_folder_of_a_killed_supervisor_is_removed_by_the_next(app: App) -> None:
     kept = [folder_of(second), folder_of(third)]
     assert [second.stop(), third.stop()] == [0, 0]
     assert not any(one.exists() for one in kept)
+
+
+def test_folder_is_on_disk_where_memory_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "ROOM", sys.maxsize)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    with metrics.ProcessCounts():
+        assert [str(one) for one in tmp_path.iterdir()] == [os.environ[metrics.VARIABLE]]
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(ConfigError, match="no folder for metrics can be made in /dev/shm or"):
+        metrics.ProcessCounts()
 
 
 def test_folder_of_the_user_is_used_and_left_as_it_is(
