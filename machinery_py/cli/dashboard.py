@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import threading
 from typing import TYPE_CHECKING
 
 from machinery_py.cli import logs
+from machinery_py.cli.processes import until_stopped
 from machinery_py.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,10 +31,7 @@ def dashboard(server: Server, args: argparse.Namespace) -> int:
     logs.configure("", "text")
     checked = (lambda environ: "") if auth is None and args.insecure else auth
     web = server.dashboard.wsgi(read_only=args.read_only, auth=checked)
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    with serve(web, args.host, args.port) as address:
+    with until_stopped(), serve(web, args.host, args.port) as address:
         print(f"Dashboard of {args.app}: {address}  Ctrl+C stops.", flush=True)
-        stop.wait()
+        threading.Event().wait()
     return 0

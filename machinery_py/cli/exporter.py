@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import threading
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from machinery_py.cli import logs, metrics
 from machinery_py.cli.http import serve
-from machinery_py.cli.processes import SIGNALS, StopAsked
+from machinery_py.cli.processes import until_stopped
 from machinery_py.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,9 +31,7 @@ def exporter(server: Server, args: argparse.Namespace) -> int:
     logs.configure("", "text")
     registry, stores = CollectorRegistry(), StoreCollector(server)
     registry.register(stores)
-    with suppress(StopAsked), ExitStack() as stack:
-        for number in SIGNALS:
-            signal.signal(number, _stop)
+    with until_stopped(), ExitStack() as stack:
         if args.events:
             _follow(server, registry, stack)
         port = stack.enter_context(
@@ -66,7 +63,3 @@ def _follow(server: Server, registry: CollectorRegistry, stack: ExitStack) -> No
     thread.start()
     stack.callback(thread.join, 5.0)
     stack.callback(stream.close)
-
-
-def _stop(*_: object) -> None:
-    raise StopAsked

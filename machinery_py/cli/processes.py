@@ -30,8 +30,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import IO
 
@@ -190,11 +190,24 @@ class ParentLink:
 
 
 class StopAsked(KeyboardInterrupt):
-    """A signal arrived during the import of the app.
+    """A signal arrived during the import of the app, or in `until_stopped`.
 
     A class of its own: after a bare KeyboardInterrupt in an exec() of text (a dataclass is made by
     one) CPython ends with SIGINT, even if the exception was caught.
     """
+
+
+@contextmanager
+def until_stopped() -> Iterator[None]:
+    """Run the block until SIGTERM or Ctrl+C, which leave it; for the main thread."""
+
+    def stop(*_: object) -> None:
+        raise StopAsked  # no Event: the main thread may hold its lock, while it begins to wait
+
+    for number in SIGNALS:
+        signal.signal(number, stop)
+    with suppress(StopAsked):
+        yield
 
 
 class Orders:
