@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -24,6 +24,8 @@ from selenium.common.exceptions import (
 from selenium.webdriver import ActionChains, Chrome, ChromeOptions, ChromeService
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.expected_conditions import visibility_of_element_located
+from selenium.webdriver.support.wait import WebDriverWait
 
 from machinery_py.testing.waiting import wait_until
 from tests.support.private import Private
@@ -57,6 +59,13 @@ WATCH = """
       else setTimeout(look, 30);
     };
     look();
+"""
+#: The button or link with a name that can be pressed; of an open dialog, if there is one.
+NAMED = """
+    const root = document.querySelector("dialog[open]") || document;
+    return [...root.querySelectorAll("button, a")].find((one) =>
+      !one.disabled && one.checkVisibility() &&
+      [one.getAttribute("aria-label"), one.innerText.trim()].includes(arguments[0]));
 """
 DESKTOP = (1280, 860)
 PHONE = (390, 844)
@@ -168,32 +177,17 @@ class Browser(Private):
         self.driver.get(self.address + route)
         self.driver.execute_script("localStorage.clear()")
 
-    def find_element(self, find: Callable[[], Any]) -> WebElement:
-        found: list[WebElement] = []
-
-        def look() -> bool:
-            found[:] = [one for one in find() if one.is_displayed()]
-            return bool(found)
-
-        wait_until(look, PATIENCE, "an element to press")
-        return found[0]
-
-    def press(self, name: str, within: str = "body") -> None:
+    def press(self, name: str) -> None:
         """Click the button or link with this name, as soon as it can be clicked."""
 
-        def find() -> list[WebElement]:
-            return [
-                one
-                for one in self.driver.find_elements(By.CSS_SELECTOR, f"{within} :is(button, a)")
-                if name in (one.accessible_name, one.text) and one.is_enabled()
-            ]
-
         def click() -> bool:
+            found = self.run(NAMED, name)
             try:
-                self.find_element(find).click()
+                if found is not None:
+                    found.click()
             except (StaleElementReferenceException, ElementClickInterceptedException):
                 return False
-            return True
+            return found is not None
 
         wait_until(click, PATIENCE, f"a button {name!r} that can be clicked")
 
@@ -203,14 +197,18 @@ class Browser(Private):
 
     def point_at(self, css: str) -> None:
         """Move the pointer there."""
-        target = self.find_element(lambda: self.driver.find_elements(By.CSS_SELECTOR, css))
-        ActionChains(self.driver).move_to_element(target).perform()
+        ActionChains(self.driver).move_to_element(self._element(css)).perform()
 
     def fill(self, css: str, value: str) -> None:
         """Replace what stands in a field."""
-        field = self.find_element(lambda: self.driver.find_elements(By.CSS_SELECTOR, css))
+        field = self._element(css)
         field.clear()
         field.send_keys(value)
+
+    def _element(self, css: str) -> WebElement:
+        return WebDriverWait(self.driver, PATIENCE).until(
+            visibility_of_element_located((By.CSS_SELECTOR, css))
+        )
 
 
 @cache
