@@ -151,7 +151,7 @@ def test_metadata_names_author_licence_and_pythons(wheel: zipfile.ZipFile) -> No
 
     assert (found["Name"], found["Version"]) == ("machinery_py", __version__)
     assert found["Author"] == "The machinery_py authors"
-    assert found["License-Expression"] == "MIT"
+    assert found["License-Expression"] == "MIT AND Apache-2.0"
     assert not [one for one in classifiers if one.startswith("License ::")]  # an index refuses both
     assert found["Requires-Python"] == ">=3.11"
     assert {f"Programming Language :: Python :: 3.{minor}" for minor in range(11, 16)} <= set(
