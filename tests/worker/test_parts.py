@@ -287,9 +287,14 @@ def test_tasks_go_back_when_an_interrupt_ends_the_wait_for_them(server: Server) 
         wait_until(lambda: not worker.ready, HANG, "the worker to claim no more")
         signal.pthread_kill(main, signal.SIGINT)
 
-    threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        worker.stop()
+    # A shell lets its background jobs ignore SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            worker.stop()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
     assert server.broker.stats()[0].waiting == 1
     gate.set()
