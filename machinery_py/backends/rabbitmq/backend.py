@@ -206,6 +206,13 @@ class AMQPBackend(TransactionalBackend):
 
         return self._run(uuids, "storing states", step, once=True)
 
+    def _apply(self, change: Change, rows: dict[str, Row]) -> Verdict:
+        row = rows.get(change.key)
+        if isinstance(row, StoredTask) and row.of_go and not row.epoch:
+            # Go has read ours away, and its own PENDING came late: that tells of no other delivery.
+            row.epoch = change.epoch
+        return super()._apply(change, rows)
+
     def _tasks(self, uuids: Iterable[str]) -> dict[str, StoredTask]:
         transaction = self._current.transaction
         queues = {uuid: self._queues.task(uuid) for uuid in uuids}

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pika
 import pytest
 from pika.adapters.blocking_connection import BlockingChannel
@@ -205,6 +206,23 @@ def test_a_go_worker_goes_on_with_a_task_of_ours(backend: AMQPBackend, go: Block
 
     assert go_declares(go, "task_1") == 1
     assert backend.get_state("task_1").state is State.SUCCESS
+
+
+def test_pending_of_go_that_comes_late_fences_no_run(
+    backend: AMQPBackend, go: BlockingChannel
+) -> None:
+    """Go sends a state and a task on two connections, and polls for the result at once."""
+    [begun] = backend.begin([("task_1", 0)])
+    go_reads(go, "task_1")
+    go_writes(go, "task_1", state_of("task_1", State.PENDING))
+
+    done = state_of("task_1", State.SUCCESS)
+    change = Change(key="task_1", mark="ours", epoch=begun.epoch, states=(done,))
+
+    assert backend.apply([change]) == [SETTLED]
+    assert backend.get_state("task_1").state is State.SUCCESS
+    assert backend.apply([msgspec.structs.replace(change, epoch=1)]) == [ALREADY]
+    assert backend.apply([msgspec.structs.replace(change, epoch=1, mark="other")]) == [FENCED]
 
 
 def test_result_read_by_go_is_gone(backend: AMQPBackend, go: BlockingChannel) -> None:
