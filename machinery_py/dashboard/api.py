@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import msgspec
 
 from machinery_py.brokers.base import DeadLetter
+from machinery_py.control.client import TIMEOUT, ChosenWorkers
+from machinery_py.control.orders import ANY
 from machinery_py.dashboard.fleet import Fleet
 from machinery_py.dashboard.live import Live
 from machinery_py.dashboard.masking import SHORT, Masking, python_call
@@ -356,7 +358,7 @@ class Api:
     @route("GET", "worker")
     def worker(self, name: str) -> WorkerDetail:
         """Ask a worker what it does; one that does not answer is no error."""
-        asked = self._fleet.control.workers(name, timeout=ASKING)
+        asked = self._chosen(name, timeout=ASKING)
         try:
             stats = asked.stats()
             if not stats:
@@ -374,14 +376,19 @@ class Api:
     @route("POST", "workers/shutdown")
     def shut_down(self, name: str) -> Changed:
         """Let a worker end in order."""
-        self._fleet.control.workers(name).shutdown()
+        self._chosen(name).shutdown()
         return Changed()
 
     @route("POST", "workers/concurrency")
     def set_concurrency(self, name: str, concurrency: Number) -> Changed:
         """Let a worker run so many tasks at a time."""
-        self._fleet.control.workers(name).set_concurrency(concurrency)
+        self._chosen(name).set_concurrency(concurrency)
         return Changed()
+
+    def _chosen(self, name: str, *, timeout: float = TIMEOUT) -> ChosenWorkers:
+        if ANY in name:  # it would mean others, too; a worker may have such a name
+            raise ArgumentError(f"worker {name!r}: expected the name of one worker, without a '*'")
+        return self._fleet.control.workers(name, timeout=timeout)
 
 
 def _states(words: Sequence[str]) -> list[State]:

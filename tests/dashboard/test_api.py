@@ -351,6 +351,17 @@ def test_schedules_are_paused_resumed_and_run(bench: Bench, site: Site) -> None:
     assert site.try_post("schedules/run", name="none").status == 404
 
 
+def test_worker_whose_name_is_a_pattern_is_not_taken_for_the_fleet() -> None:
+    server = Server("memory://")
+    with server.new_worker("*"), server.new_worker("web-1"), site_of(server) as site:
+        for path, more in (("workers/shutdown", {}), ("workers/concurrency", {"concurrency": 9})):
+            refused = site.try_post(path, name="*", **more)
+            assert refused.status == 400
+        assert {one["name"] for one in site.get("workers")} == {"*", "web-1"}
+        assert site.get("worker", name="web-1")["stats"]["concurrency"] != 9
+    server.close()
+
+
 def test_worker_tells_what_it_does_and_is_steered(redis_url: str) -> None:
     server = Server(Config(broker=redis_url))
     go = threading.Event()
