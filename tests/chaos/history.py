@@ -129,7 +129,7 @@ def read_folder(history: History, folder: pathlib.Path) -> None:
 
 
 def _read_ledger(history: History, path: pathlib.Path, worker: str) -> None:
-    open_: dict[tuple[str, str], Run] = {}
+    open_: dict[tuple[str, str], dict[str, Run]] = defaultdict(dict)
     for event, at, uuid, *facts in _lines(path):
         match event, facts:
             case "start", [run, fence, digest, started_at, times]:
@@ -143,16 +143,19 @@ def _read_ledger(history: History, path: pathlib.Path, worker: str) -> None:
                     digest=digest,
                     again=times == "again",
                 )
-                open_[uuid, run] = one
+                open_[uuid, run][fence] = one
                 history.runs.append(one)
-            case "end", [run, _, word]:
-                open_[uuid, run].end, open_[uuid, run].ok = float(at), word == "ok"
+            case "end", [run, fence, word]:
+                one = open_[uuid, run][fence]
+                one.end, one.ok = float(at), word == "ok"
             case "settled", [run, state]:
                 history.settled.append(
                     Settled(uuid=uuid, run=int(run), worker=worker, state=state, at=float(at))
                 )
-                if (uuid, run) in open_:
-                    open_[uuid, run].settled = float(at)
+                if same := open_[uuid, run].values():
+                    # The event does not tell which. After a freeze a worker may run both its
+                    # old delivery and its new one; only the new one can be settled.
+                    max(same, key=lambda one: one.fence).settled = float(at)
             case "attempt", [parent]:
                 history.sent[uuid] = Sent(
                     word="unknown", at=float(at), tried=float(at), parent=parent

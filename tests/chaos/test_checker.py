@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from machinery_py.tasks.states import State
 from tests.chaos.app import digest
 from tests.chaos.checker import check
-from tests.chaos.history import Final, Happened, History, Run, Sent, Settled
+from tests.chaos.history import Final, Happened, History, Run, Sent, Settled, read_folder
 from tests.chaos.plan import Call, fold
 
 MEMBERS = ("m0", "m1", "m2")
@@ -434,3 +435,21 @@ def test_a_run_that_was_not_drained_says_nothing() -> None:
     history.drained = False
 
     assert check(history).word == "INVALID"
+
+
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+def test_worker_that_ran_its_old_delivery_too_has_settled_the_new_one(
+    order: tuple[int, int], tmp_path: pathlib.Path
+) -> None:
+    lines = [f"start\t{fence}.0\ttask\t0\t{fence}\tx\t1.0\tfirst" for fence in order]
+    lines += [f"end\t{5 - fence}.0\ttask\t0\t{fence}\tok" for fence in order]
+    (tmp_path / "ledger-w1").write_text("\n".join([*lines, "settled\t6.0\ttask\t0\tSUCCESS", ""]))
+    history = good()
+    history.runs = []
+
+    read_folder(history, tmp_path)
+
+    assert {one.fence: (one.end, one.settled) for one in history.runs} == {
+        1: (4.0, None),
+        2: (3.0, 6.0),
+    }

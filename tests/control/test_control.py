@@ -408,7 +408,7 @@ def test_terminated_task_in_a_thread_is_asked_and_a_deaf_worker_named(server: Se
     with server.new_worker("ada", 1) as worker:
         held = task.send()
         wait_until(lambda: worker.active == 1)
-        done = server.control.revoke(held.uuid, terminate=True, timeout=0.1)
+        done = server.control.revoke(held.uuid, terminate=True, timeout=2.0)
         assert (done, done.missing) == ({"ada": {held.uuid: "asked"}}, ("deaf",))
         assert held.get(timeout=HANG) == "stopped"
         many = [f"task_{number}" for number in range(1001)]
@@ -416,7 +416,7 @@ def test_terminated_task_in_a_thread_is_asked_and_a_deaf_worker_named(server: Se
             server.control.revoke(*many, terminate=True)
         assert not server.backend.revoked(many)
         long = [f"task_{number:090}" for number in range(1000)]  # two records
-        done = server.control.revoke(*long, terminate=True, timeout=0.1)
+        done = server.control.revoke(*long, terminate=True, timeout=2.0)
         assert (done, done.missing, done.errors) == ({"ada": {}}, ("deaf",), {})
     consumer.close()
 
