@@ -29,7 +29,7 @@ ROWS: tuple[str, ...] = (
     "wire",
     "config",
     "connections",
-    "brokers backends locks",
+    "brokers backends locks limits",
     "stores",
     "results",
     "registry",
@@ -122,7 +122,7 @@ def test_no_store_imports_another_store() -> None:
         f"{place}: {name} imports {target}"
         for name, targets in graph().items()
         for target, place in targets.items()
-        if name.split(".")[0] in ("connections", "brokers", "backends", "locks", "stores")
+        if name.split(".")[0] in ("connections", "brokers", "backends", "locks", "limits", "stores")
         if (own := store_of(name)) and (other := store_of(target)) and own != other
     ]
 
@@ -209,6 +209,7 @@ def test_every_method_of_a_public_contract_has_a_docstring() -> None:
         "backends.base": ("Backend", "Listener"),
         "stores.base": ("Store", "Session"),
         "locks.base": ("Lock",),
+        "limits.base": ("Limits",),
     }
     found = dict(modules())
     silent = [

@@ -21,6 +21,7 @@ from machinery_py.config.urls import StoreUrl
 from machinery_py.connections.forks import ForkLock
 from machinery_py.connections.memory import MemoryHub
 from machinery_py.errors import ConfigError
+from machinery_py.limits.memory import MemoryLimits
 from machinery_py.locks.memory import MemoryLock
 from machinery_py.stores.base import Firing, Mark, Session, Settlement, Submission
 from machinery_py.stores.open import Family, FamilyOptions
@@ -36,6 +37,7 @@ class _Shared:
         self.broker = MemoryBroker(self.hub, lease=options.lease)
         self.backend = MemoryBackend(self.hub, expire_in=options.expire_in)
         self.lock = MemoryLock(self.hub)
+        self.limits = MemoryLimits(self.hub)
 
 
 _named: weakref.WeakValueDictionary[str, _Shared] = weakref.WeakValueDictionary()
@@ -66,6 +68,9 @@ class MemoryFamily(Family):
 
     def lock(self) -> MemoryLock:
         return self._shared.lock
+
+    def limits(self) -> MemoryLimits:
+        return self._shared.limits
 
     def together(self) -> OneStore:
         return OneStore(self._shared.broker, self._shared.backend, self._shared.hub.transaction)

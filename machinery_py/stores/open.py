@@ -21,6 +21,7 @@ from machinery_py.config.sections import AMQPConfig, MongoDBConfig, RedisConfig
 from machinery_py.config.urls import Role, add_scheme, redact, scheme_of, split_urls
 from machinery_py.connections.forks import not_forking
 from machinery_py.errors import ConfigError, Unsupported
+from machinery_py.limits.base import Limits
 from machinery_py.locks.base import Lock
 from machinery_py.stores.base import Store
 from machinery_py.stores.outbox import TwoStores
@@ -57,6 +58,9 @@ class Family(ABC):  # noqa: B024 - a family need not be able to do all of it
 
     def lock(self) -> Lock:
         raise Unsupported(f"{redact(self.url)} gives no locks")
+
+    def limits(self) -> Limits:
+        raise Unsupported(f"{redact(self.url)} keeps no limits")
 
     def together(self) -> Store | None:
         """Return a store in which broker and backend settle as one, if they can."""
@@ -153,7 +157,7 @@ def open_broker_family(config: Config, clock: Clock) -> Family:
 
 
 class Stores:
-    """The stores of one Server: its store, its lock, and the families that own the connections."""
+    """The stores of one Server: its store, its lock and limits, and the families behind them."""
 
     def __init__(self, config: Config, clock: Clock) -> None:
         options = _family_options(config, clock)
@@ -167,6 +171,7 @@ class Stores:
         self.store: Store = together or TwoStores(broker.broker(), backend.backend(), clock)
         self._lock_family = self._families.get(config.lock_url)
         self._lock: Lock | None = None
+        self._limits: Limits | None = None
 
     @property
     def lock(self) -> Lock:
@@ -175,14 +180,28 @@ class Stores:
         Raises:
             ConfigError: neither broker nor backend can lock, and no other store is named.
         """
+        if self._lock is None:
+            self._lock = self._family_of_locks("locks").lock()
+        return self._lock
+
+    @property
+    def limits(self) -> Limits:
+        """The store of limits, which is that of the locks.
+
+        Raises:
+            ConfigError: as `lock`.
+        """
+        if self._limits is None:
+            self._limits = self._family_of_locks("limits").limits()
+        return self._limits
+
+    def _family_of_locks(self, what: str) -> Family:
         if self._lock_family is None:
             raise ConfigError(
-                "lock: neither the broker nor the result backend gives out locks "
+                f"lock: neither the broker nor the result backend gives out {what} "
                 "(set lock, for instance to redis://host)"
             )
-        if self._lock is None:
-            self._lock = self._lock_family.lock()
-        return self._lock
+        return self._lock_family
 
     def close(self) -> None:
         """Give everything back. May be called twice."""

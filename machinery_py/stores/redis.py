@@ -38,7 +38,7 @@ from machinery_py.connections.failover import strategy_named
 from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.connections.redis.cluster import RedisClusterDriver
 from machinery_py.connections.redis.discovery import Servers
-from machinery_py.connections.redis.pool import Limits
+from machinery_py.connections.redis.pool import PoolLimits
 from machinery_py.connections.redis.scripts import Folder
 from machinery_py.errors import BrokerUnavailable, ConfigError, PublishUnknown
 from machinery_py.locks.redis import ClusterLock, RedisLock
@@ -306,9 +306,9 @@ class RedisClusterFamily(Family):
         self._cluster.close()
 
 
-def _limits_of(redis: RedisConfig) -> Limits:
+def _limits_of(redis: RedisConfig) -> PoolLimits:
     """Go's 0 is no limit."""
-    return Limits(
+    return PoolLimits(
         max_idle=redis.max_idle,
         max_active=redis.max_active,
         wait=redis.wait,

@@ -33,7 +33,7 @@ from machinery_py.connections.redis.durability import (
 )
 from machinery_py.connections.redis.errors import TRANSIENT, ErrorKind, as_ours, kind_of
 from machinery_py.connections.redis.keys import DELAYED
-from machinery_py.connections.redis.pool import NO_LIMITS, Limits, Quota
+from machinery_py.connections.redis.pool import NO_LIMITS, PoolLimits, Quota
 from machinery_py.connections.redis.scripts import Script, pack, with_delayed_key
 from machinery_py.errors import BackendUnavailable, MachineryError, PublishUnknown, StoreUnusable
 from machinery_py.texts import get_logger
@@ -131,7 +131,7 @@ class RedisDriver:
         timeout: float = TIMEOUT,
         servers: Servers | None = None,
         strict: bool = False,
-        limits: Limits = NO_LIMITS,
+        limits: PoolLimits = NO_LIMITS,
     ) -> None:
         """`servers`: in place of the URL's. `strict`: refuse one that may lose what it stores."""
         self.servers = servers or Servers([url], timeout=timeout)

@@ -34,7 +34,7 @@ from machinery_py.connections.redis.client import (
 from machinery_py.connections.redis.cluster_nodes import Address, Nodes, NodeServers
 from machinery_py.connections.redis.errors import ErrorKind, as_ours, kind_of
 from machinery_py.connections.redis.keys import DELAYED
-from machinery_py.connections.redis.pool import NO_LIMITS, Limits, Quota
+from machinery_py.connections.redis.pool import NO_LIMITS, PoolLimits, Quota
 from machinery_py.connections.redis.requests import (
     Request,
     RequestAttempt,
@@ -67,7 +67,7 @@ class RedisClusterDriver:
         connect_timeout: float = TIMEOUT,
         client_name: str = "machinery",
         strict: bool = False,
-        limits: Limits = NO_LIMITS,
+        limits: PoolLimits = NO_LIMITS,
     ) -> None:
         """Nothing is connected yet. `strict`: refuse a master that may lose what it stores.
 

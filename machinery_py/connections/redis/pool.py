@@ -19,7 +19,7 @@ L = TypeVar("L")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class PoolLimits:
     """Limits of a driver. Lengths are in seconds, and infinite where there is no limit.
 
     Attributes:
@@ -40,13 +40,13 @@ class Limits:
     delayed_key: str = DELAYED
 
 
-NO_LIMITS = Limits()
+NO_LIMITS = PoolLimits()
 
 
 class Quota:
     """Counts the connections of one process, and makes who wants one too many wait, or fail."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: PoolLimits) -> None:
         self._most = limits.max_active
         self._wait = limits.wait
         self._count = 0

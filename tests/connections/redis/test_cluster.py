@@ -15,7 +15,7 @@ from machinery_py.brokers.base import Broker
 from machinery_py.brokers.redis.cluster import ClusterBroker
 from machinery_py.config.sections import RedisConfig
 from machinery_py.connections.redis.cluster import RedisClusterDriver
-from machinery_py.connections.redis.pool import Limits
+from machinery_py.connections.redis.pool import PoolLimits
 from machinery_py.errors import BackendUnavailable, ConfigError, MachineryError, StoreUnusable
 from machinery_py.tasks.signature import Signature
 from machinery_py.testing.conformance.leases import put
@@ -153,7 +153,7 @@ def test_a_key_whose_slot_cannot_be_named_is_refused(key: str) -> None:
 
 
 def test_connections_to_all_nodes_are_counted_together(empty_cluster: ClusterServers) -> None:
-    cluster = RedisClusterDriver(empty_cluster.url, limits=Limits(max_active=2))
+    cluster = RedisClusterDriver(empty_cluster.url, limits=PoolLimits(max_active=2))
     drivers = [cluster.at(f"{{{queue}}}:".encode()) for queue in QUEUES]
 
     def ask(index: int) -> None:

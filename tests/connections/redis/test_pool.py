@@ -12,7 +12,7 @@ import pytest
 from machinery_py import Config, Server
 from machinery_py.config.sections import RedisConfig
 from machinery_py.connections.redis.client import RedisDriver
-from machinery_py.connections.redis.pool import Limits
+from machinery_py.connections.redis.pool import PoolLimits
 from machinery_py.errors import BackendUnavailable, MachineryError, PublishUnknown
 from machinery_py.tasks.signature import Signature
 from machinery_py.testing.waiting import HANG, together, wait_until
@@ -118,7 +118,7 @@ def test_unsent_command_is_given_up_after_the_configured_time(
 
 
 def test_no_more_connections_than_may_be_are_opened(empty_redis: RedisServer) -> None:
-    driver = RedisDriver(empty_redis.url, limits=Limits(max_active=2))
+    driver = RedisDriver(empty_redis.url, limits=PoolLimits(max_active=2))
     first, second = driver.open(), driver.open()
 
     with pytest.raises(
@@ -138,7 +138,7 @@ def test_no_more_connections_than_may_be_are_opened(empty_redis: RedisServer) ->
 
 
 def test_waiting_caller_gets_a_returned_connection(empty_redis: RedisServer) -> None:
-    driver = RedisDriver(empty_redis.url, limits=Limits(max_active=2, wait=True))
+    driver = RedisDriver(empty_redis.url, limits=PoolLimits(max_active=2, wait=True))
     most: list[int] = []
     over = threading.Event()
 
@@ -177,7 +177,7 @@ def test_a_worker_runs_within_its_connections(empty_redis: RedisServer) -> None:
 def test_idle_connections_beyond_limit_or_age_are_closed(
     empty_redis: RedisServer,
 ) -> None:
-    driver = RedisDriver(empty_redis.url, limits=Limits(max_idle=1, idle_timeout=0.2))
+    driver = RedisDriver(empty_redis.url, limits=PoolLimits(max_idle=1, idle_timeout=0.2))
     together(4, lambda _: driver.ask(b"BLPOP", b"nothing", b"0.3", doing="asking"))
     wait_until(lambda: len(clients(empty_redis, "machinery")) == 1, HANG, "one that is kept")
     [before] = clients(empty_redis, "machinery")
