@@ -101,7 +101,10 @@ class _Sending:
             headers[HEADER_UNIQUE_START] = "free"
         elif self._replaceable:
             headers[HEADER_UNIQUE_START] = "keep"
-        self.signature = app.stamped(signature.replace(headers=headers))
+        eta = signature.eta
+        if settings.debounce is not None and eta is None:
+            eta = app.now() + dt.timedelta(seconds=settings.debounce)
+        self.signature = app.stamped(signature.replace(headers=headers, eta=eta))
         self.holder = signature.uuid
         self._token = new_uuid("")
         self._message = app.message(self.signature)

@@ -120,6 +120,18 @@ def test_the_name_of_a_lock_is_the_callers_own() -> None:
     assert lock_name("work", call, args, "").startswith("machinery:exclusive:work:")
 
 
+def test_a_key_that_names_a_parameter_means_its_value() -> None:
+    def work(doc: str, how: int = 3, *, deep: bool = False) -> None: ...
+
+    call = Call("work", work)
+    one, same, other = (call.arguments(args, {}) for args in (("a",), ("a", 3), ("b",)))
+    assert lock_name("work", call, one, "doc") == "doc=a"
+    assert lock_name("work", call, one, "how") == lock_name("work", call, same, "how") == "how=3"
+    assert lock_name("work", call, one, "deep") == "deep=false"
+    assert unique_key("work", call, one, "doc") != unique_key("work", call, other, "doc")
+    assert lock_name("work", call, one, "docs") == "docs"  # names no parameter
+
+
 def test_keys_and_locks_of_two_applications_are_not_the_same() -> None:
     call = Call("work", lambda number: None)
     args = (Arg(type="int64", value=7),)
@@ -176,6 +188,10 @@ def test_expired_call_frees_its_unique_key() -> None:
         ({"exclusive": "maybe"}, "exclusive='maybe'"),
         ({"unique_for": 0}, "unique_for=0"),
         ({"exclusive_timeout": -1}, "exclusive_timeout=-1"),
+        ({"debounce": 0}, "debounce=0"),
+        ({"debounce": 5, "unique_until": "finish"}, "debounce=5 and unique_until"),
+        ({"unique_key": "k"}, "unique_key='k'.*it needs unique=True or debounce"),
+        ({"unique": "a", "unique_key": "b"}, "unique_key='b'"),
     ],
 )
 def test_a_wrong_option_is_refused_where_the_task_is_made(options: Any, text: str) -> None:
@@ -367,6 +383,35 @@ def test_the_harness_runs_exclusive_tasks_one_after_the_other() -> None:
         harness.advance(seconds=5)
         harness.drain()
         assert ran[-1] == 99
+
+
+def test_debounced_task_runs_once_after_the_last_send() -> None:
+    server, ran = Server("memory://"), list[tuple[str, int]]()
+
+    @server.task(debounce=5, unique_key="doc")
+    def index(doc: str, version: int) -> None:
+        ran.append((doc, version))
+        if version == 3:
+            assert not index.send(doc, 4).duplicate  # the key is free since the run has begun
+
+    with Harness(server) as harness:
+        for version in (1, 2, 3):
+            index.send("a", version)
+            harness.advance(seconds=4)  # each counts the delay anew
+            harness.drain()
+        index.send("b", 1)
+        assert ran == []
+        harness.advance(seconds=1)
+        harness.drain()
+        assert ran == [("a", 3)]
+        harness.advance(seconds=5)
+        harness.drain()
+        assert sorted(ran[1:]) == [("a", 4), ("b", 1)]
+
+        index.options(delay=60).send("c", 1)  # this call's own delay
+        index.options(unique=False).send("d", 1)  # not debounced
+        harness.drain()
+        assert ran[3:] == [("d", 1)]
 
 
 def test_eager_runs_a_unique_task_at_once() -> None:

@@ -96,6 +96,7 @@ class Call:
         self._required_keywords = {
             p.name for p in self._given if p.kind is p.KEYWORD_ONLY and p.default is p.empty
         }
+        self.names = {*self.places, *self._keyword_names}
         self._takes_keywords = any(p.kind is p.VAR_KEYWORD for p in self._given)
         self._named = bool(self._keyword_names) or self._takes_keywords
         self._hints: dict[str, Any] | None = None

@@ -99,13 +99,17 @@ class TaskOptions(CallOptions, total=False):
 
     The others are for calls that are the same (docs/how-to/unique.md):
 
-    unique: one at a time is sent. True: calls with the same arguments are the same; or the key: a
+    unique: one at a time is sent. True: calls with the same arguments are the same; or the key, as
+        `unique_key`.
+    unique_key: calls with the same key are the same: the name of a parameter for its value, another
         text, or a function of the arguments that returns it.
+    debounce: seconds (or a timedelta) after the last of several sends until it is run, once, with
+        its arguments: each call that is the same replaces the one that waits.
     unique_for: seconds (or a timedelta) from sending for which the key is held at most.
     unique_until: the key is held until the task is "finish"ed (the default) or "start"ed.
     exclusive: one at a time is run; another call waits ("wait") or ends at once ("skip").
-    exclusive_key: the name of the lock, or a function of the arguments that returns it; by default
-        calls with the same arguments share one.
+    exclusive_key: the name of the lock, given as `unique_key`; by default calls with the same
+        arguments share one.
     exclusive_timeout: seconds (or a timedelta) that a call waits at most.
     """
 
@@ -117,8 +121,10 @@ class TaskOptions(CallOptions, total=False):
     on_worker_lost: Literal["retry", "fail"]
     on_failure: Literal["ack", "dead_letter"]
     unique: bool | Key
+    unique_key: Key
     unique_for: Length
     unique_until: Literal["finish", "start"]
+    debounce: Length
     exclusive: Literal["wait", "skip"]
     exclusive_key: Key
     exclusive_timeout: Length
@@ -143,8 +149,10 @@ class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
     on_worker_lost: str = "retry"
     on_failure: str = "ack"
     unique: bool | Key = False
+    unique_key: Key = ""
     unique_for: float | None = None
     unique_until: str = "finish"
+    debounce: float | None = None
     exclusive: str = ""
     exclusive_key: Key = ""
     exclusive_timeout: float | None = None
@@ -167,7 +175,7 @@ class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
             elif option in _ERRORS:
                 given[option] = value and _tuple(value)
         given["retries"] = counted_retries(given.get("retries", 0))
-        settings = cls(**given)
+        settings = _with_key(name, cls(**given), options)
         kill_after = settings.kill_after
         if kill_after is not None and (settings.pool == "thread" or settings.time_limit is None):
             raise ValueError(
@@ -181,6 +189,27 @@ class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
         if isinstance(error, (NoRetry, *self.dont_retry_on)):
             return False
         return self.retry_on is None or isinstance(error, (*self.retry_on, TimeLimitExceeded))
+
+
+def _with_key(name: str, settings: TaskSettings, options: TaskOptions) -> TaskSettings:
+    """Return them with the key that `unique` means, and with what `debounce` says of it."""
+    changes: dict[str, Any] = {}
+    if settings.unique_key:
+        if not (settings.unique is True or (settings.debounce and "unique" not in options)):
+            raise ValueError(
+                f"{name}: unique_key={settings.unique_key!r} (it needs unique=True or debounce=…)"
+            )
+        changes["unique"] = settings.unique_key
+    if settings.debounce:
+        for option in ("unique_until", "unique_for", "on_duplicate"):
+            if option in options:
+                raise ValueError(
+                    f"{name}: debounce={settings.debounce:g} and {option} (a debounced call is "
+                    "unique until it starts, and a later one replaces it)"
+                )
+        changes = {"unique": settings.unique or True, **changes}
+        changes.update(unique_until="start", on_duplicate="replace")
+    return msgspec.structs.replace(settings, **changes) if changes else settings
 
 
 TASK_OPTIONS = frozenset(TaskSettings.__struct_fields__)
@@ -248,6 +277,7 @@ _NUMBERS = {
     "kill_after": (0.0, LONGEST_RUN, "seconds or a timedelta, at most 100 years"),
     "result_expires": _LIMIT,
     "unique_for": _LIMIT,
+    "debounce": _LIMIT,
     "exclusive_timeout": _LIMIT,
     "delay": _LATER,
     "expires": _LATER,

@@ -80,7 +80,7 @@ def unique_key(
 
     Args:
         call: of the task; None: it is not known here, and nothing is known of defaults.
-        how: True for the arguments, or the key, or a function of the arguments that returns it.
+        how: True for the arguments, or a key as `_key_text` takes it.
 
     Raises:
         ArgumentError: the function does not return a text, or the arguments do not fit it.
@@ -104,6 +104,16 @@ def lock_name(
 
 
 def _key_text(name: str, call: Call | None, args: Sequence[Arg], how: Any, option: str) -> str:
+    """Return the key of a call: one rule for all options that are a key.
+
+    A text that names a parameter means its value, any other text means itself; a function of the
+    arguments returns the key.
+    """
+    if isinstance(how, str) and call is not None and how in call.names:
+        placed, named = call.sorted_out(args)
+        given = dict(zip(call.places, placed, strict=False)) | named
+        value = given[how].value if how in given else None  # a default that cannot be sent
+        return f"{how}={value if isinstance(value, str) else _encode(value).decode()}"
     if callable(how) and call is not None:
         values, named = call.values(args)
         try:

@@ -10,6 +10,7 @@ A second Server in this process with the same URLs must open the same stores.
 
 from __future__ import annotations
 
+import datetime as dt
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -258,6 +259,22 @@ class UniqueConformance(AppCase):
             assert third.get(timeout=HANG) == 3
             idle.wait_until_idle()
         assert idle.calls == [("last", 3)]
+
+    def test_debounced_calls_run_once_with_the_last_arguments(self, idle: App) -> None:
+        late = idle.server.task(debounce=0.4, unique_key="number")(_named("late", idle))
+        first, last, other = late.send(1), late.send(1), late.send(2)
+        with idle.running():
+            assert [last.get(timeout=HANG), other.get(timeout=HANG)] == [1, 2]
+            again = late.send(1)
+            idle.wait_until_idle()
+            assert again.get(timeout=HANG) == 1
+        assert sorted(idle.calls) == [("late", 1), ("late", 1), ("late", 2)]
+        with pytest.raises(TaskFailed) as caught:
+            first.get(timeout=HANG)
+        assert caught.value.error_type == "Replaced"
+        for state in (last.get_state(), other.get_state()):
+            assert state.started_at is not None
+            assert state.started_at - state.created_at > dt.timedelta(seconds=0.3)
 
     def test_running_call_is_not_replaced(self, app: App) -> None:
         hold = waiting(app, unique="k", on_duplicate="replace")
