@@ -38,6 +38,7 @@ from machinery_py.stores.base import Refusal, Store, Submission
 from machinery_py.stores.open import Stores
 from machinery_py.tasks.backoff import full_jitter
 from machinery_py.tasks.context import RUNNING, check_time, on_behalf_of
+from machinery_py.tasks.lineage import inheriting
 from machinery_py.tasks.signature import HEADER_ATTEMPTS, Lazy, Signature, counted, new_uuid
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.texts import get_logger
@@ -60,8 +61,6 @@ class Outgoing(msgspec.Struct, frozen=True):
 
 NOTHING = Outgoing((), (), (), ())
 
-TRACE_CONTEXT = frozenset({"traceparent", "tracestate", "baggage"})  # headers of the W3C
-OURS = "machinery_"  # how the headers of tasks/signature.py begin
 STEP_FAILED = "ChainStepFailed"  # the error type of a last task that never ran
 
 _PLAIN = TaskSettings()
@@ -194,28 +193,17 @@ class Application:
         """Return it with the logical clock of its sending, if events are sent."""
         return self.publisher.stamped(signature) if self.publisher.is_on else signature
 
-    def inheriting(self, signature: Signature[Any]) -> Signature[Any]:
+    def inheriting(self, signature: Signature[Any], *, parent: str = "") -> Signature[Any]:
         """Return it with headers inherited from the task that sends it.
 
-        These are the trace context and those that the configuration names; its own headers win, and
-        ours are never inherited.
+        Args:
+            parent: in place of that task.
         """
         task = RUNNING.get()
-        if task is None or not (task.signature.headers or task.handed_on):
+        if task is None:
             return signature
-        prefixes = tuple(filter(None, map(str.strip, self.config.inherited_headers.split(","))))
-        found = {
-            key: value
-            for key, value in {**task.signature.headers, **task.handed_on}.items()
-            if (key in TRACE_CONTEXT or (key.startswith(prefixes) and not key.startswith(OURS)))
-            and key not in signature.headers
-            and isinstance(value, str)
-        }
-        found.update(signature.headers)
-        if signature.uuid == task.uuid:  # its retry
-            handed_on = task.handed_on.items()
-            found.update({key: value for key, value in handed_on if key.startswith(OURS)})
-        return signature.replace(headers=found) if found else signature
+        prefixes = self.config.inherited_headers
+        return inheriting(signature, task, prefixes=prefixes, parent=parent)
 
     def _check_names(self, signature: Signature[Any]) -> None:
         """Check the names in a signature and in its callbacks, but not in those still encoded.
@@ -396,6 +384,8 @@ class Application:
             eta=signature.eta,
             message=failing(signature) if has_more else ALONE,
             keep_for=self.life_of(signature),
+            root=signature.root if signature.headers else "",
+            parent=signature.parent if signature.headers else "",
         )
 
     def report_sent(self, signatures: Sequence[Signature[Any]]) -> None:
@@ -444,7 +434,9 @@ class Application:
                         task_uuid=member.uuid,
                         total=member.group_task_count,
                         ok=one.ok,
-                        callback=encode_signature(self.inheriting(callback)),
+                        callback=encode_signature(
+                            self.inheriting(callback, parent=member.group_uuid)
+                        ),
                     )
                 )
         return found

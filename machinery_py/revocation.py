@@ -131,6 +131,8 @@ def end_unheld(
         attempt=state.attempt,
         queue=state.queue,
         keep_for=state.keep_for,
+        root=state.root,
+        parent=state.parent,
     )
     firing = Firing(
         task_uuid="" if group_uuid else signature.uuid,

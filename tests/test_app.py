@@ -23,9 +23,20 @@ from machinery_py import (
     group,
 )
 from machinery_py.stores.base import Submission
-from machinery_py.tasks.signature import HEADER_EXPIRES, Step
+from machinery_py.tasks.signature import (
+    HEADER_EXPIRES,
+    HEADER_ORIGIN,
+    HEADER_PARENT,
+    HEADER_ROOT,
+    Step,
+)
 from machinery_py.testing import Harness
 from machinery_py.testing.waiting import wait_until
+
+
+def without_kin(signature: Signature[Any]) -> dict[str, Any]:
+    kin = (HEADER_ROOT, HEADER_PARENT, HEADER_ORIGIN)
+    return {key: value for key, value in signature.headers.items() if key not in kin}
 
 
 class Flow:
@@ -90,7 +101,7 @@ def test_delay_and_expiry_of_a_later_step_count_from_its_sending(flow: Flow, pla
 
     found, now = flow.sent("late"), flow.server.now()
     assert found.eta == now + dt.timedelta(minutes=1)
-    assert found.headers == {HEADER_EXPIRES: repr((now + dt.timedelta(minutes=2)).timestamp())}
+    assert without_kin(found) == {HEADER_EXPIRES: repr((now + dt.timedelta(minutes=2)).timestamp())}
     flow.harness.advance(seconds=60)
     flow.drain()
     assert flow.server.result(found.uuid).get(timeout=0) is None
@@ -188,7 +199,7 @@ def test_trace_context_goes_on_to_what_a_task_sends(flow: Flow, place: str) -> N
     flow.server.send(step)
     flow.drain()
 
-    assert flow.sent("late").headers == TRACE
+    assert without_kin(flow.sent("late")) == TRACE
 
 
 def test_declared_headers_go_on_and_ours_never_do(flow: Flow) -> None:
@@ -201,7 +212,7 @@ def test_declared_headers_go_on_and_ours_never_do(flow: Flow) -> None:
     flow.drain()
 
     assert "machinery_expires" in flow.sent("work").headers
-    assert flow.sent("late").headers == {
+    assert without_kin(flow.sent("late")) == {
         "tenant": "acme",
         "tenant_id": "7",
         "x-a": "",
@@ -215,7 +226,7 @@ def test_send_outside_a_task_inherits_nothing(flow: Flow) -> None:
     flow.work.options(headers=TRACE).send()
     flow.drain()
     flow.late.send()
-    assert flow.sent("late").headers == {}
+    assert without_kin(flow.sent("late")) == {}
 
 
 def test_the_publish_handler_sees_the_task_that_sends(flow: Flow) -> None:
@@ -316,11 +327,11 @@ def test_headers_that_a_run_hands_on_go_to_what_follows_it(flow: Flow) -> None:
     retried = flow.sent("flaky").headers
     assert retried.items() >= {**TRACE, "machinery_x": "1"}.items()
     assert retried["machinery_run"] == "1"
-    assert flow.sent("late").headers == {**TRACE, "traceparent": "run 2"}
+    assert without_kin(flow.sent("late")) == {**TRACE, "traceparent": "run 2"}
     assert handed_on == [{"traceparent": "run 2", "machinery_x": "2"}]
     flow.parent.send()
     flow.drain()
-    assert flow.sent("late").headers == {"traceparent": "run 1"}
+    assert without_kin(flow.sent("late")) == {"traceparent": "run 1"}
 
 
 def _async_parent(flow: Flow) -> Any:
@@ -428,3 +439,31 @@ def test_a_call_that_was_checked_and_changed_is_checked_again(flow: Flow) -> Non
 def _pair(a: int, b: str) -> None: ...
 def _alert(error: str, code: int, *, deep: bool = False) -> None: ...
 def _scale(factor: float) -> None: ...
+
+
+def kin_of(signature: Signature[Any]) -> tuple[str, str, Any]:
+    return signature.root, signature.parent, signature.headers.get(HEADER_ORIGIN)
+
+
+def test_steps_know_their_root_and_the_task_before_them(flow: Flow) -> None:
+    first = flow.work.signature().with_uuid()
+    flow.server.send(first.then(flow.fail.partial(), flow.late.partial()))
+    flow.drain()
+
+    assert flow.published[0].headers == {}
+    assert kin_of(flow.sent("late")) == (first.uuid, first.uuid, "harness")
+    state = flow.server.backend.get_state(flow.sent("late").uuid)
+    assert (state.root, state.parent) == (first.uuid, first.uuid)
+
+
+def test_retry_keeps_its_parent(flow: Flow) -> None:
+    flaky = flow.server.task("flaky", retries=2, backoff=[0.0])(_away)
+    sender = flow.server.task("sender")(lambda: flaky.send() and None)
+    alone, child = flaky.send(), sender.send()
+    flow.drain()
+
+    tries = [one for one in flow.published if one.name == "flaky"]
+    assert {kin_of(one) for one in tries if one.uuid == alone.uuid} == {("", "", None)}
+    children = [one for one in tries if one.uuid != alone.uuid]
+    assert {kin_of(one) for one in children} == {(child.uuid, child.uuid, "harness")}
+    assert len(tries) == 6

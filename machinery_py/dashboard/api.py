@@ -210,6 +210,8 @@ class Api:
             children=report.children,
             group=ShownGroup(uuid=group.group_uuid, members=members) if group else None,
             python=python_call(signature.name, args, queue) if signature else "",
+            root=state.root,
+            parent=state.parent,
         )
 
     def _value(self, name: str, arg: Arg) -> ShownValue:

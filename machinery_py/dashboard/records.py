@@ -144,6 +144,7 @@ class TaskDetail(TaskRow, frozen=True, kw_only=True):
         message: None: it is not kept.
         attempts: the tries before the last.
         python: the call as Python; empty without a message.
+        root, parent: UUIDs; empty for a task that was sent alone.
     """
 
     traceback: str
@@ -154,6 +155,8 @@ class TaskDetail(TaskRow, frozen=True, kw_only=True):
     children: Sequence[ChildTask]
     group: ShownGroup | None
     python: str
+    root: str
+    parent: str
 
 
 class Changed(msgspec.Struct, frozen=True, kw_only=True):

@@ -101,6 +101,8 @@ def _mended(app: Application, signatures: Sequence[Signature[object]]) -> list[T
             task_name=one.task_name,
             created_at=one.created_at,
             queue=one.queue,
+            root=one.root,
+            parent=one.parent,
         )
         for one in states
         if one.state is State.FAILURE and one.error_type == STEP_FAILED

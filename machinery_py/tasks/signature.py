@@ -39,6 +39,9 @@ HEADER_UNIQUE_START = "machinery_unique_start"  # the key when the task starts: 
 HEADER_ON_DUPLICATE = "machinery_on_duplicate"  # for the sender: what to do when the key is held
 HEADER_COLLECT = "machinery_collect"  # on a chord's callback: all results as one list
 HEADER_LAST = "machinery_last"  # in a chain: UUID of its last step, which fails with this one
+HEADER_ROOT = "machinery_root"  # the workflow that it belongs to, or the task that began all of it
+HEADER_PARENT = "machinery_parent"  # the task or group in front of it, which had it sent
+HEADER_ORIGIN = "machinery_origin"  # the worker that sent it
 HEADER_SCHEDULE = "machinery_schedule"  # the name of the schedule that sent it
 HEADER_LOST = "machinery_lost"  # how many task processes were lost while they ran it
 HEADER_LOST_HOW = "machinery_lost_how"  # what became of the last of them
@@ -400,6 +403,16 @@ class Signature(msgspec.Struct, Step[R], frozen=True, kw_only=True, gc=False):
         """How many task processes were lost while they ran it."""
         return _number(self.headers, HEADER_LOST, 0) if self.headers else 0
 
+    @property
+    def root(self) -> str:
+        """UUID of the workflow that it belongs to, or of the task that began all of it; or ""."""
+        return _text(self.headers, HEADER_ROOT)
+
+    @property
+    def parent(self) -> str:
+        """UUID of the task or group in front of it, which had it sent; or ""."""
+        return _text(self.headers, HEADER_PARENT)
+
 
 COUNTED = (HEADER_DELAY, HEADER_EXPIRES_IN)
 LONGEST = 1e10  # seconds, 317 years; a longer delay or expiry is none
@@ -441,6 +454,11 @@ def _number(headers: Mapping[str, Any], key: str, default: int) -> int:
         if isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 10
         else default
     )
+
+
+def _text(headers: Mapping[str, Any], key: str) -> str:
+    text = headers.get(key)
+    return text if isinstance(text, str) else ""
 
 
 _RANDOM = ~(0xF << 76 | 0x3 << 62)  # all bits of a UUID but those that say what kind it is

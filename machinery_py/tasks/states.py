@@ -111,6 +111,7 @@ class TaskState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             (`outcomes.failing`).
         notes_json: `notes` as they are kept.
         keep_for: seconds that a finished state is kept; None: as long as the store keeps others.
+        root, parent: as of the signature; empty for a task that was sent alone.
     """
 
     task_uuid: str
@@ -134,6 +135,8 @@ class TaskState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     message: bytes = b""
     notes_json: str = ""
     keep_for: float | None = None
+    root: str = ""
+    parent: str = ""
 
     @property
     def is_finished(self) -> bool:
@@ -150,7 +153,11 @@ class TaskState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class GroupMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A group, with the fields of Go's backends."""
+    """A group, with the fields of Go's backends, and one of ours.
+
+    Attributes:
+        plan: of a workflow's record (tasks/plans.py); its members are the tasks that keep it.
+    """
 
     group_uuid: str
     task_uuids: Sequence[str] = ()
@@ -158,6 +165,7 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     lock: bool = False
     created_at: dt.datetime = ZERO_TIME
     ttl: int = 0
+    plan: str = ""
 
 
 def advance(current: TaskState | None, change: TaskState) -> TaskState | None:
@@ -185,6 +193,8 @@ def advance(current: TaskState | None, change: TaskState) -> TaskState | None:
         started_at=change.started_at or (current.started_at if change.run == current.run else None),
         progress=change.progress or (current.progress if change.run == current.run else None),
         worker=change.worker or current.worker,
+        root=change.root or current.root,
+        parent=change.parent or current.parent,
     )
 
 

@@ -346,6 +346,7 @@ GROUP: dict[str, tuple[str, Field]] = {
     "lock": ("lock", BOOL),
     "createdat": ("created_at", read_moment),
     "ttl": ("ttl", INT),
+    "plan": ("plan", TEXT),
 }
 
 

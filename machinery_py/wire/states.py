@@ -51,13 +51,14 @@ class _WrittenState(msgspec.Struct, gc=False):
     TTL: _Int64
 
 
-class _GroupDocument(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+class _GroupDocument(msgspec.Struct, gc=False, forbid_unknown_fields=True, omit_defaults=True):
     GroupUUID: str
     TaskUUIDs: list[str] | None
     ChordTriggered: bool
     Lock: bool
     CreatedAt: str
     TTL: _Int64
+    Plan: str = ""  # ours; Go knows nothing of it
 
 
 _FIELDS = msgspec.structs.fields(TaskState)
@@ -197,6 +198,7 @@ def encode_group(group: GroupMeta) -> bytes:
         group.lock,
         created_at,
         group.ttl,
+        group.plan,
     )
     try:
         return encode(written)
@@ -223,6 +225,7 @@ def decode_group(body: bytes) -> GroupMeta:
         lock=read.Lock,
         created_at=_moment(read.CreatedAt),
         ttl=read.TTL,
+        plan=read.Plan,
     )
 
 

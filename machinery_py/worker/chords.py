@@ -120,5 +120,7 @@ def _failed(
         attempt=callback.attempt,
         queue=queue,
         keep_for=app.life_of(callback),
+        root=callback.root,
+        parent=callback.parent,
     )
     return end_unheld(app, callback, outcome, stands, group_uuid=ready.group_uuid)

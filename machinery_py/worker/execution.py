@@ -421,6 +421,8 @@ class Execution:
             eta=then.retry.eta if then.retry is not None else None,
             message=self._kept(then),
             keep_for=self.settings.result_expires,
+            root=signature.root if signature.headers else "",
+            parent=signature.parent if signature.headers else "",
         )
         out, arrivals = self._following(then)
         self.sends = out.signatures
@@ -483,6 +485,8 @@ class Execution:
                 started_at=self.started_at,
                 progress=self.progress,
                 notes_json=notes_json(self.noted) if self.noted else "",
+                root=signature.root if signature.headers else "",
+                parent=signature.parent if signature.headers else "",
             ),
         )
 

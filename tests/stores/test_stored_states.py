@@ -51,6 +51,8 @@ FULL = TaskState(
     worker="w@host",
     message=b'{"UUID":"task_1"}\xff',
     keep_for=7.5,
+    root="flow_1",
+    parent="task_0",
 )
 CASES = {
     "full": FULL,

@@ -72,6 +72,7 @@ def add_groups(
                 "lock": group.lock,
                 "created_at": group.created_at if group.created_at.year >= 1970 else moment,
                 "ttl": group.ttl,
+                **({"plan": group.plan} if group.plan else {}),
             }
             for group in groups
         ],
@@ -93,6 +94,7 @@ def get_group(store: Store, uuid: str) -> GroupMeta | None:
         if isinstance(created_at, dt.datetime)
         else GroupMeta(group_uuid="").created_at,
         ttl=int(document.get("ttl") or 0),
+        plan=str(document.get("plan") or ""),
     )
 
 

@@ -37,7 +37,7 @@ T = TypeVar("T")
 _LINES = ("run", "started_at", "progress", "queue", "worker")
 _PACKED = tuple(field for field in EXTRA if field.name not in _LINES)
 _NAMES = tuple(field.name for field in _PACKED)
-_MESSAGE, _NOTES = map(_NAMES.index, ("message", "notes_json"))
+_MESSAGE, _NOTES, _ROOT = map(_NAMES.index, ("message", "notes_json", "root"))
 _DEFAULTS = tuple(field.default for field in _PACKED)[1:]  # of all but the attempt
 _PLAIN_DEFAULTS = _DEFAULTS[: _MESSAGE - 1]
 _MOMENTS = [place for place, name in enumerate(_NAMES, 1) if name in EXTRA_MOMENTS]  # in µs
@@ -104,7 +104,10 @@ def _kept(state: TaskState, now: dt.datetime, expire: int) -> int:
 def _our_fields(state: TaskState) -> bytes:
     values = _packed_values(state)
     # Most states have but an attempt, and of the message at most the one byte of `outcomes.ALONE`.
-    if values[1:_MESSAGE] != _PLAIN_DEFAULTS or len(values[_MESSAGE]) > 1 or values[_NOTES]:
+    is_plain = values[1:_MESSAGE] == _PLAIN_DEFAULTS and len(values[_MESSAGE]) <= 1
+    if not values[_ROOT]:
+        values = values[:_ROOT]  # of a task that was sent alone
+    if not is_plain or values[_NOTES] or len(values) > _ROOT:
         fields = [state.state._value_, *values]
         for place in _MOMENTS:
             if fields[place] is not None:
@@ -113,7 +116,7 @@ def _our_fields(state: TaskState) -> bytes:
     key = (state.state._value_, *values)
     plain = _PLAIN.get(key)
     if plain is None:
-        plain = pack(key[:2] if values[1:] == _DEFAULTS else key)
+        plain = pack(key[:2] if values[1:] == _DEFAULTS[: _ROOT - 1] else key)
         if len(_PLAIN) < 1024:
             _PLAIN[key] = plain
     return plain

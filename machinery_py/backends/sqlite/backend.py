@@ -53,9 +53,10 @@ BATCH = 1000  # rows deleted in one step, so that nobody waits long for the file
 LOOK = 20_000  # states that one step of a listing looks at
 LAST = 2**63 - 1  # µs
 
-# In: group, created_at, ttl, locked, fired, kept until. Completes a row that an arrival made.
+# In: group, created_at, ttl, locked, fired, kept until, plan. Completes a row that an arrival made.
 _ADD_GROUP = """
-INSERT INTO groups (uuid, created_at, ttl, locked, fired, expires_at) VALUES (?, ?, ?, ?, ?, ?)
+INSERT INTO groups (uuid, created_at, ttl, locked, fired, expires_at, plan)
+VALUES (?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT (uuid) DO UPDATE SET created_at = excluded.created_at, ttl = excluded.ttl,
     locked = excluded.locked WHERE NOT EXISTS (
     SELECT 1 FROM group_members WHERE group_uuid = excluded.uuid AND position IS NOT NULL)
@@ -193,6 +194,7 @@ class SQLiteBackend(TransactionalBackend):
                     int(meta.lock),
                     int(meta.chord_triggered),
                     until,
+                    meta.plan,
                 )
                 if connection.execute(_ADD_GROUP, row).rowcount:
                     members = [
@@ -346,7 +348,8 @@ class SQLiteBackend(TransactionalBackend):
     def get_group(self, group_uuid: str) -> GroupMeta | None:
         with self.driver.reading() as connection:
             row = connection.execute(
-                "SELECT fired, locked, created_at, ttl FROM groups WHERE uuid = ?", (group_uuid,)
+                "SELECT fired, locked, created_at, ttl, plan FROM groups WHERE uuid = ?",
+                (group_uuid,),
             ).fetchone()
             members = connection.execute(
                 "SELECT task_uuid FROM group_members"
@@ -355,7 +358,7 @@ class SQLiteBackend(TransactionalBackend):
             ).fetchall()
         if row is None:
             return None
-        fired, locked, created_at, ttl = row
+        fired, locked, created_at, ttl, plan = row
         return GroupMeta(
             group_uuid=group_uuid,
             task_uuids=tuple(uuid for (uuid,) in members),
@@ -363,6 +366,7 @@ class SQLiteBackend(TransactionalBackend):
             lock=bool(locked),
             created_at=moment_of(created_at),
             ttl=ttl,
+            plan=plan,
         )
 
     def ready_groups(self, limit: int) -> list[ReadyGroup]:

@@ -22,7 +22,8 @@ _FIELDS = [field for field in msgspec.structs.fields(TaskState) if field.name no
 _NAMES = tuple(field.name for field in _FIELDS)
 _MOMENTS = [place for place, name in enumerate(_NAMES) if name in EXTRA_MOMENTS]
 _TEXTS = [
-    _NAMES.index(name) for name in ("error", "error_type", "traceback", "notes_json")
+    _NAMES.index(name)
+    for name in ("error", "error_type", "traceback", "notes_json", "root", "parent")
 ]  # NULL if empty
 STATE, _CREATED_AT, _PROGRESS = map(_NAMES.index, ("state", "created_at", "progress"))
 _COLUMNS = tuple(name.removeprefix("task_") for name in _NAMES)

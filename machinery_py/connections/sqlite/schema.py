@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from machinery_py.connections.stored_items import CLAIM_LIFE, REVOKED_LIFE, StoredItem
 
-VERSION = 6
+VERSION = 7
 APPLICATION_ID = 0x6D636879  # "mchy": tells our file from another program's
 
 # fmt: off
@@ -107,7 +107,7 @@ TABLES: tuple[str, ...] = (
         started_at INTEGER, finished_at INTEGER, eta INTEGER, worker TEXT NOT NULL,
         mark TEXT NOT NULL, epoch INTEGER NOT NULL,
         changed_at INTEGER NOT NULL, expires_at INTEGER, results BLOB, message BLOB,
-        notes_json TEXT, keep_for REAL)
+        notes_json TEXT, keep_for REAL, root TEXT, parent TEXT)
     """,
     "CREATE INDEX tasks_changed ON tasks (changed_at, state, name, queue)",
     "CREATE INDEX tasks_expiring ON tasks (expires_at) WHERE expires_at IS NOT NULL",
@@ -117,7 +117,7 @@ TABLES: tuple[str, ...] = (
         locked INTEGER NOT NULL, total INTEGER NOT NULL DEFAULT 0,
         arrived INTEGER NOT NULL DEFAULT 0, failed_member TEXT NOT NULL DEFAULT '',
         fired INTEGER NOT NULL DEFAULT 0, ready INTEGER NOT NULL DEFAULT 0, expires_at INTEGER,
-        callback BLOB NOT NULL DEFAULT x'')
+        callback BLOB NOT NULL DEFAULT x'', plan TEXT NOT NULL DEFAULT '')
     """,
     "CREATE INDEX groups_ready ON groups (uuid) WHERE ready = 1",
     "CREATE INDEX groups_expiring ON groups (expires_at) WHERE expires_at IS NOT NULL",
@@ -152,4 +152,9 @@ UPGRADES: Mapping[int, tuple[str, ...]] = {
     3: ("ALTER TABLE tasks ADD COLUMN notes_json TEXT",),
     4: _TOPICS,
     5: ("ALTER TABLE tasks ADD COLUMN keep_for REAL",),
+    6: (
+        "ALTER TABLE tasks ADD COLUMN root TEXT",
+        "ALTER TABLE tasks ADD COLUMN parent TEXT",
+        "ALTER TABLE groups ADD COLUMN plan TEXT NOT NULL DEFAULT ''",
+    ),
 }

@@ -371,3 +371,38 @@ class GroupConformance(BackendCase):
 
         assert set(ready(backend)) == {"g"}
         assert backend.trigger_chord("g") is True
+
+    def test_plan_of_a_group_is_read_back(self, backend: Backend) -> None:
+        plan = '{"name":"a \\"b\\" é","steps":[["t",1]]}'
+        made_at = MOMENT.replace(microsecond=0)
+        record = GroupMeta(group_uuid="flow", task_uuids=("a",), created_at=made_at, plan=plan)
+        backend.apply([Change(key="flow", groups=(record,))])
+
+        assert backend.get_group("flow") == record
+
+    def test_failed_chord_that_is_made_anew_goes_on_with_its_members(
+        self, backend: Backend
+    ) -> None:
+        """This is how a workflow is retried: purged, made anew, its good members arrive again."""
+        members = ("a", "b", "c")
+        made_at = MOMENT.replace(microsecond=0)
+        group = GroupMeta(group_uuid="g", task_uuids=members, created_at=made_at)
+        backend.apply([Change(key="g", groups=(group,))])
+        arrive(backend, arrival("g", "a", 3), arrival("g", "b", 3, ok=False))
+        assert backend.trigger_chord("g") is True
+
+        backend.purge_group_meta("g")
+        good = (state_of("a", State.SUCCESS),)
+        again = Change(
+            key="g", groups=(group,), states=good, force=True, arrivals=(arrival("g", "a", 3),)
+        )
+        assert backend.apply([again]) == [SETTLED]
+        assert backend.get_group("g") == group
+        backend.apply([Change(key="b", states=(state_of("b"),), force=True)])
+        arrive(backend, arrival("g", "c", 3))
+        assert ready(backend) == {}
+
+        arrive(backend, arrival("g", "b", 3))
+        assert ready(backend)["g"].failed_member == ""
+        assert backend.trigger_chord("g") is True
+        assert backend.trigger_chord("g") is False

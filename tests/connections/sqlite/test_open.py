@@ -44,7 +44,7 @@ def test_a_newer_schema_is_refused(driver: SQLiteDriver, path: Path) -> None:
         connection.execute("PRAGMA user_version = 9")
     driver.close()
 
-    with pytest.raises(StoreUnusable, match=r"newer machinery_py \(schema 9, this one knows 6\)"):
+    with pytest.raises(StoreUnusable, match=r"newer machinery_py \(schema 9, this one knows 7\)"):
         queues(driver)
 
 
@@ -58,6 +58,9 @@ def test_a_file_of_the_first_version_is_brought_up_to_date(
         connection.execute("DROP TABLE topics")
         connection.execute("ALTER TABLE tasks RENAME COLUMN notes_json TO older")
         connection.execute("ALTER TABLE tasks RENAME COLUMN keep_for TO oldest")
+        for name in ("root", "parent"):
+            connection.execute(f"ALTER TABLE tasks RENAME COLUMN {name} TO {name}_later")
+        connection.execute("ALTER TABLE groups RENAME COLUMN plan TO plan_later")
         connection.execute("PRAGMA user_version = 1")
     driver.close()
 

@@ -176,6 +176,8 @@ const Pairs = ({ title, of }) =>
 
 const time = (at) => at && html`<${Time} at=${at} />`;
 
+const isTask = (uuid) => uuid && !uuid.startsWith("group_");
+
 function facts(task) {
   const { message, queue, worker, attempt } = task;
   const took = between(task.started_at, task.finished_at);
@@ -183,6 +185,8 @@ function facts(task) {
   return [
     ["Queue", queue && html`<a href=${link("tasks", { queue })}>${queue}</a>`],
     ["Worker", worker && html`<a href=${link("worker", { name: worker })}>${worker}</a>`],
+    ["Sent by", isTask(task.parent) && html`<a href=${link("task", { uuid: task.parent })}>
+      ${shortId(task.parent)}</a>`],
     ["Sent", time(task.created_at)],
     ["Started", time(task.started_at)],
     ["Finished", time(task.finished_at)],

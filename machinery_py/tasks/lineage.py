@@ -1,0 +1,45 @@
+"""Headers that a signature gets from the task that sends it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from machinery_py.tasks.context import Context
+from machinery_py.tasks.signature import HEADER_ORIGIN, HEADER_PARENT, HEADER_ROOT, Signature
+
+TRACE_CONTEXT = frozenset({"traceparent", "tracestate", "baggage"})  # headers of the W3C
+OURS = "machinery_"  # how the headers of tasks/signature.py begin
+
+
+def inheriting(
+    signature: Signature[Any], task: Context, *, prefixes: str, parent: str = ""
+) -> Signature[Any]:
+    """Return it with the trace context of the task, and with root, parent and origin.
+
+    Its own headers win, and none of ours is copied. A retry of the task keeps root, parent and
+    origin as they were.
+
+    Args:
+        prefixes: beginnings of further headers to be copied, separated by commas.
+        parent: in place of the task.
+    """
+    found: dict[str, Any] = {}
+    if task.signature.headers or task.handed_on:
+        beginnings = tuple(filter(None, map(str.strip, prefixes.split(","))))
+        found = {
+            key: value
+            for key, value in {**task.signature.headers, **task.handed_on}.items()
+            if (key in TRACE_CONTEXT or (key.startswith(beginnings) and not key.startswith(OURS)))
+            and isinstance(value, str)
+        }
+    if signature.uuid == task.uuid:  # its retry
+        handed_on = task.handed_on.items()
+        ours = {key: value for key, value in handed_on if key.startswith(OURS)}
+        if not found and not ours:
+            return signature
+        return signature.replace(headers={**found, **signature.headers, **ours})
+    found[HEADER_ROOT] = task.signature.root or task.uuid
+    found[HEADER_PARENT] = parent or task.uuid
+    if task.worker:
+        found[HEADER_ORIGIN] = task.worker
+    return signature.replace(headers={**found, **signature.headers})
