@@ -1,46 +1,28 @@
 """`server.lock(name)`: a lock across processes, held while its holder lives and needs it.
 
-A holder has a lease of the lock store. One thread of a Server, the keeper, renews all leases; it
-starts with the first lock and ends with the last. A lease that was not renewed in time is lost:
-`lost`, `check()` and the end of the `with` block say so.
+A holder has a lease of the lock store, which is renewed (locks/keeper.py). A lease that was not
+renewed in time is lost: `lost`, `check()` and the end of the `with` block say so.
 """
 
 from __future__ import annotations
 
-import os
 import random
-import threading
 import time
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from machinery_py.async_twins import twin
 from machinery_py.errors import LockLost, LockNotAcquired, MachineryError
 from machinery_py.locks.base import Lock, LockHolding
+from machinery_py.locks.keeper import Lease, LeaseKeeper
 from machinery_py.names import check_lock
 from machinery_py.tasks.context import check_time
-from machinery_py.texts import get_logger
-from machinery_py.threads import LoopThread
-
-logger = get_logger(__name__)
 
 POLL = 0.05, 0.5  # seconds between two tries, at first and at most
-RENEWALS = 3  # in one lease
+
+LockLease = Lease[Lock, LockHolding]
 
 
-class Lease:
-    """A name that is held. `ends`: the monotonic second until which it surely is ours."""
-
-    def __init__(
-        self, held: LockHolding, ends: float, on_lost: Callable[[], object] | None = None
-    ) -> None:
-        self.held = held
-        self.on_lost = on_lost
-        self.ends = ends
-        self.lost = False
-
-
-class LockKeeper:
+class LockKeeper(LeaseKeeper[Lock, LockHolding]):
     """Takes and renews the leases of one Server. May be used from any thread.
 
     Args:
@@ -49,121 +31,28 @@ class LockKeeper:
     """
 
     def __init__(self, open_lock: Callable[[], Lock], lease: Callable[[], float]) -> None:
+        super().__init__("lock", lease)
         self._open_lock = open_lock
-        self._lease = lease
-        self._leases: dict[str, tuple[Lock, Lease]] = {}  # by token
-        self._over: list[Lease] = []  # to be given back
-        self._changed = threading.Condition()
-        self._loop: LoopThread | None = None  # while there are leases
-        _keepers.add(self)
 
-    def after_fork(self) -> None:
-        """In a forked child: what the parent holds is not ours, and its thread is not here."""
-        for _, lease in self._leases.values():
-            lease.lost = True
-        self._leases, self._over, self._loop = {}, [], None
-        self._changed = threading.Condition()
-
-    def take(self, name: str, *, on_lost: Callable[[], object] | None = None) -> Lease | None:
+    def take(self, name: str, *, on_lost: Callable[[], object] | None = None) -> LockLease | None:
         """Take the name; None if somebody has it.
 
         Args:
             on_lost: called in the keeper's thread when the lease is lost.
         """
-        lock, length, asked_at = self._open_lock(), self._lease(), time.monotonic()
+        lock, length, asked_at = self._open_lock(), self._length(), time.monotonic()
         held = lock.acquire(name, ttl=length)
         if held is None:
             return None
-        lease = Lease(held, asked_at + length, on_lost)
-        with self._changed:
-            self._leases[held.token] = lock, lease
-            if self._loop is None:
-                self._loop = LoopThread("machinery-lock-keeper", self._work)
-                self._loop.start()
-            self._changed.notify_all()
+        lease = Lease(lock, held, asked_at + length, name=name, on_lost=on_lost)
+        self.keep(lease)
         return lease
 
-    def give_back(self, lease: Lease) -> bool:
-        """Release it. False: it was lost."""
-        with self._changed:
-            lock, _ = self._leases.pop(lease.held.token, (None, lease))
-            self._changed.notify_all()
-        if lock is None or lease.lost:
-            return False
-        return lock.release(lease.held)
+    def _renew(self, leases: Sequence[LockLease], ttl: float) -> list[bool]:
+        return [lease.store.renew(lease.held, ttl=ttl) for lease in leases]
 
-    def give_back_soon(self, lease: Lease) -> None:
-        """Release it in the keeper's thread: a store that does not answer blocks nobody else."""
-        with self._changed:
-            if lease.held.token in self._leases:
-                self._over.append(lease)
-                self._changed.notify_all()
-
-    def flush(self) -> None:
-        """Release now what `give_back_soon` was asked for."""
-        with self._changed:
-            over, self._over = self._over, []
-        for lease in over:
-            try:
-                self.give_back(lease)
-            except Exception as error:  # the thread must live on for the others
-                _log_unreleased(lease.held.name, error)
-
-    def close(self) -> None:
-        """Stop renewing: leases still held expire. May be called twice; a lock starts it again."""
-        self.flush()
-        with self._changed:
-            for _, lease in self._leases.values():
-                lease.lost = True
-            self._leases.clear()
-            loop = self._loop
-            self._changed.notify_all()
-        if loop is not None:
-            loop.join(10.0)
-
-    def _work(self) -> None:
-        due_at = time.monotonic() + self._lease() / RENEWALS
-        while True:
-            with self._changed:
-                if not self._leases:
-                    self._loop = None
-                    return
-                while self._leases and not self._over and (left := due_at - time.monotonic()) > 0:
-                    self._changed.wait(left)
-                leases = list(self._leases.values()) if time.monotonic() >= due_at else []
-            self.flush()
-            if leases:
-                due_at = time.monotonic() + self._lease() / RENEWALS
-            for lock, lease in leases:
-                self._renew(lock, lease)
-
-    def _renew(self, lock: Lock, lease: Lease) -> None:
-        length, asked_at = self._lease(), time.monotonic()
-        ours = None
-        try:
-            ours = lock.renew(lease.held, ttl=length)
-        except Exception as error:  # the thread must live on for the others
-            trace = not isinstance(error, MachineryError)
-            text = "lock %r could not be renewed: %s"
-            logger.warning(text, lease.held.name, error, exc_info=trace)
-        if ours:
-            lease.ends = asked_at + length
-            return
-        with self._changed:
-            given_back = lease.held.token not in self._leases
-            if given_back or (ours is None and time.monotonic() < lease.ends):
-                return
-            lease.lost = True
-            del self._leases[lease.held.token]
-        logger.error("lock %r is lost: its lease could not be renewed in time", lease.held.name)
-        if lease.on_lost is not None:
-            lease.on_lost()
-
-
-def _log_unreleased(name: str, error: Exception) -> None:
-    trace = not isinstance(error, MachineryError)
-    text = "lock %r could not be released, and ends by itself: %s"
-    logger.warning(text, name, error, exc_info=trace)
+    def _release(self, leases: Sequence[LockLease]) -> bool:
+        return all(lease.store.release(lease.held) for lease in leases)
 
 
 class NamedLock:
@@ -182,7 +71,7 @@ class NamedLock:
         self.name = name
         self._keeper = keeper
         self._timeout = timeout if blocking else 0.0
-        self._held: Lease | None = None
+        self._held: LockLease | None = None
 
     @property
     def held(self) -> bool:
@@ -303,21 +192,9 @@ class NamedLock:
             return release()
         except MachineryError as error:
             # What the block did was done under the lock; others wait for the lease to end.
-            _log_unreleased(self.name, error)
+            self._keeper.log_unreleased(repr(self.name), error)
             return True
 
     def _left(self, released: bool, error: BaseException | None) -> None:
         if not released and error is None:
             raise LockLost(self.name)
-
-
-_keepers: weakref.WeakSet[LockKeeper] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for keeper in list(_keepers):
-        keeper.after_fork()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
