@@ -28,6 +28,7 @@ from machinery_py.errors import (
     Unsupported,
 )
 from machinery_py.events import TaskSent
+from machinery_py.limits.keeper import SlotKeeper
 from machinery_py.locks.named import LockKeeper
 from machinery_py.names import check_call, check_message, check_uuid, is_made
 from machinery_py.registry.hooks import Hooks
@@ -80,6 +81,7 @@ class Application:
         self.events = ServerEvents(self.lamport, now=self.now, broker=lambda: self.store.broker)
         self.publisher = self.events.publisher
         self.locks = LockKeeper(lambda: self.stores.lock, lambda: self.config.lease)
+        self.slots = SlotKeeper(lambda: self.stores.limits, lambda: self.config.lease)
         self.pre_publish: PrePublish | None = None
         self.hooks = Hooks()
         self._stores: Stores | None = None
@@ -135,6 +137,7 @@ class Application:
         """Give the stores back. May be called twice; the next use opens them again."""
         self.publisher.close()
         self.locks.close()
+        self.slots.close()
         with self._lock:
             stores, self._stores = self._stores, None
         if stores is not None:

@@ -17,6 +17,7 @@ import msgspec
 
 from machinery_py.clock import LONGEST as LONGEST_RUN
 from machinery_py.errors import NoRetry, TimeLimitExceeded, nearest
+from machinery_py.limits.settings import LIMIT_OPTIONS, LimitOptions, check_limits
 from machinery_py.tasks.backoff import Backoff, check_backoff
 from machinery_py.tasks.signature import (
     HEADER_DELAY,
@@ -82,7 +83,7 @@ class SendOptions(CallOptions, total=False):
     unique: bool | str
 
 
-class TaskOptions(CallOptions, total=False):
+class TaskOptions(CallOptions, LimitOptions, total=False):
     """Options of a task: how its calls are sent, retried and run. Those of CallOptions, and:
 
     backoff: "fibonacci" (Go's: 1, 2, 3, 5 s …), "exponential", exponential(…), seconds for each
@@ -111,6 +112,12 @@ class TaskOptions(CallOptions, total=False):
     exclusive_key: the name of the lock, given as `unique_key`; by default calls with the same
         arguments share one.
     exclusive_timeout: seconds (or a timedelta) that a call waits at most.
+
+    The limits of LimitOptions hold for all workers together. They count
+    apart for each key, which is given as `unique_key`:
+
+    rate_key: of `rate`.
+    running_key: of `max_running` and `min_interval`.
     """
 
     backoff: Backoff
@@ -128,6 +135,8 @@ class TaskOptions(CallOptions, total=False):
     exclusive: Literal["wait", "skip"]
     exclusive_key: Key
     exclusive_timeout: Length
+    rate_key: Key
+    running_key: Key
 
 
 class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,6 +165,12 @@ class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
     exclusive: str = ""
     exclusive_key: Key = ""
     exclusive_timeout: float | None = None
+    rate: str = ""
+    rate_key: Key = ""
+    burst: int | str | None = None
+    max_running: int | None = None
+    running_key: Key = ""
+    min_interval: float | None = None
 
     @classmethod
     def of(cls, name: str, options: TaskOptions) -> TaskSettings:
@@ -176,6 +191,7 @@ class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
                 given[option] = value and _tuple(value)
         given["retries"] = counted_retries(given.get("retries", 0))
         settings = _with_key(name, cls(**given), options)
+        _check_keys(name, settings)
         kill_after = settings.kill_after
         if kill_after is not None and (settings.pool == "thread" or settings.time_limit is None):
             raise ValueError(
@@ -183,6 +199,11 @@ class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
                 '(it needs a time_limit and pool="process": a thread cannot be killed)'
             )
         return settings
+
+    @property
+    def limits(self) -> Mapping[str, object]:
+        """Options that `limits.settings.rules_of` reads."""
+        return {option: getattr(self, option) for option in LIMIT_OPTIONS}
 
     def may_retry(self, error: BaseException) -> bool:
         """Return whether a counted try may follow this error, if one is left."""
@@ -267,6 +288,7 @@ def counted_retries(retries: int | None) -> int:
 
 
 _ERRORS = "retry_on", "dont_retry_on"
+_KEYS = "rate_key", "running_key"
 _LIMIT = 1e-9, LONGEST_RUN, "seconds or a timedelta, more than 0, at most 100 years"
 _LATER = -LONGEST, LONGEST, "seconds or a timedelta, at most 317 years"
 #: Options that are numbers: the least, the most, and what is expected.
@@ -293,6 +315,8 @@ def check(name: str, options: Mapping[str, Any], known: frozenset[str]) -> None:
     Raises:
         TypeError, ValueError: one is.
     """
+    if known is TASK_OPTIONS:
+        check_limits(name, options)
     for option, value in options.items():
         if option not in known:
             raise _no_option(name, option, known)
@@ -303,6 +327,16 @@ def check(name: str, options: Mapping[str, Any], known: frozenset[str]) -> None:
                 raise ValueError(f"{name}: {error}") from None
         elif (value is not None or option == "priority") and (text := _misfit(option, value)):
             raise ValueError(f"{name}: {option}={value!r} ({text})")
+
+
+def _check_keys(name: str, settings: TaskSettings) -> None:
+    """Refuse a key without a limit that counts by it."""
+    if settings.rate_key and not settings.rate:
+        raise ValueError(f"{name}: rate_key={settings.rate_key!r} (it needs a rate)")
+    if settings.running_key and not (settings.max_running or settings.min_interval):
+        raise ValueError(
+            f"{name}: running_key={settings.running_key!r} (it needs max_running or min_interval)"
+        )
 
 
 def _misfit(option: str, value: Any) -> str:
@@ -321,6 +355,9 @@ def _misfit(option: str, value: Any) -> str:
             isinstance(one, type) and issubclass(one, BaseException) for one in _tuple(value)
         )
         expected = "exception classes, as (ConnectionError, TimeoutError)"
+    elif option in _KEYS:
+        fits = isinstance(value, str) or callable(value)
+        expected = "the name of a parameter, or a function of the arguments"
     elif words := _words().get(option):
         fits, expected = value in words, " or ".join(map(repr, words))
     return "" if fits else f"expected {expected}"
@@ -357,6 +394,7 @@ _TRANSLATED = {
         ("retry_backoff", "default_retry_delay", "retry_jitter", "min_backoff", "max_backoff"),
         "backoff",
     ),
+    "rate_limit": "rate",
     "acks_late": "ack",
     "reject_on_worker_lost": "on_worker_lost",
     "acks_on_failure_or_timeout": "on_failure",

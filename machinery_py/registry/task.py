@@ -17,6 +17,7 @@ from typing import (
 )
 
 from machinery_py.config.config import Config
+from machinery_py.limits.settings import rules_of
 from machinery_py.names import check_queue, check_task, check_uuid
 from machinery_py.registry import unique_keys
 from machinery_py.registry.calls import Call
@@ -68,6 +69,11 @@ class Task(Generic[P, R]):
         if self.settings.queue:
             check_queue(self.settings.queue)
         self.call = Call(name, function)
+        self.rules = rules_of(self.settings.limits)
+        # Most tasks need not ask anybody before they run.
+        self.is_guarded = bool(
+            self.rules or self.settings.exclusive or self.settings.ack == "early"
+        )
         self._sender = sender
         self._options: SendOptions = {}
         self.__doc__ = function.__doc__

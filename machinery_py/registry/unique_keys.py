@@ -1,4 +1,4 @@
-"""Keys of unique tasks and names of exclusive locks. Pure; see docs/explanation/unique.md."""
+"""Keys of unique and limited tasks, names of exclusive locks; see docs/explanation/unique.md."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def unique_key(
 
     Args:
         call: of the task; None: it is not known here, and nothing is known of defaults.
-        how: True for the arguments, or a key as `_key_text` takes it.
+        how: True for the arguments, or a key as `key_text` takes it.
 
     Raises:
         ArgumentError: the function does not return a text, or the arguments do not fit it.
     """
     if how is True:
         return _digest(owner, name, *_canonical(call, args))
-    return _digest(owner, name, _key_text(name, call, args, how, "unique"))
+    return _digest(owner, name, key_text(name, call, args, how, "unique"))
 
 
 def lock_name(
@@ -100,10 +100,10 @@ def lock_name(
     """
     if not how:
         return f"machinery:exclusive:{name}:{_digest(owner, name, *_canonical(call, args))}"
-    return _key_text(name, call, args, how, "exclusive_key")
+    return key_text(name, call, args, how, "exclusive_key")
 
 
-def _key_text(name: str, call: Call | None, args: Sequence[Arg], how: Any, option: str) -> str:
+def key_text(name: str, call: Call | None, args: Sequence[Arg], how: Any, option: str) -> str:
     """Return the key of a call: one rule for all options that are a key.
 
     A text that names a parameter means its value, any other text means itself; a function of the
@@ -113,7 +113,7 @@ def _key_text(name: str, call: Call | None, args: Sequence[Arg], how: Any, optio
         placed, named = call.sorted_out(args)
         given = dict(zip(call.places, placed, strict=False)) | named
         value = given[how].value if how in given else None  # a default that cannot be sent
-        return f"{how}={value if isinstance(value, str) else _encode(value).decode()}"
+        return f"{how}={value if isinstance(value, str) else _encoded(name, value).decode()}"
     if callable(how) and call is not None:
         values, named = call.values(args)
         try:
@@ -137,8 +137,13 @@ def _canonical(call: Call | None, args: Sequence[Arg]) -> tuple[object, object]:
 def _digest(owner: str, name: str, *parts: object) -> str:
     import hashlib  # 5 ms that only those pay who come here
 
-    # JSON with sorted keys and without spaces: any program can make the same bytes.
+    whole = [*([owner] if owner else ()), name, *parts]
+    return hashlib.sha256(_encoded(name, whole)).hexdigest()
+
+
+def _encoded(name: str, value: object) -> bytes:
+    """Return JSON with sorted keys and without spaces: any program can make the same bytes."""
     try:
-        return hashlib.sha256(_encode([*([owner] if owner else ()), name, *parts])).hexdigest()
+        return _encode(value)
     except UnicodeEncodeError as error:
         raise ArgumentError(f"{name}: its key cannot be made: {error}") from None

@@ -21,6 +21,7 @@ from machinery_py.config.urls import StoreUrl
 from machinery_py.connections.forks import ForkLock
 from machinery_py.connections.memory import MemoryHub
 from machinery_py.errors import ConfigError
+from machinery_py.limits.base import Admission
 from machinery_py.limits.memory import MemoryLimits
 from machinery_py.locks.memory import MemoryLock
 from machinery_py.stores.base import Firing, Mark, Session, Settlement, Submission
@@ -137,12 +138,22 @@ def _at_once(messages: Sequence[Message]) -> list[Message]:
     return [msgspec.structs.replace(message, eta=None) for message in messages]
 
 
+class EagerLimits(MemoryLimits):
+    """Limits that hold nobody back: a call of the eager store is over before `send` returns."""
+
+    def enter(self, *_: object, **__: object) -> Admission:
+        return Admission()
+
+
 class EagerFamily(MemoryFamily):
     """The memory stores behind an EagerStore."""
 
     def __init__(self, url: str, options: FamilyOptions) -> None:
         super().__init__("memory://", options)
         self.url = url
+
+    def limits(self) -> EagerLimits:
+        return EagerLimits(self._shared.hub)
 
     def together(self) -> EagerStore:
         return EagerStore(self._shared.broker, self._shared.backend, self._shared.hub.transaction)

@@ -1,24 +1,37 @@
-"""Admission of a task to its run: the key of a unique task, the lock of an exclusive one.
+"""Admission of a task to its run: its limits, its lock (exclusive) and its key (unique).
 
-Called where the task is about to run, so that tasks waiting in a worker hold no lock. The lock is
-given back when the settlement has been committed: until then a crash would bring the task back,
-and the next one must not run before it.
+Called where the task is about to run, so that tasks waiting in a worker hold nothing. One that may
+not run yet goes back to its queue until its turn; a line for each key keeps the order (limits/).
+The lock and the slots are given back when the settlement has been committed: until then a crash
+would bring the task back, and the next one must not run before it.
 """
 
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from machinery_py.app import Application
-from machinery_py.brokers.base import WAITING, Delivery, Fate
-from machinery_py.errors import ArgumentError, BackendUnavailable, BrokerUnavailable, MachineryError
-from machinery_py.locks.named import Lease
+from machinery_py.brokers.base import WAITING, Delivery, Fate, mark_of
+from machinery_py.errors import (
+    ArgumentError,
+    BackendUnavailable,
+    BrokerUnavailable,
+    MachineryError,
+    Unsupported,
+)
+from machinery_py.limits.base import Rule
+from machinery_py.limits.keeper import SlotLease
+from machinery_py.limits.settings import EXCLUSIVE, RATE, scope_of
+from machinery_py.locks.named import LockLease
 from machinery_py.registry.outcomes import Failed
 from machinery_py.registry.task import Task
-from machinery_py.registry.unique_keys import lock_name, owner
+from machinery_py.registry.unique_keys import key_text, lock_name, owner
 from machinery_py.stores.base import Settlement
 from machinery_py.tasks.signature import HEADER_UNIQUE_START, Signature
 from machinery_py.texts import get_logger
@@ -26,7 +39,8 @@ from machinery_py.unique import start
 
 logger = get_logger(__name__)
 
-WAITS = 0.05, 2.0  # seconds to the next try of an exclusive task, at first and at most
+# Seconds to the next try where the lock is another task's or `server.lock`'s, at first and at most.
+WAITS = 0.05, 2.0
 STORE_PAUSE = 1.0  # seconds to the next try when the lock store does not answer
 
 
@@ -40,61 +54,133 @@ class ExecutionGuard:
         self._task = task
         self._signature = signature
         self._delivery = delivery
-        self._lease: Lease | None = None
+        self._lease: LockLease | None = None
+        self._slots: SlotLease | None = None
 
     def enter(self, on_lost: Callable[[], object]) -> Failed | Settlement | None:
         """Let the task run (None), or return what becomes of it instead.
 
         Args:
-            on_lost: called when its lock is lost while it runs.
+            on_lost: called when its lock or a slot is lost while it runs.
         """
+        settings = self._task.settings
         try:
-            stop = self._lock(on_lost) if self._task.settings.exclusive else None
+            name = self._lock_name() if settings.exclusive else ""
+            stop = self._await_turn(self._rules(name), on_lost)
+            if stop is None and settings.exclusive:
+                stop = self._lock(name, on_lost)
             headers = self._signature.headers or ()
             if stop is None and HEADER_UNIQUE_START in headers:
                 stop = None if start(self._app, self._signature) else self._settlement()
         except (BackendUnavailable, BrokerUnavailable) as error:
             logger.warning("task %s cannot be run now: %s", self._signature.uuid, error)
-            stop = self._later(STORE_PAUSE)
+            stop = self._later(STORE_PAUSE * random.uniform(0.5, 1.0))
         except ArgumentError as error:
             stop = Failed(error=str(error), error_type="ArgumentError", retryable=False)
         except MachineryError as error:  # no lock store, or one that cannot be worked with
-            stop = Failed(
-                error=f"its lock cannot be taken: {error}", error_type=type(error).__name__
-            )
+            what = "limits cannot be kept" if self._task.rules else "lock cannot be taken"
+            stop = Failed(error=f"its {what}: {error}", error_type=type(error).__name__)
         if stop is not None:
             self.leave()
         return stop
 
     def leave(self) -> None:
-        """Release the lock, without waiting for the store. May be called twice, from any thread."""
+        """Give lock and slots back, without waiting for the store. Twice is fine, in any thread."""
         lease, self._lease = self._lease, None
+        slots, self._slots = self._slots, None
+        if slots is not None and lease is not None:
+            # Whoever is let in next must find the lock free.
+            lease.then = functools.partial(self._app.slots.give_back_soon, slots)
+        elif slots is not None:
+            self._app.slots.give_back_soon(slots)
         if lease is not None:
             self._app.locks.give_back_soon(lease)
 
-    def _lock(self, on_lost: Callable[[], object]) -> Failed | Settlement | None:
-        task, settings = self._task, self._task.settings
-        whose = owner(self._app.config)
-        name = lock_name(
-            task.name, task.call, self._signature.args, settings.exclusive_key, owner=whose
-        )
+    def _lock_name(self) -> str:
+        task, whose = self._task, owner(self._app.config)
+        how = task.settings.exclusive_key
+        return lock_name(task.name, task.call, self._signature.args, how, owner=whose)
+
+    def _rules(self, lock: str) -> list[Rule]:
+        """Return the rules by which it runs. `lock`: of an exclusive task."""
+        rules = [self._keyed(rule) for rule in self._task.rules]
+        if self._task.settings.exclusive == "wait":
+            rules.append(Rule(name=EXCLUSIVE, key=lock))
+        return rules
+
+    def _keyed(self, rule: Rule) -> Rule:
+        task, option = self._task, "rate_key" if rule.name == RATE else "running_key"
+        how = getattr(task.settings, option)
+        if not how:
+            return rule
+        key = key_text(task.name, task.call, self._signature.args, how, option)
+        return msgspec.structs.replace(rule, key=key)
+
+    def _await_turn(
+        self, rules: Sequence[Rule], on_lost: Callable[[], object]
+    ) -> Failed | Settlement | None:
+        """Get in line for what holds it back; None: it is its turn."""
+        if not rules:
+            return None
+        slots, name = self._app.slots, self._task.name
+        try:
+            answer, self._slots = slots.enter(
+                scope_of("task", name, owner=owner(self._app.config)),
+                self._signature.uuid,
+                mark_of(self._delivery),
+                rules,
+                again=self._delivery.redelivered,
+                on_lost=on_lost,
+            )
+        except Unsupported:
+            if self._task.rules:
+                raise
+            return None  # the store has locks alone: one at a time, in any order
+        if not answer.wait:
+            return None
+        if answer.name != EXCLUSIVE:
+            return self._later(answer.wait)
+        stop = self._wait_for_lock(answer.key, lambda _: answer.wait)
+        if isinstance(stop, Failed):
+            slots.forget(answer)
+        return stop
+
+    def _lock(self, name: str, on_lost: Callable[[], object]) -> Failed | Settlement | None:
         self._lease = self._app.locks.take(name, on_lost=on_lost)
         if self._lease is not None:
             return None
-        if settings.exclusive == "skip":
+        if self._task.settings.exclusive == "skip":
             return Failed(
                 error=f"skipped: another run of it holds the lock {name!r}",
                 error_type="Skipped",
                 retryable=False,
             )
-        waited = self._waited()
-        if settings.exclusive_timeout is not None and waited >= settings.exclusive_timeout:
+        slots, self._slots = self._slots, None
+        stop = self._wait_for_lock(name, _patience)
+        if slots is not None and not isinstance(stop, Failed):
+            self._app.slots.keep_place(slots, EXCLUSIVE)
+        else:
+            self._slots = slots
+        return stop
+
+    def _wait_for_lock(self, name: str, pause: Callable[[float], float]) -> Failed | Settlement:
+        """Put it back, or fail it if it has waited for its `exclusive_timeout`.
+
+        Args:
+            pause: says how long, from the seconds that it has waited.
+        """
+        timeout, waited = self._task.settings.exclusive_timeout, 0.0
+        if timeout is not None or pause is _patience:
+            waited = self._waited()
+        if timeout is None:
+            return self._later(pause(waited))
+        if waited >= timeout:
             return Failed(
                 error=f"lock {name!r}: somebody else has it, and had it for {waited:.1f} s",
                 error_type="LockNotAcquired",
                 retryable=False,
             )
-        return self._later(min(WAITS[1], max(WAITS[0], waited / 4)))
+        return self._later(min(pause(waited), timeout - waited))
 
     def _waited(self) -> float:
         """Return the seconds since it could have run.
@@ -108,7 +194,7 @@ class ExecutionGuard:
         return max(0.0, (self._app.clock.now() - max(known)).total_seconds()) if known else 0.0
 
     def _later(self, pause: float) -> Settlement:
-        eta = self._app.clock.now() + dt.timedelta(seconds=pause * random.uniform(0.5, 1.0))
+        eta = self._app.clock.now() + dt.timedelta(seconds=pause)
         return self._settlement(fate=Fate.LATER, eta=eta, reason=WAITING)
 
     def _settlement(self, **more: Any) -> Settlement:
@@ -116,6 +202,11 @@ class ExecutionGuard:
         return Settlement(
             delivery=self._delivery, uuid=self._signature.uuid, name=self._signature.name, **more
         )
+
+
+def _patience(waited: float) -> float:
+    """Return the seconds to the next try of one that has waited so long."""
+    return min(WAITS[1], max(WAITS[0], waited / 4)) * random.uniform(0.5, 1.0)
 
 
 async def in_thread(passing: Callable[[], bool], stop: Callable[[BaseException], object]) -> bool:

@@ -102,4 +102,5 @@ class Inline:
             task_log.write([*task_log.ends(self._app, [execution], [verdict])])
             release(self._app, [execution], [verdict])
             if execution.guard is not None:
-                self._app.locks.flush()  # the next task may want the same lock
+                self._app.locks.flush()  # the next task may want the same lock, or slot
+                self._app.slots.flush()

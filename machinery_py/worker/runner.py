@@ -128,13 +128,13 @@ async def outcome_of_async(execution: Execution, report: Report | None) -> Outco
 def _is_guarded(execution: Execution) -> bool:
     """Return whether it has to pass a guard first: most need not."""
     task, headers = execution.task, execution.signature.headers
-    if task is not None and (task.settings.exclusive or execution.settings.ack == "early"):
+    if task is not None and task.is_guarded:
         return True
     return bool(headers and HEADER_UNIQUE_START in headers and headers.get(HEADER_UNIQUE))
 
 
 def _pass_guard(execution: Execution) -> bool:
-    """Take its lock, start its key, commit an early start. False: it cannot run, and is settled."""
+    """Let it in by its limits, lock and key, and commit an early start. False: it is settled."""
     assert execution.task is not None
     guard = ExecutionGuard(execution.app, execution.task, execution.signature, execution.delivery)
     execution.guard = guard

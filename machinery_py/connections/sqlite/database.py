@@ -77,9 +77,9 @@ class SQLiteDriver:
         """
         return Transaction(self, True, unavailable)
 
-    def claiming(self, unavailable: Unavailable = BrokerUnavailable) -> Transaction:
+    def claiming(self) -> Transaction:
         """Return a transaction that a power cut may undo. Inside another one it is part of that."""
-        return Transaction(self, False, unavailable)
+        return Transaction(self, False, BrokerUnavailable)
 
     def reading(self) -> Reading:
         """Return a connection for `with … as connection:`, for SELECT only.

@@ -1,0 +1,77 @@
+"""Keeper of the slots that the runs of this Server hold: renewed, and given back, in one call."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from machinery_py.limits.base import Admission, Limits, Rule, Slot
+from machinery_py.locks.keeper import Lease, LeaseKeeper
+
+SlotLease = Lease[Limits, tuple[Slot, ...]]
+
+
+class SlotKeeper(LeaseKeeper[Limits, tuple[Slot, ...]]):
+    """Asks for runs under limits, and renews the slots of those that run.
+
+    Args:
+        open_limits: asked for at each use, since a Server may be given other stores.
+        lease: seconds; so long is a slot held after the death of its holder.
+    """
+
+    def __init__(self, open_limits: Callable[[], Limits], lease: Callable[[], float]) -> None:
+        super().__init__("slot", lease)
+        self._open_limits = open_limits
+
+    def enter(
+        self,
+        scope: str,
+        who: str,
+        token: str,
+        rules: Sequence[Rule],
+        *,
+        again: bool = False,
+        on_lost: Callable[[], object] | None = None,
+    ) -> tuple[Admission, SlotLease | None]:
+        """Ask as `Limits.enter`, and hold what a run holds, if it is let in.
+
+        Args:
+            on_lost: called in the keeper's thread when a slot of the run is lost.
+        """
+        limits, length, asked_at = self._open_limits(), self._length(), time.monotonic()
+        answer = limits.enter(scope, who, token, rules, ttl=length, again=again)
+        if answer.wait or not answer.held:
+            return answer, None
+        ends = asked_at + length
+        lease = Lease(limits, answer.held, ends, name=f"{scope} {who}", on_lost=on_lost)
+        self.keep(lease)
+        return answer, lease
+
+    def forget(self, answer: Admission) -> None:
+        """Give back the places in line of one that waits no more."""
+        if answer.wait and answer.held:
+            self._open_limits().leave(answer.held)
+
+    def keep_place(self, lease: SlotLease, name: str) -> None:
+        """Give its slots back, but not that of the rule of this name, which ends with the lease.
+
+        So one that was let in and cannot run yet is still the first of those who wait.
+        """
+        if self.drop([lease]):
+            lease.store.leave([slot for slot in lease.held if slot.name != name])
+
+    def _batches(self, leases: Iterable[SlotLease]) -> Iterable[list[SlotLease]]:
+        by_store: dict[int, list[SlotLease]] = {}
+        for lease in leases:
+            by_store.setdefault(id(lease.store), []).append(lease)
+        return by_store.values()
+
+    def _renew(self, leases: Sequence[SlotLease], ttl: float) -> list[bool]:
+        slots = [slot for lease in leases for slot in lease.held]
+        are_ours = iter(leases[0].store.renew(slots, ttl=ttl))
+        return [all(list(itertools.islice(are_ours, len(lease.held)))) for lease in leases]
+
+    def _release(self, leases: Sequence[SlotLease]) -> bool:
+        leases[0].store.leave([slot for lease in leases for slot in lease.held])
+        return True
