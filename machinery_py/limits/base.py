@@ -41,7 +41,6 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         who: UUID of the task, or what else waits.
         token: tells this delivery of it from others. The same one may ask again.
-        limit: of the rule; for a store that has forgotten it.
     """
 
     scope: str
@@ -49,7 +48,6 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     who: str
     token: str
-    limit: int = 1
 
 
 class Admission(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,8 +136,8 @@ class Limits(ABC):
     def renew(self, held: Sequence[Slot], *, ttl: float) -> list[bool]:
         """Hold the slots for `ttl` seconds from now, and return for each whether it is held.
 
-        A slot that the store has forgotten is taken again if there is room. False: it had expired
-        and others took it, or another delivery of the same task has it.
+        A slot that has expired, or that the store has forgotten, is taken again if there is room.
+        False: others took it, or another delivery of the same task has it.
         """
 
     @abstractmethod
@@ -173,13 +171,5 @@ def stored_name(text: str) -> str:
 def slots_of(scope: str, who: str, token: str, rules: Sequence[Rule]) -> tuple[Slot, ...]:
     """Return the slots, or the places in line, that rules give."""
     return tuple(
-        Slot(
-            scope=scope,
-            name=rule.name,
-            key=rule.key,
-            who=who,
-            token=token,
-            limit=rule.limit,
-        )
-        for rule in rules
+        Slot(scope=scope, name=rule.name, key=rule.key, who=who, token=token) for rule in rules
     )

@@ -261,8 +261,8 @@ def renew(record: LimitRecord, slot: Slot, now: int, ttl: int) -> bool:
             if one.token == slot.token:
                 one.ends_at = now + ttl
             return one.token == slot.token
-    record.limit = record.limit or slot.limit
-    if len(record.running) >= record.limit:
+    # Of a forgotten record the limit is not known; it runs, and so it counts.
+    if record.limit and len(record.running) >= record.limit:
         return False
     record.running.append(RunningSlot(slot.who, slot.token, now, now + ttl))
     return True

@@ -41,6 +41,7 @@ from machinery_py.connections.redis.discovery import Servers
 from machinery_py.connections.redis.pool import PoolLimits
 from machinery_py.connections.redis.scripts import Folder
 from machinery_py.errors import BrokerUnavailable, ConfigError, PublishUnknown
+from machinery_py.limits.redis import ClusterLimits, RedisLimits
 from machinery_py.locks.redis import ClusterLock, RedisLock
 from machinery_py.stores.base import (
     Firing,
@@ -267,6 +268,9 @@ class RedisFamily(Family):
     def lock(self) -> RedisLock:
         return RedisLock(self._driver)
 
+    def limits(self) -> RedisLimits:
+        return RedisLimits(self._driver)
+
     def together(self) -> RedisStore:
         return RedisStore(self.broker(), self.backend())
 
@@ -298,6 +302,9 @@ class RedisClusterFamily(Family):
 
     def lock(self) -> ClusterLock:
         return ClusterLock(self._cluster)
+
+    def limits(self) -> ClusterLimits:
+        return ClusterLimits(self._cluster)
 
     def together(self) -> ClusterStore:
         return ClusterStore(self.broker(), self.backend(), self.options.clock)

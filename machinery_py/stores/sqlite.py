@@ -6,6 +6,7 @@ from machinery_py.backends.sqlite.backend import SQLiteBackend
 from machinery_py.brokers.sqlite.broker import SQLiteBroker
 from machinery_py.config.urls import StoreUrl
 from machinery_py.connections.sqlite.database import SQLiteDriver
+from machinery_py.limits.sqlite import SQLiteLimits
 from machinery_py.locks.sqlite import SQLiteLock
 from machinery_py.stores.open import Family, FamilyOptions
 from machinery_py.stores.transactional import OneStore
@@ -32,6 +33,9 @@ class SQLiteFamily(Family):
 
     def lock(self) -> SQLiteLock:
         return SQLiteLock(self._driver)
+
+    def limits(self) -> SQLiteLimits:
+        return SQLiteLimits(self._driver)
 
     def together(self) -> OneStore:
         return OneStore(self.broker(), self.backend(), self._driver.transaction)

@@ -20,6 +20,7 @@ REVOKED = b"mpy:revoked"
 FENCE = b"mpy:fence"
 GO_MUTEX = b"TriggerChordMutex"
 TOKENS = b"mpy:p:"  # before the token of a submission
+LIMITS = b"mpy:limits"
 CLAIM = b"mpy:u:"  # before the name of a claim
 
 # As scripts take them.
@@ -125,6 +126,15 @@ ITEMS = (
                "broker"),
     StoredItem("mpy:lock:{<name>}", "string", "token and fence of a lock that is held",
                "`ttl` of the lock", "lock"),
+    StoredItem("mpy:limits", "zset", "tasks and limiters that are limited, by their last use",
+               "a day; a changed one until it is reset", "lock"),
+    StoredItem("mpy:limits:{<scope>}", "zset",
+               "keys that are limited, scored by when that is forgotten", "as they are", "lock"),
+    StoredItem("mpy:limit:{<scope>}", "string", "limits that were changed at run time",
+               "until reset", "lock"),
+    StoredItem("mpy:limit:{<scope>}:<rule>:<key>", "string",
+               "a limited key: moment of the next run, slots, who waits",
+               "a minute after it says nothing any more", "lock"),
 )
 
 ONE_SERVER = (

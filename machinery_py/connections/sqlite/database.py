@@ -77,9 +77,9 @@ class SQLiteDriver:
         """
         return Transaction(self, True, unavailable)
 
-    def claiming(self) -> Transaction:
+    def claiming(self, unavailable: Unavailable = BrokerUnavailable) -> Transaction:
         """Return a transaction that a power cut may undo. Inside another one it is part of that."""
-        return Transaction(self, False, BrokerUnavailable)
+        return Transaction(self, False, unavailable)
 
     def reading(self) -> Reading:
         """Return a connection for `with … as connection:`, for SELECT only.

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from machinery_py.connections.stored_items import CLAIM_LIFE, REVOKED_LIFE, StoredItem
 
-VERSION = 7
+VERSION = 8
 APPLICATION_ID = 0x6D636879  # "mchy": tells our file from another program's
 
 # fmt: off
@@ -45,6 +45,10 @@ ITEMS = (
                "until the `ttl` is over and more is sent", "broker"),
     StoredItem("locks", "table", "locks that are held; the id is the fence", "`ttl` of the lock",
                "lock"),
+    StoredItem("limits", "table",
+               "a row for each limited key: moment of the next run, slots, who waits; with an "
+               "empty key the limits that were changed at run time",
+               "a minute after it says nothing any more; changes until they are reset", "lock"),
 )
 # fmt: on
 
@@ -66,6 +70,11 @@ _TOPICS = (
     "body BLOB NOT NULL)",
     "CREATE INDEX topics_number ON topics (topic, number)",
     "CREATE INDEX topics_expiring ON topics (until)",
+)
+_LIMITS = (
+    "CREATE TABLE limits (scope TEXT NOT NULL, key TEXT NOT NULL, body BLOB NOT NULL, "
+    "until INTEGER NOT NULL, PRIMARY KEY (scope, key)) WITHOUT ROWID",
+    "CREATE INDEX limits_expiring ON limits (until)",
 )
 
 #: Run in one transaction on an empty file.
@@ -142,6 +151,7 @@ TABLES: tuple[str, ...] = (
     _RECORDS,
     *_CLAIMS,
     *_TOPICS,
+    *_LIMITS,
 )
 
 #: Statements that turn the tables of a version into those of the next. A program of the version
@@ -157,4 +167,5 @@ UPGRADES: Mapping[int, tuple[str, ...]] = {
         "ALTER TABLE tasks ADD COLUMN parent TEXT",
         "ALTER TABLE groups ADD COLUMN plan TEXT NOT NULL DEFAULT ''",
     ),
+    7: _LIMITS,
 }

@@ -17,6 +17,7 @@ from machinery_py.brokers.sqlite.broker import SQLiteBroker
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.connections.sqlite.open import network_kind
 from machinery_py.errors import ConfigError, PublishRefused, StoreUnusable
+from machinery_py.limits.sqlite import SQLiteLimits
 from tests.stores.sqlite.case import driver, integrity, message, path, queues
 
 __all__ = ["driver", "path"]
@@ -44,7 +45,7 @@ def test_a_newer_schema_is_refused(driver: SQLiteDriver, path: Path) -> None:
         connection.execute("PRAGMA user_version = 9")
     driver.close()
 
-    with pytest.raises(StoreUnusable, match=r"newer machinery_py \(schema 9, this one knows 7\)"):
+    with pytest.raises(StoreUnusable, match=r"newer machinery_py \(schema 9, this one knows 8\)"):
         queues(driver)
 
 
@@ -56,6 +57,7 @@ def test_a_file_of_the_first_version_is_brought_up_to_date(
         connection.execute("DROP TABLE paused")
         connection.execute("DROP TABLE claims")
         connection.execute("DROP TABLE topics")
+        connection.execute("DROP TABLE limits")
         connection.execute("ALTER TABLE tasks RENAME COLUMN notes_json TO older")
         connection.execute("ALTER TABLE tasks RENAME COLUMN keep_for TO oldest")
         for name in ("root", "parent"):
@@ -72,6 +74,7 @@ def test_a_file_of_the_first_version_is_brought_up_to_date(
     subscription = SQLiteBroker(again).subscribe("t")
     SQLiteBroker(again).broadcast("t", [b"x"], ttl=9.0)
     assert subscription.read(0.0) == [b"x"]
+    assert SQLiteLimits(again).read() == []
     again.close()
 
 

@@ -1,0 +1,211 @@
+"""Limits in Redis: one script for all rules of a run. In a cluster each scope is in one slot.
+
+Keys: connections/redis/keys.py. The time is the server's.
+
+Limits: a server that loses its last writes (no AOF, a failover) has counted a few runs less. One
+that restarts empty limits anew; slots that are renewed are taken again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from machinery_py.connections.redis.client import RedisDriver
+from machinery_py.connections.redis.cluster import RedisClusterDriver
+from machinery_py.connections.redis.keys import LIMITS
+from machinery_py.connections.redis.scripts import Folder, Script, pack
+from machinery_py.connections.redis.slots import quoted
+from machinery_py.limits import rules as pure
+from machinery_py.limits.base import (
+    Admission,
+    Limits,
+    Rule,
+    ScopeReport,
+    Slot,
+    slots_of,
+    stored_name,
+)
+from machinery_py.limits.rules import (
+    MOST_REPORTED,
+    SECOND,
+    Asking,
+    LimitRecord,
+    micros_of,
+    record_key,
+    stored_slot,
+)
+
+NOTED_FOR = 86_400.0  # seconds that a scope is known for `read` after it was last used
+NOTE_EVERY = 60.0  # seconds
+_lua = Folder("limits/lua", {"LONG_AGO": pure.LONG_AGO, "OVERDUE": pure.OVERDUE, "KEPT": pure.KEPT})
+ENTER = _lua.script(
+    "enter",
+    "asking a limit",
+    **{
+        name: getattr(pure, name)
+        for name in (
+            "MOST_WAITING",
+            "EARLY",
+            "LATE",
+            "LOOK_AGAIN",
+            "SHORTEST_WAIT",
+            "LONGEST_WAIT",
+            "PLACE_WAIT",
+        )
+    },
+)
+RENEW = _lua.script("slots", "renewing a slot of a limit")
+LEAVE = _lua.script("slots", "giving back a slot of a limit")
+READ = _lua.script("read", "reading limits")
+
+_decode_record = msgspec.msgpack.Decoder(LimitRecord).decode
+#: Name, limit, interval in µs, strict: a rule as scripts read it.
+_PackedRule = tuple[str, int, int, int]
+_decode_changed = msgspec.msgpack.Decoder(list[_PackedRule]).decode
+
+
+class RedisLimits(Limits):
+    """Keys on the driver's server. The driver belongs to its creator."""
+
+    def __init__(self, driver: RedisDriver) -> None:
+        self._driver = driver
+        self._clock = driver.clock
+        self._noted: dict[str, float] = {}  # scope → monotonic second
+
+    def _run(self, script: Script, scope: str, *values: object) -> Any:
+        """Run the script where the keys of this scope are."""
+        return self._driver.run(script, self._driver.now(), *values)
+
+    def _ask(self, *parts: bytes, doing: str) -> Any:
+        """Send a command, whose second word is a key."""
+        return self._driver.ask(*parts, doing=doing)
+
+    def enter(
+        self,
+        scope: str,
+        who: str,
+        token: str,
+        rules: Sequence[Rule],
+        *,
+        ttl: float,
+        again: bool = False,
+    ) -> Admission:
+        asking = Asking.of(scope, who, token, rules, ttl, again)
+        packed = [
+            (one.name, one.key, one.limit, micros_of(one.interval), int(one.strict))
+            for one in asking.rules
+        ]
+        values = asking.who, asking.token, asking.ttl, int(again), packed
+        wait, *numbers = self._run(ENTER, asking.scope, _tag(asking.scope), *values)
+        self._note(asking.scope)
+        if not wait:
+            running = [asking.rules[number - 1] for number in numbers]
+            return Admission(held=slots_of(asking.scope, asking.who, asking.token, running))
+        held_by = asking.rules[numbers[0] - 1]
+        return Admission(
+            wait=wait / SECOND,
+            name=held_by.name,
+            key=held_by.key,
+            held=slots_of(asking.scope, asking.who, asking.token, asking.rules),
+        )
+
+    def renew(self, held: Sequence[Slot], *, ttl: float) -> list[bool]:
+        return self._change_slots(RENEW, max(micros_of(ttl), 1), list(map(stored_slot, held)))
+
+    def leave(self, held: Sequence[Slot]) -> None:
+        self._change_slots(LEAVE, 0, list(map(stored_slot, held)))
+
+    def _change_slots(self, script: Script, ttl: int, slots: Sequence[Slot]) -> list[bool]:
+        if not slots:
+            return []
+        rows = [(_tag(one.scope), record_key(one), one.who, one.token) for one in slots]
+        return list(map(bool, self._run(script, slots[0].scope, ttl, rows)))
+
+    def change(self, scope: str, rules: Sequence[Rule]) -> None:
+        scope = stored_name(scope)
+        key, doing = _prefix(scope), "changing a limit"
+        if not rules:
+            self._ask(b"DEL", key, doing=doing)
+            self._ask(b"ZADD", LIMITS, self._second(), scope.encode(), doing=doing)
+            return
+        packed = [(one.name, one.limit, micros_of(one.interval), int(one.strict)) for one in rules]
+        self._ask(b"ZADD", LIMITS, b"inf", scope.encode(), doing=doing)
+        self._ask(b"SET", key, pack(packed), doing=doing)
+
+    def _note(self, scope: str) -> None:
+        """Note for `read` that the scope is used, each minute."""
+        moment = time.monotonic()
+        if moment - self._noted.get(scope, -NOTE_EVERY) < NOTE_EVERY:
+            return
+        if len(self._noted) > MOST_REPORTED:
+            self._noted.clear()
+        self._noted[scope] = moment
+        self._ask(b"ZADD", LIMITS, b"GT", self._second(), scope.encode(), doing=ENTER.doing)
+
+    def _second(self) -> bytes:
+        return b"%d" % self._clock.now().timestamp()
+
+    def read(self) -> list[ScopeReport]:
+        doing = "reading limits"
+        old = self._clock.now().timestamp() - NOTED_FOR
+        self._ask(b"ZREMRANGEBYSCORE", LIMITS, b"-inf", b"%d" % old, doing=doing)
+        scopes = sorted(
+            one.decode() for one in self._ask(b"ZRANGE", LIMITS, b"0", b"-1", doing=doing)
+        )
+        reports = (self._report(scope) for scope in scopes)
+        return [one for one in reports if one.changed or one.usage]
+
+    def _report(self, scope: str) -> ScopeReport:
+        now, changed, *found = self._run(READ, scope, _tag(scope), pure.MOST_REPORTED)
+        rules = [
+            Rule(name=name, limit=limit, interval=interval / SECOND, strict=bool(strict))
+            for name, limit, interval, strict in (_decode_changed(changed) if changed else ())
+        ]
+        records = {
+            key.decode(): _decode_record(record)
+            for key, record in zip(found[::2], found[1::2], strict=True)
+        }
+        return pure.report(scope, rules, records, int(now))
+
+    def close(self) -> None:
+        pass  # the driver or cluster belongs to its creator
+
+
+class ClusterLimits(RedisLimits):
+    """Keys in a cluster, which belongs to its creator."""
+
+    def __init__(self, cluster: RedisClusterDriver) -> None:
+        self._cluster = cluster
+        self._clock = cluster.clock
+        self._noted = {}
+
+    def _run(self, script: Script, scope: str, *values: object) -> Any:
+        call = _prefix(scope), (self._cluster.now(), *values)
+        return self._cluster.run(script, [call])[0]
+
+    def _ask(self, *parts: bytes, doing: str) -> Any:
+        return self._cluster.command(*parts, doing=doing)
+
+    def _change_slots(self, script: Script, ttl: int, slots: Sequence[Slot]) -> list[bool]:
+        by_scope: dict[str, list[int]] = {}
+        for index, slot in enumerate(slots):
+            by_scope.setdefault(slot.scope, []).append(index)
+        answers = [False] * len(slots)
+        for numbers in by_scope.values():
+            done = super()._change_slots(script, ttl, [slots[number] for number in numbers])
+            for number, held in zip(numbers, done, strict=True):
+                answers[number] = held
+        return answers
+
+
+def _tag(scope: str) -> str:
+    """Return the scope as it stands between the braces of its keys."""
+    return quoted(scope)
+
+
+def _prefix(scope: str) -> bytes:
+    return f"mpy:limit:{{{quoted(scope)}}}".encode()
