@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from machinery_py.brokers.base import Message
+from machinery_py.brokers.queue_limits import QueueLimit
 from machinery_py.clock import Clock
 from machinery_py.config.config import Config
 from machinery_py.connections.forks import ForkLock
@@ -25,6 +27,7 @@ from machinery_py.errors import (
     NameRefused,
     PublishRefused,
     PublishUnknown,
+    QueueFull,
     Unsupported,
 )
 from machinery_py.events import TaskSent
@@ -33,14 +36,29 @@ from machinery_py.locks.named import LockKeeper
 from machinery_py.names import check_call, check_message, check_uuid, is_made
 from machinery_py.registry.hooks import Hooks
 from machinery_py.registry.options import TaskSettings, settings_of_call
-from machinery_py.registry.outcomes import ALONE, Arrived, Failed, FollowUp, failing, follow_up
+from machinery_py.registry.outcomes import (
+    ALONE,
+    Arrived,
+    Failed,
+    FollowUp,
+    broken,
+    failing,
+    follow_up,
+)
 from machinery_py.registry.registry import Registry
 from machinery_py.stores.base import Refusal, Store, Submission
 from machinery_py.stores.open import Stores
 from machinery_py.tasks.backoff import full_jitter
 from machinery_py.tasks.context import RUNNING, check_time, on_behalf_of
 from machinery_py.tasks.lineage import inheriting
-from machinery_py.tasks.signature import HEADER_ATTEMPTS, Lazy, Signature, counted, new_uuid
+from machinery_py.tasks.signature import (
+    HEADER_ATTEMPTS,
+    HEADER_BLOCK,
+    Lazy,
+    Signature,
+    counted,
+    new_uuid,
+)
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.texts import get_logger
 from machinery_py.wire.signatures import decode_signature, encode_signature
@@ -61,8 +79,6 @@ class Outgoing(msgspec.Struct, frozen=True):
 
 
 NOTHING = Outgoing((), (), (), ())
-
-STEP_FAILED = "ChainStepFailed"  # the error type of a last task that never ran
 
 _PLAIN = TaskSettings()
 FIRST_PAUSE = 0.05  # seconds until a submission is repeated
@@ -333,11 +349,17 @@ class Application:
         out = self.outgoing(signatures, groups, awaited)
         if not out.messages:
             return
+        limits = self.limits_of(out.messages) if self.config.queue_limits else ()
         submission = Submission(
-            token=new_uuid(""), messages=out.messages, states=out.states, groups=out.groups
+            token=new_uuid(""),
+            messages=out.messages,
+            states=out.states,
+            groups=out.groups,
+            limits=limits,
         )
+        block = max(map(block_of, signatures)) if limits else 0.0
         try:
-            self.patiently(lambda: self.store.submit(submission))
+            self.patiently(lambda: self.store.submit(submission), block=block)
         except PublishRefused as error:
             queues = ", ".join(sorted({message.queue for message in out.messages}))
             if error.permanent and queues not in str(error):
@@ -345,6 +367,19 @@ class Application:
             raise
         if TaskSent in self.events.wanted:
             self.report_sent(out.signatures)
+
+    def limits_of(self, messages: Sequence[Message]) -> list[QueueLimit]:
+        """Return the limits of the queues that these messages come to now.
+
+        Raises:
+            QueueFull: they are more than a limit, so that there will never be room for them.
+        """
+        now, limits = self.clock.now(), self.config.queue_limits
+        adds = Counter(one.queue for one in messages if one.eta is None or one.eta <= now)
+        found = [QueueLimit(one, limits[one], adds[one]) for one in adds if one in limits]
+        for limit in found:
+            limit.check(0)
+        return found
 
     def check_lives(self, signatures: Sequence[Signature[Any]]) -> None:
         """Check how long the results of these calls are to be kept.
@@ -397,15 +432,20 @@ class Application:
             for signature in signatures:
                 self.events.emit(TaskSent(signature=signature))
 
-    def patiently(self, publish: Callable[[], T]) -> T:
-        """Repeat it while the store is away, up to `publish_timeout`; its token makes it safe."""
-        deadline = time.monotonic() + self.config.publish_timeout
+    def patiently(self, publish: Callable[[], T], *, block: float = 0.0) -> T:
+        """Repeat it while the store is away, up to `publish_timeout`; its token makes it safe.
+
+        Args:
+            block: seconds that it is repeated while a queue is full.
+        """
+        start = time.monotonic()
         pause = FIRST_PAUSE
         unknown: PublishUnknown | None = None
         failure: MachineryError
         while True:
             if RUNNING.get() is not None:
                 check_time()
+            patience = block + self.config.publish_timeout - pause
             try:
                 return publish()
             except PublishUnknown as error:
@@ -414,10 +454,13 @@ class Application:
                 unknown = failure = error
             except (BrokerUnavailable, BackendUnavailable) as error:
                 failure = error
-            if time.monotonic() + pause >= deadline:
+            except QueueFull as error:
+                failure, patience = error, 0.0 if error.permanent else block
+            left = start + patience - time.monotonic()
+            if left <= 0:
                 # After a lost reply, a refusal of the repeat does not say that nothing was stored.
                 raise unknown or failure
-            time.sleep(full_jitter(pause))
+            time.sleep(min(full_jitter(pause), left))
             pause = min(1.0, pause * 2)
 
     def arrivals(self, arrived: Sequence[Arrived]) -> list[Arrival]:
@@ -448,22 +491,10 @@ class Application:
         return self.clock.now()
 
 
-def broken(then: FollowUp, signature: Signature[Any], now: dt.datetime) -> Sequence[TaskState]:
-    """The state of the last task of a chain in which this step has failed."""
-    if not then.breaks:
-        return ()
+def block_of(signature: Signature[Any]) -> float:
+    """Return the seconds that the sender of a call waits for room in its queue."""
+    text = signature.headers.get(HEADER_BLOCK)
     try:
-        check_uuid(then.breaks, signature.routing_key)  # a header says it
-    except NameRefused as error:
-        logger.error("the last task of the chain of %s cannot be: %s", signature.uuid, error)
-        return ()
-    return (
-        TaskState(
-            task_uuid=then.breaks,
-            state=State.FAILURE,
-            error=f"step {signature.name} {signature.uuid} failed: {then.error}",
-            error_type=STEP_FAILED,
-            created_at=now,
-            finished_at=now,
-        ),
-    )
+        return float(text) if text else 0.0
+    except (TypeError, ValueError):
+        return 0.0

@@ -14,6 +14,7 @@
     ├── DecodeError (ValueError)              bytes that are no signature or no state
     ├── PublishRefused                        nothing was stored; sending again is safe
     │   ├── BrokerUnavailable (ConnectionError)
+    │   ├── QueueFull                         a queue holds as many as queue_limits says
     │   └── NameRefused (ValueError)          a name is illegal, or belongs to somebody else's data
     ├── DuplicateTask                         a unique task was not sent: its key is held by another
     ├── PublishUnknown                        it may have been stored
@@ -175,6 +176,32 @@ class PublishRefused(MachineryError):
 
 class BrokerUnavailable(PublishRefused, ConnectionError):
     """The broker could not be reached in time; nothing was stored."""
+
+
+class QueueFull(PublishRefused):
+    """A queue has as many waiting tasks as the setting `queue_limits` says; nothing was stored.
+
+    Permanent if what was sent at once is more than the limit: there will never be room for it.
+
+    Attributes:
+        queue: its name.
+        waiting: tasks that wait in it now.
+        limit: of the setting.
+    """
+
+    def __init__(self, queue: str, *, waiting: int, limit: int, adds: int) -> None:
+        self.queue = queue
+        self.waiting = waiting
+        self.limit = limit
+        self.permanent = adds > limit
+        if self.permanent:
+            found = f"{adds:,} tasks at once are more than queue_limits = {limit:,} (send fewer)"
+        else:
+            found = (
+                f"{waiting:,} tasks wait in it, {adds:,} more would pass queue_limits = {limit:,} "
+                "(send later, or let it wait for room: options(block=5.0))"
+            )
+        super().__init__(f"queue {queue!r} is full: {found}")
 
 
 class NameRefused(PublishRefused, ValueError):

@@ -103,6 +103,16 @@ def problem_of(text: str) -> str:
     return next(filter(None, map(queue_problem, names)), "")
 
 
+def limits_problem(limits: Mapping[str, object]) -> str:
+    """Return what is wrong with such limits of queues in a setting; "" if nothing."""
+    for queue, limit in limits.items():
+        if problem := queue_problem(queue):
+            return problem
+        if type(limit) is not int or not 0 < limit < 2**53:
+            return f"queue {queue!r}: found {limit!r} (expected a whole number, 1 or more)"
+    return ""
+
+
 def _split(part: str) -> tuple[str, float | None]:
     name, colon, number = (piece.strip() for piece in part.rpartition(":"))
     if not colon:

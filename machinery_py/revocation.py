@@ -20,12 +20,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from machinery_py.app import Application, broken
+from machinery_py.app import Application
 from machinery_py.backends.base import REVOKED_LIFE
 from machinery_py.errors import DecodeError, MachineryError
 from machinery_py.events import TaskFailed, TaskRevoked
 from machinery_py.names import check_encodable
-from machinery_py.registry.outcomes import REVOKED, Failed, failing_of
+from machinery_py.registry.outcomes import REVOKED, Failed, broken, failing_of
 from machinery_py.stores.base import Firing, in_place_of
 from machinery_py.tasks.context import on_behalf_of
 from machinery_py.tasks.signature import Signature

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from machinery_py.app import Application
+from machinery_py.app import Application, block_of
 from machinery_py.backends.base import Amendment, sending_key
 from machinery_py.errors import (
     BackendUnavailable,
@@ -64,7 +64,7 @@ def send_unique(
     with app.sending((signature,)) as [signature]:
         sending = _Sending(app, task, app.completed(signature))
         try:
-            duplicate = app.patiently(sending.attempt)
+            duplicate = app.patiently(sending.attempt, block=block_of(signature))
         except BackendUnavailable as error:
             raise PublishRefused(
                 f"{signature.name} was not sent: its key could not be looked at: {error}"
@@ -136,6 +136,9 @@ class _Sending:
                 if not self._may_replace(held):
                     return self._met(held.uuid, state)
                 replaced = _replaced(state, by=self.signature.uuid, now=now)
+            if self._asked_at is None and self._app.config.queue_limits:
+                limits = self._app.limits_of((self._message,))
+                self._app.store.broker.check_limits(limits)
             self._asked_at = self._asked_at or now
             if self._take(body, replaced, now):
                 self.holder = self.signature.uuid

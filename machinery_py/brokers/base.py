@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import datetime as dt
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any, ClassVar
 
 import msgspec
 
+from machinery_py.brokers.queue_limits import QueueLimit
 from machinery_py.brokers.topics import TOPIC_AGE, Subscription, checked_records
 from machinery_py.connections.durability import Concern
-from machinery_py.errors import DecodeError, MachineryError, Unsupported
+from machinery_py.errors import DecodeError, Unsupported
 from machinery_py.tasks.signature import Signature
 from machinery_py.wire.signatures import decode_signature
 
@@ -35,6 +36,9 @@ class BrokerFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     # A token is known to all processes; else to the one that used it, unless a reply was lost.
     deduplicates: bool = True
     whole_batches: bool = True  # nobody sees a part of what one call has put
+    exact_limits: bool = (
+        False  # `put_within` looks and puts in one step; else others may come first
+    )
     counts_returns: bool = True  # else the fence counts the first return alone
     tells_age: bool = True  # QueueStats.oldest_at is known
     beats: bool = False  # a consumer lives as long as it beats; another process can do so, too
@@ -250,18 +254,6 @@ class Consumer(ABC):
         """Give back at once what is still held, to the head of its queue. May be called twice."""
 
 
-def close_all(consumers: Iterable[Consumer]) -> None:
-    """Close each of them, also after one that failed; the last failure is raised then."""
-    failure: MachineryError | None = None
-    for consumer in list(consumers):
-        try:
-            consumer.close()
-        except MachineryError as error:
-            failure = error
-    if failure is not None:
-        raise failure
-
-
 class Broker(ABC):
     """Holds messages until a worker has dealt with them. Any thread may call any method."""
 
@@ -277,6 +269,37 @@ class Broker(ABC):
             PublishRefused: nothing was stored.
             PublishUnknown: they may have been; putting them again with the same token is safe.
         """
+
+    def put_within(
+        self, messages: Sequence[Message], limits: Sequence[QueueLimit], *, token: str
+    ) -> bool:
+        """Put as `put` does, if there is room in each of these queues.
+
+        Senders that look at the same time may pass a limit together, each by what it puts, unless
+        `BrokerFeatures.exact_limits`.
+
+        Raises:
+            QueueFull: this call has stored nothing. An earlier one with the token may have.
+            Unsupported: this broker cannot count.
+        """
+        self.check_limits(limits)
+        return self.put(messages, token=token)
+
+    def check_limits(self, limits: Sequence[QueueLimit]) -> None:
+        """Raise QueueFull if there is no room in one of these queues."""
+        for one in limits:
+            one.check(self.waiting(one.queue))
+
+    def waiting(self, queue: str) -> int:
+        """Return how many messages wait in a queue; 0 if there is no such queue.
+
+        Raises:
+            Unsupported: this broker cannot count them.
+        """
+        raise Unsupported(
+            f"{type(self).__name__} cannot count what waits in {queue!r} "
+            "(take it out of the setting queue_limits)"
+        )
 
     @abstractmethod
     def consume(self, queues: Sequence[str], *, worker: str) -> Consumer:

@@ -1,4 +1,4 @@
-"""Messages as a store keeps them, dead letters and workers: records that several stores share."""
+"""Messages as a store keeps them, dead letters and workers: what several stores share."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import datetime as dt
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from machinery_py.brokers.base import (
     WAITING,
+    Consumer,
     DeadLetter,
     Delivery,
     Disposal,
     Message,
     WorkerInfo,
 )
+from machinery_py.errors import MachineryError
 
 
 def new_letter(
@@ -103,3 +105,15 @@ def new_worker(name: str, queues: Sequence[str], now: dt.datetime) -> WorkerInfo
         started_at=now,
         beat_at=now,
     )
+
+
+def close_all(consumers: Iterable[Consumer]) -> None:
+    """Close each of them, also after one that failed; the last failure is raised then."""
+    failure: MachineryError | None = None
+    for consumer in list(consumers):
+        try:
+            consumer.close()
+        except MachineryError as error:
+            failure = error
+    if failure is not None:
+        raise failure

@@ -28,6 +28,7 @@ from machinery_py.brokers.base import (
     WorkerInfo,
 )
 from machinery_py.brokers.entries import Entry, new_letter, new_worker
+from machinery_py.brokers.queue_limits import QueueLimit
 from machinery_py.brokers.topics import TOPIC_LENGTH, PushedSubscription
 from machinery_py.connections.memory import MemoryHub
 from machinery_py.connections.recent_tokens import RecentTokens
@@ -85,6 +86,7 @@ class MemoryBroker(Broker):
         embedded=True,
         topics=True,
         keeps_topics=True,
+        exact_limits=True,
     )
 
     def __init__(self, hub: MemoryHub, *, lease: float = LEASE) -> None:
@@ -109,6 +111,17 @@ class MemoryBroker(Broker):
                 self._place(entry, message.eta, now)
             self.hub.notify()
             return True
+
+    def put_within(
+        self, messages: Sequence[Message], limits: Sequence[QueueLimit], *, token: str
+    ) -> bool:
+        with self.hub.lock:
+            return super().put_within(messages, limits, token=token)
+
+    def waiting(self, queue: str) -> int:
+        with self.hub.lock:
+            self._promote()
+            return len(self._queues.get(queue, ()))
 
     def _place(self, entry: _Entry, eta: dt.datetime | None, now: dt.datetime) -> None:
         queue = self._queues.setdefault(entry.message.queue, [])

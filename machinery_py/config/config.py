@@ -33,11 +33,11 @@ from machinery_py.config.options import (
     options_of,
     raise_all,
 )
-from machinery_py.config.sections import AMQPConfig, MongoDBConfig, RedisConfig
+from machinery_py.config.sections import NOT_PORTED, AMQPConfig, MongoDBConfig, RedisConfig
 from machinery_py.config.urls import Role
 from machinery_py.errors import ConfigError, nearest
 from machinery_py.names import queue_problem
-from machinery_py.queues import Queues, parse_queues, problem_of
+from machinery_py.queues import Queues, limits_problem, parse_queues, problem_of
 from machinery_py.tasks.backoff import SCHEDULES
 from machinery_py.texts import get_logger
 
@@ -95,6 +95,9 @@ class Config(Section):
         "",
         "queues of a worker: `A,B` in this order, `A:6,B:1` by weights; empty = `default_queue`",
         check=problem_of,
+    )
+    queue_limits: Mapping[str, int] = option(
+        {}, "most tasks that may wait in a queue: `mail:10000`", check=limits_problem
     )
     results_expire_in: int = option(
         3600, "life of states and results; 0 = 3600", "s", empty_is_default=True
@@ -294,14 +297,6 @@ _KINDS: tuple[type[Section], ...] = (Config, *SECTIONS.values())
 OPTIONS = {opt.key: opt for kind in _KINDS for opt in options_of(kind).values()}
 """Every option under its key, sections with a dot, in the order of the reference page."""
 
-_NOT_PORTED = {
-    "sqs": "Amazon SQS",
-    "dynamodb": "Amazon DynamoDB",
-    "gcppubsub": "Google Pub/Sub",
-    "gcp_pub_sub": "Google Pub/Sub",
-    "pubsub": "Google Pub/Sub",
-}
-
 _GO_KEYS = frozenset({
     "broker", "default_queue", "lock", "multiple_broker_separator", "no_unix_signals",
     "result_backend", "results_expire_in",
@@ -381,8 +376,8 @@ def _of_mapping(values: Mapping[Any, object], source: str, problems: list[str]) 
             if key in OPTIONS:
                 if value is not None:
                     found[key] = Found(value, source)
-            elif key in _NOT_PORTED:
-                store = _NOT_PORTED[key]
+            elif key in NOT_PORTED:
+                store = NOT_PORTED[key]
                 refuse(key, f"machinery_py has no store for {store} (remove this section)")
             else:
                 refuse(key, f"unknown key{nearest(key, [*OPTIONS, *SECTIONS])}")

@@ -8,6 +8,15 @@ from typing import ClassVar
 
 from machinery_py.config.options import Section, option
 
+#: Sections of Go's files that are refused, and the store that each is for.
+NOT_PORTED = {
+    "sqs": "Amazon SQS",
+    "dynamodb": "Amazon DynamoDB",
+    "gcppubsub": "Google Pub/Sub",
+    "gcp_pub_sub": "Google Pub/Sub",
+    "pubsub": "Google Pub/Sub",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisConfig(Section):

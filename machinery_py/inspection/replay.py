@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from machinery_py.app import STEP_FAILED, Application
+from machinery_py.app import Application
 from machinery_py.brokers.base import DeadLetter, Message
 from machinery_py.errors import MachineryError, PublishRefused, PublishUnknown
+from machinery_py.registry.outcomes import STEP_FAILED
 from machinery_py.stores.base import REASON_FAILED, Submission
 from machinery_py.tasks.signature import (
     HEADER_ATTEMPT,

@@ -20,6 +20,7 @@ from machinery_py.errors import NoRetry, TimeLimitExceeded, nearest
 from machinery_py.limits.settings import LIMIT_OPTIONS, LimitOptions, check_limits
 from machinery_py.tasks.backoff import Backoff, check_backoff
 from machinery_py.tasks.signature import (
+    HEADER_BLOCK,
     HEADER_DELAY,
     HEADER_EXPIRES,
     HEADER_EXPIRES_IN,
@@ -73,6 +74,7 @@ class SendOptions(CallOptions, total=False):
     headers: strings that travel with the task.
     uuid: used in place of a random one.
     unique: as in TaskOptions, with a text as the key.
+    block: seconds (or a timedelta) that `send` waits for room in a queue of `queue_limits`.
     """
 
     delay: Length
@@ -81,6 +83,7 @@ class SendOptions(CallOptions, total=False):
     headers: Mapping[str, str]
     uuid: str
     unique: bool | str
+    block: Length
 
 
 class TaskOptions(CallOptions, LimitOptions, total=False):
@@ -249,6 +252,7 @@ _HEADERS = {
     "delay": HEADER_DELAY,
     "expires": HEADER_EXPIRES_IN,
     "on_duplicate": HEADER_ON_DUPLICATE,
+    "block": HEADER_BLOCK,
 }
 
 
@@ -301,6 +305,7 @@ _NUMBERS = {
     "unique_for": _LIMIT,
     "debounce": _LIMIT,
     "exclusive_timeout": _LIMIT,
+    "block": (0.0, LONGEST_RUN, "seconds or a timedelta, at most 100 years"),
     "delay": _LATER,
     "expires": _LATER,
 }

@@ -13,6 +13,8 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from machinery_py.clock import LONGEST
+from machinery_py.errors import NameRefused
+from machinery_py.names import check_uuid
 from machinery_py.tasks.attempts import Attempt, with_attempt
 from machinery_py.tasks.backoff import MAX_DELAY, Backoff, delay_for
 from machinery_py.tasks.signature import (
@@ -28,9 +30,13 @@ from machinery_py.tasks.signature import (
     Lazy,
     Signature,
 )
-from machinery_py.tasks.states import State
-from machinery_py.texts import MAX_ERROR, cut
+from machinery_py.tasks.states import State, TaskState
+from machinery_py.texts import MAX_ERROR, cut, get_logger
 from machinery_py.wire.signatures import decode_signature, encode_signature
+
+logger = get_logger(__name__)
+
+STEP_FAILED = "ChainStepFailed"  # the error type of a last task that never ran
 
 
 class Succeeded(msgspec.Struct, frozen=True, gc=False, tag=True):
@@ -355,3 +361,24 @@ _encoded: list[tuple[Signature[Any], bytes]] = [(Signature(name=""), b"")]  # th
 def failing_of(kept: bytes, name: str, uuid: str) -> Signature[Any]:
     """The signature that `failing` was asked for, as far as its failure needs it."""
     return (Signature(name=name) if kept == ALONE else decode_signature(kept)).replace(uuid=uuid)
+
+
+def broken(then: FollowUp, signature: Signature[Any], now: dt.datetime) -> Sequence[TaskState]:
+    """The state of the last task of a chain in which this step has failed."""
+    if not then.breaks:
+        return ()
+    try:
+        check_uuid(then.breaks, signature.routing_key)  # a header says it
+    except NameRefused as error:
+        logger.error("the last task of the chain of %s cannot be: %s", signature.uuid, error)
+        return ()
+    return (
+        TaskState(
+            task_uuid=then.breaks,
+            state=State.FAILURE,
+            error=f"step {signature.name} {signature.uuid} failed: {then.error}",
+            error_type=STEP_FAILED,
+            created_at=now,
+            finished_at=now,
+        ),
+    )

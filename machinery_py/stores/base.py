@@ -28,6 +28,7 @@ from machinery_py.brokers.base import (
     Message,
     mark_of,
 )
+from machinery_py.brokers.queue_limits import QueueLimit
 from machinery_py.errors import (
     BackendUnavailable,
     MachineryError,
@@ -42,13 +43,14 @@ from machinery_py.texts import get_logger
 logger = get_logger(__name__)
 
 
-class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
     """Messages to be published, with the states and groups that go with them, all or none.
 
     Attributes:
         token: stays the same when a submission is repeated after a lost reply; it is done once.
         states: normally PENDING for each message.
         replay: the states replace finished ones.
+        limits: of queues that these messages come to; done only if there is room in each.
     """
 
     token: str
@@ -56,6 +58,13 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     states: Sequence[TaskState] = ()
     groups: Sequence[GroupMeta] = ()
     replay: bool = False
+    limits: Sequence[QueueLimit] = ()
+
+    def put(self, broker: Broker) -> bool:
+        """Put the messages, as Broker.put; raises QueueFull as well."""
+        if self.limits:
+            return broker.put_within(self.messages, self.limits, token=self.token)
+        return broker.put(self.messages, token=self.token)
 
 
 class Settlement(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -293,7 +302,7 @@ class Store(ABC):
         """Publish.
 
         Raises:
-            PublishRefused: nothing is true.
+            PublishRefused: nothing is true. QueueFull: there is no room for it.
             PublishUnknown: it may be; submitting again with the same token is safe.
         """
 

@@ -151,6 +151,7 @@ class MongoStore(DriverUser, Store):
 
     def submit(self, submission: Submission) -> None:
         # First, since what has begun is carried out in any case.
+        self.messages.check_limits(submission.limits)
         uuids = (state.task_uuid for state in submission.states)
         for error in self.states.tasks.refusals(uuids).values():
             raise error

@@ -126,7 +126,7 @@ class TwoStores(Store):
         before = self.backend.get_states(replaced) if replaced else dict[str, TaskState]()
         made = self._store_states(submission)
         try:
-            self.broker.put(submission.messages, token=submission.token)
+            submission.put(self.broker)
         except PublishRefused:
             # Undo only this call's writes: an earlier call may have been carried out.
             for uuid in made - before.keys():

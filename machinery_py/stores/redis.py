@@ -27,7 +27,13 @@ from machinery_py.brokers.base import Delivery, Fate, Message, mark_of
 from machinery_py.brokers.redis.broker import RedisBroker
 from machinery_py.brokers.redis.cluster import ClusterBroker, is_usable
 from machinery_py.brokers.redis.consumer import RedisConsumer, end_of
-from machinery_py.brokers.redis.messages import Queues, packed, packed_batch
+from machinery_py.brokers.redis.messages import (
+    Queues,
+    full,
+    packed,
+    packed_batch,
+    packed_limits,
+)
 from machinery_py.brokers.redis.scripts import CONSTANTS as MESSAGES
 from machinery_py.brokers.redis.scripts import TOKEN_LIFE
 from machinery_py.clock import Clock
@@ -82,7 +88,8 @@ class RedisStore(Store):
         self.driver = broker.driver
 
     def submit(self, submission: Submission) -> None:
-        batch = packed_batch(submission.messages)
+        keys, rows = packed_batch(submission.messages)
+        limits = packed_limits(submission.limits, keys) if submission.limits else ()
         change = Changes(self.driver.clock.now(), self.states.seconds)
         if submission.states or submission.groups:
             change.add(
@@ -92,8 +99,12 @@ class RedisStore(Store):
                 force=submission.replay,
             )
         token = submission.token
-        values = (self.driver.now(), self.states.seconds, token, *batch, *change.packed())
-        to_wake = self.driver.run(SUBMIT, *values, again=bool(token), lost=PublishUnknown)
+        values = (self.driver.now(), self.states.seconds, token, limits, keys, rows)
+        to_wake = self.driver.run(
+            SUBMIT, *values, *change.packed(), again=bool(token), lost=PublishUnknown
+        )
+        if isinstance(to_wake, bytes):
+            raise full(to_wake, submission.limits, keys)
         if to_wake:
             self.driver.unblock(to_wake)
 

@@ -54,9 +54,12 @@ class OneStore(Store):
 
     def submit(self, submission: Submission) -> None:
         with self._transaction():
-            if self.broker.put(submission.messages, token=submission.token) and (
-                submission.states or submission.groups
-            ):
+            is_new = (
+                submission.put(self.broker)
+                if submission.limits
+                else self.broker.put(submission.messages, token=submission.token)
+            )
+            if is_new and (submission.states or submission.groups):
                 # One change for all: a batch's states and groups are loaded and saved together.
                 self.backend.apply(
                     [

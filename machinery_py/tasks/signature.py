@@ -37,6 +37,7 @@ HEADER_EXPIRES_IN = "machinery_expires_in"  # unsent: seconds from sending to ex
 HEADER_UNIQUE = "machinery_unique"  # hashed key of a unique task; "": none, whatever the task says
 HEADER_UNIQUE_START = "machinery_unique_start"  # the key when the task starts: "free" or "keep"
 HEADER_ON_DUPLICATE = "machinery_on_duplicate"  # for the sender: what to do when the key is held
+HEADER_BLOCK = "machinery_block"  # unsent: seconds that its sender waits for room in the queue
 HEADER_COLLECT = "machinery_collect"  # on a chord's callback: all results as one list
 HEADER_LAST = "machinery_last"  # in a chain: UUID of its last step, which fails with this one
 HEADER_ROOT = "machinery_root"  # the workflow that it belongs to, or the task that began all of it
@@ -414,7 +415,7 @@ class Signature(msgspec.Struct, Step[R], frozen=True, kw_only=True, gc=False):
         return _text(self.headers, HEADER_PARENT)
 
 
-COUNTED = (HEADER_DELAY, HEADER_EXPIRES_IN)
+COUNTED = (HEADER_DELAY, HEADER_EXPIRES_IN, HEADER_BLOCK)
 LONGEST = 1e10  # seconds, 317 years; a longer delay or expiry is none
 
 

@@ -45,6 +45,7 @@ from machinery_py.brokers.base import (
     QueueStats,
     WorkerInfo,
 )
+from machinery_py.brokers.queue_limits import QueueLimit
 from machinery_py.brokers.topics import Subscription
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable, PublishUnknown
 from machinery_py.stores.base import Firing, Mark, Session, Settlement, Store, Submission
@@ -197,6 +198,16 @@ class FlakyBroker(Broker):
 
     def put(self, messages: Sequence[Message], *, token: str) -> bool:
         return self.faults.publish("put", lambda: self.inner.put(messages, token=token))
+
+    def put_within(
+        self, messages: Sequence[Message], limits: Sequence[QueueLimit], *, token: str
+    ) -> bool:
+        return self.faults.publish(
+            "put", lambda: self.inner.put_within(messages, limits, token=token)
+        )
+
+    def waiting(self, queue: str) -> int:
+        return self.inner.waiting(queue)
 
     def beat_for(self, session: str, queues: Sequence[str], *, stalled: bool) -> bool:
         return self.faults.broker(

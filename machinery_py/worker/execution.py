@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from machinery_py.app import NOTHING, Application, Outgoing, broken
+from machinery_py.app import NOTHING, Application, Outgoing
 from machinery_py.brokers.base import Delivery, Fate
 from machinery_py.errors import (
     ArgumentError,
@@ -42,6 +42,7 @@ from machinery_py.registry.outcomes import (
     Postponed,
     Retried,
     Succeeded,
+    broken,
     failing,
     follow_up,
 )
@@ -443,8 +444,7 @@ class Execution:
         wanted = (
             self.settings.on_failure == "dead_letter" or self.signature.stop_task_deletion_on_error
         )
-        is_its_own = not self.revoked and then.error_type not in NOT_ITS_FAILURE
-        return wanted and is_its_own
+        return wanted and not self.revoked and then.error_type not in NOT_ITS_FAILURE
 
     def _kept(self, then: FollowUp) -> bytes:
         if then.retry is not None:

@@ -231,6 +231,10 @@ def test_all_wrong_values_are_told_at_once() -> None:
          "concurrency: found 'redis://***@h' (expected a whole number, 0 or more)"),
         ({"redis": 5}, "redis: found a number (expected a mapping of options)"),
         ({"redis": {"wait": 1}}, "redis.wait: found 1 (expected true or false)"),
+        ({"queue_limits": {"mail": "many"}},
+         "queue_limits: queue 'mail': found 'many' (expected a whole number, 1 or more)"),
+        ({"queue_limits": {"mail": 0}},
+         "queue_limits: queue 'mail': found 0 (expected a whole number, 1 or more)"),
         ({"amqp": {"queue_declare_args": "x"}},
          "amqp.queue_declare_args: found 'x' (expected a mapping of names to values)"),
         (

@@ -258,6 +258,8 @@ def test_every_option_can_be_set_in_the_environment(opt: Any) -> None:
         text = value = "high:6,low:1"
     if opt.key == "broker_connection_backoff":
         text, value = "linear", "linear"
+    if opt.key == "queue_limits":
+        text, value = "mail:10,bulk:5", {"mail": 10, "bulk": 5}
     if opt.key == "pool":
         text, value = "process", "process"
     if opt.key == "log_level":

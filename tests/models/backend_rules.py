@@ -312,6 +312,7 @@ class SettlementMachine(Arrivals, StateRules):
             now,
             expire,
             token,
+            [],
             queues,
             rows,
             changes.changes,

@@ -46,10 +46,32 @@ def used(redis: Redis, token: str, *, seconds: int = TOKEN_LIFE) -> bool:
     return False
 
 
+def full(
+    redis: Redis, queues: Sequence[Queue], limits: Sequence[tuple[int, int]], token: str
+) -> str:
+    """Which limit is passed, and how many wait there; "" if none or for a repeat."""
+    if token and redis.exists(f"mpy:p:{token}"):
+        return ""
+    for place, most in limits:
+        queue = queues[place]
+        levels = [0, *(int(level) for level, _ in redis.scores(queue[1] + "l").in_order())]
+        waiting = sum(len(redis.items(list_of(queue, level))) for level in levels)
+        if waiting > most:
+            return f"{place} {waiting}"
+    return ""
+
+
 def put_messages(
-    redis: Redis, now: str, token: str, queues: Sequence[Queue], messages: Sequence[Message]
+    redis: Redis,
+    now: str,
+    token: str,
+    limits: Sequence[tuple[int, int]],
+    queues: Sequence[Queue],
+    messages: Sequence[Message],
 ) -> object:
     check(redis, queues, messages, int(now))
+    if text := full(redis, queues, limits, token):
+        return text
     if used(redis, token):
         return 0
     put(redis, queues, messages, int(now))

@@ -24,6 +24,7 @@ from tests.models.machine import (
     Pick,
     Queue1,
     Queues,
+    Room,
     ScriptMachine,
     Session1,
     Token,
@@ -71,10 +72,12 @@ class Arrivals(ScriptMachine):
                 self.keys,
             )
 
-    @rule(passed=Passed, token=Token, messages=Messages)
-    def put(self, passed: int, token: str, messages: list[Any]) -> None:
+    @rule(passed=Passed, token=Token, messages=Messages, room=Room)
+    def put(self, passed: int, token: str, messages: list[Any], room: int | None) -> None:
         now = self.passed(passed)
-        self.run(redis_scripts.PUT, broker.put_messages, now, token, *self.messages(messages))
+        queues, rows = self.messages(messages)
+        limits = [] if room is None else [(place, room) for place in range(len(queues))]
+        self.run(redis_scripts.PUT, broker.put_messages, now, token, limits, queues, rows)
 
     @rule(
         passed=Passed,
@@ -121,7 +124,7 @@ class Arrivals(ScriptMachine):
     @rule(passed=Passed, session=Session1, messages=Messages)
     def a_session_gets_messages(self, passed: int, session: str, messages: list[Any]) -> None:
         self.register(passed, session, list(self.names))
-        self.put(0, "", messages)
+        self.put(0, "", messages, None)
         self.claim(0, session, list(self.names), 5, [], "11", False, False, False)
 
     @rule(passed=Passed, session=Session1, pick=Pick)

@@ -42,6 +42,7 @@ Due = st.sampled_from(
     [None, None, None, -5_000_000, 0, 1, 500_000, 1_099_999, 1_100_000, 20_000_000]
 )  # µs from now
 Token = st.sampled_from(["", "", "t1", "t2"])
+Room = st.sampled_from([None, None, None, 0, 2])  # messages that may wait in a queue
 Messages = st.lists(
     st.tuples(
         Queue1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tests.models.broker import used
+from tests.models.broker import full, used
 from tests.models.messages import (
     Entry,
     Message,
@@ -37,6 +37,7 @@ def submit(
     now: str,
     expire: int,
     token: str,
+    limits: Sequence[tuple[int, int]],
     queues: Sequence[Queue],
     messages: Sequence[Message],
     flat: Sequence[object],
@@ -44,6 +45,8 @@ def submit(
 ) -> object:
     batch, changes = Batch(), list(changes_of(flat, states).values())
     check(redis, queues, messages, int(now))
+    if text := full(redis, queues, limits, token):
+        return text
     check_documents(redis, changes)
     decided = [decide(redis, batch, change) for change in changes]
     if used(redis, token):

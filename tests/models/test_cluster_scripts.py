@@ -183,7 +183,11 @@ def fill(beside: ClusterBeside) -> None:
         ),
         (SHARD, cluster.NOTE, (start, ["task_1"])),
         (SHARD, cluster.LIST, (start, ["task_2"], ["SUCCESSjobs"], ["task_1"], False)),
-        (QUEUE, clustered(scripts.PUT), (start, "", [queue_keys("jobs")], [message("1")])),
+        (
+            QUEUE,
+            clustered(scripts.PUT),
+            (start, "", [], [queue_keys("jobs")], [message("1")]),
+        ),
         (QUEUE, clustered(scripts.TAKE_IN), (start, queue_keys("jobs"), MOVES[2:], START)),
         (b"mpy:{lock}:", clustered(locks.ACQUIRE_IN_CLUSTER), (start, "lock", "aa", 100_000)),
     ]

@@ -105,7 +105,7 @@ def test_each_lua_file_is_a_script_or_included() -> None:
 WITHOUT_MODEL = {
     "broker": {
         *("BROADCAST", "BURY", "DEAD", "LATE", "LATE_NAMES", "PENDING"),
-        *("PURGE", "STATS", "TAKE_DEAD", "WORKERS"),
+        *("PURGE", "STATS", "TAKE_DEAD", "WAITING", "WORKERS"),
     },
     "backend": {"AMEND", "RECORDS", "RELEASE"},
     "settlement": {"AMEND"},
@@ -129,6 +129,7 @@ def test_scripts_of_delivery_and_settlement_have_a_model() -> None:
 
 # One call of each script, on a Redis in which it finds everything that it works on.
 
+LIMITS = [(0, 1000), (1, 1000)]
 QUEUES = [queue_keys("jobs"), queue_keys("mail")]
 NOW = str(START + 10_000_000)
 DAY = dt.datetime(2026, 11, 1, tzinfo=dt.timezone.utc)
@@ -186,7 +187,7 @@ DISPOSALS = [
 ]
 
 CALLS: dict[str, tuple[Any, ...]] = {
-    "broker PUT": (NOW, "token", QUEUES, FULL),
+    "broker PUT": (NOW, "token", LIMITS, QUEUES, FULL),
     "broker REGISTER": (NOW, "s2", raw(b"record"), QUEUES),
     "broker BEAT": (NOW, "s1", QUEUES, True),
     "broker CLAIM": (NOW, "s1", QUEUES, 9, 2, [1], "12", True, True, False),
@@ -198,6 +199,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "broker DUE": (NOW, 10),
     "broker MOVE": (NOW, QUEUES, [message("late", place=1)]),
     "broker BURY_DELAYED": (NOW, QUEUES[0], raw(b"late"), raw(b"head")),
+    "broker WAITING": (QUEUES[0],),
     "broker PENDING": (QUEUES[0], 10),
     "broker LATE": (QUEUES, 10),
     "broker STATS": (NOW, QUEUES, 2),
@@ -227,7 +229,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "backend FORGET_TASK": (["task_2", "task_1"], []),
     "backend FORGET_GROUP": ([], ["group_1"]),
     "backend TEND": (str(START + 4_000_000_000), 3600),
-    "settlement SUBMIT": (NOW, 3600, "token", QUEUES, FULL, *changes()),
+    "settlement SUBMIT": (NOW, 3600, "token", LIMITS, QUEUES, FULL, *changes()),
     "settlement SETTLE": (NOW, 3600, "s1", QUEUES, ENDS, [], *changes(arrivals=[ARRIVAL])),
     "settlement FIRE": (NOW, 3600, QUEUES, FULL, *changes(fires="group_1")),
     "backend AMEND": (NOW, 3600, "nightly", raw(b"old"), raw(b"new"), 0, *changes(outbox=b"out")),
@@ -290,7 +292,13 @@ def fill(beside: Beside) -> None:
         (broker.REGISTER, (start, "s1", raw(b"record"), QUEUES)),
         (
             broker.PUT,
-            (start, "", QUEUES, [message("1"), message("2"), message("3"), message("4", place=1)]),
+            (
+                start,
+                "",
+                LIMITS,
+                QUEUES,
+                [message("1"), message("2"), message("3"), message("4", place=1)],
+            ),
         ),
         (broker.CLAIM, (start, "s1", QUEUES, 4, 1, [], "11", False, False, False)),
         (broker.DISPOSE, (start, "s1", QUEUES, [(0, "3", "dead", 0, raw(b"head"))])),
@@ -299,6 +307,7 @@ def fill(beside: Beside) -> None:
             (
                 start,
                 "",
+                LIMITS,
                 QUEUES,
                 [*FULL, message("late", due=LATE), message("parked", due=LATE, label="x", place=0)],
             ),

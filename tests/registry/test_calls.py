@@ -577,7 +577,7 @@ def test_unknown_option_of_a_task_is_refused_with_the_nearest(
 def test_unknown_option_of_a_call_is_refused_with_the_nearest(
     server: Server, option: str, hint: str
 ) -> None:
-    with pytest.raises(TypeError, match=rf"plain: no option '{option}' \(known: delay, .*{hint}"):
+    with pytest.raises(TypeError, match=rf"plain: no option '{option}' \(known: block, .*{hint}"):
         server.task(plain).options(**{option: 3})  # type: ignore[typeddict-item]
 
 

@@ -24,8 +24,8 @@ from machinery_py.brokers.base import (
     Message,
     QueueStats,
     WorkerInfo,
-    close_all,
 )
+from machinery_py.brokers.entries import close_all
 from machinery_py.brokers.liveness import HeartbeatJudge, has_ended, log_loss, read_record
 from machinery_py.brokers.mongodb.consumer import KIND, ORDER, MongoConsumer, beat_in
 from machinery_py.brokers.mongodb.messages import (
@@ -297,6 +297,10 @@ class MongoBroker(DriverUser, Broker):
 
     def delayed(self, limit: int) -> list[Message]:
         return self._find({"status": Status.DELAYED}, [("due_at", 1), ("order", 1)], limit)
+
+    @step("counting messages")
+    def waiting(self, store: Store, queue: str) -> int:
+        return store.machinery_messages.count_documents({"status": QUEUED, "queue": queue})
 
     @step("listing messages")
     def _find(

@@ -26,8 +26,8 @@ from machinery_py.brokers.base import (
     Message,
     QueueStats,
     WorkerInfo,
-    close_all,
 )
+from machinery_py.brokers.entries import close_all
 from machinery_py.brokers.rabbitmq.consumer import AMQPConsumer
 from machinery_py.brokers.rabbitmq.control import Report, ask, order_pause
 from machinery_py.brokers.rabbitmq.inspect import DelayedSplit, Inspection, inspecting
@@ -81,6 +81,9 @@ class AMQPBroker(Broker):
                 return not messages
             self._publisher.send([self._publication(message) for message in messages], attempt)
             return True
+
+    def waiting(self, queue: str) -> int:
+        return self._publisher.waiting(self.topology.queue_of(queue))
 
     def _publication(self, message: Message) -> Publication:
         return self._publisher.to_queue(

@@ -33,7 +33,13 @@ from machinery_py.brokers.rabbitmq.messages import (
 from machinery_py.brokers.rabbitmq.topology import Topology, declare, digest
 from machinery_py.clock import micros
 from machinery_py.connections.forks import ForkLock
-from machinery_py.connections.rabbitmq.client import AmqpDriver, explained, largest_of, passes
+from machinery_py.connections.rabbitmq.client import (
+    NOT_FOUND,
+    AmqpDriver,
+    explained,
+    largest_of,
+    passes,
+)
 from machinery_py.connections.rabbitmq.frames import AddressedMessage
 from machinery_py.connections.rabbitmq.io_thread import AmqpConnectionLost, ChannelLost
 from machinery_py.connections.rabbitmq.publisher import Confirmation, Publisher
@@ -334,6 +340,24 @@ class MessagePublisher:
         if new:
             self.send([Publication(self._note(what)) for what in new])
             self._registered.update(new)
+
+    def waiting(self, queue: str) -> int:
+        """Return how many messages wait in a queue; 0 if there is no such queue.
+
+        Raises:
+            BrokerUnavailable: it is not known.
+        """
+        timeout = self._driver.timeout
+        with self._refusing():
+            channel = self._open().link.channel(timeout)
+            try:
+                frame = channel.rpc("queue_declare", queue=queue, passive=True, timeout=timeout)
+            except ChannelLost as error:
+                if error.code == NOT_FOUND:
+                    return 0
+                raise
+            channel.close()
+        return int(frame.method.message_count)
 
     def paused(self, queues: Sequence[str]) -> frozenset[str]:
         """Return the queues that bear the mark of paused ones.

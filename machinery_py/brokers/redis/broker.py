@@ -25,8 +25,8 @@ from machinery_py.brokers.base import (
     Message,
     QueueStats,
     WorkerInfo,
-    close_all,
 )
+from machinery_py.brokers.entries import close_all
 from machinery_py.brokers.liveness import (
     HeartbeatJudge,
     SessionInfo,
@@ -34,12 +34,14 @@ from machinery_py.brokers.liveness import (
     log_loss,
     read_record,
 )
+from machinery_py.brokers.queue_limits import QueueLimit
 from machinery_py.brokers.redis import scripts
 from machinery_py.brokers.redis.consumer import KIND, RedisConsumer, began_by
 from machinery_py.brokers.redis.messages import (
     Packed,
     Queues,
     bodies_for,
+    full,
     head_of,
     label_of,
     letter_of,
@@ -49,6 +51,7 @@ from machinery_py.brokers.redis.messages import (
     noted,
     packed_batch,
     packed_go,
+    packed_limits,
     unwrapped,
 )
 from machinery_py.brokers.redis.topics import RedisSubscription, append_records
@@ -82,7 +85,9 @@ _late = msgspec.msgpack.Decoder(list[tuple[bytes, int, bytes]]).decode
 class RedisBroker(Broker):
     """Queues on the driver's server. The driver belongs to its creator."""
 
-    features = BrokerFeatures(name="redis", beats=True, topics=True, keeps_topics=True)
+    features = BrokerFeatures(
+        name="redis", beats=True, topics=True, keeps_topics=True, exact_limits=True
+    )
 
     def __init__(self, driver: RedisDriver, *, lease: float = LEASE) -> None:
         self.driver = driver
@@ -96,12 +101,23 @@ class RedisBroker(Broker):
         self._consumers: weakref.WeakSet[RedisConsumer] = weakref.WeakSet()
 
     def put(self, messages: Sequence[Message], *, token: str) -> bool:
-        values = (self.driver.now(), token, *packed_batch(messages))
+        return self.put_within(messages, (), token=token)
+
+    def put_within(
+        self, messages: Sequence[Message], limits: Sequence[QueueLimit], *, token: str
+    ) -> bool:
+        keys, rows = packed_batch(messages)
+        values = (self.driver.now(), token, packed_limits(limits, keys), keys, rows)
         to_wake = self.driver.run(scripts.PUT, *values, again=bool(token), lost=PublishUnknown)
         if to_wake == 0:
             return False
+        if isinstance(to_wake, bytes):
+            raise full(to_wake, limits, keys)
         self.driver.unblock(to_wake)
         return True
+
+    def waiting(self, queue: str) -> int:
+        return int(self.driver.run(scripts.WAITING, queue_keys(queue)))
 
     def consume(self, queues: Sequence[str], *, worker: str) -> RedisConsumer:
         consumer = RedisConsumer(

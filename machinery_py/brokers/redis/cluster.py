@@ -23,9 +23,10 @@ from machinery_py.brokers.base import (
     Message,
     QueueStats,
     WorkerInfo,
-    close_all,
 )
+from machinery_py.brokers.entries import close_all
 from machinery_py.brokers.liveness import log_loss
+from machinery_py.brokers.queue_limits import QueueLimit
 from machinery_py.brokers.redis import scripts
 from machinery_py.brokers.redis.broker import FIRST_QUEUE, LEASE, MOVE, OTHERS, RedisBroker
 from machinery_py.brokers.redis.cluster_consumer import ClusterConsumer, Place, ask_beats
@@ -92,7 +93,9 @@ class QueueBroker(RedisBroker):
 class ClusterBroker(Broker):
     """Queues in a cluster, which belongs to its creator."""
 
-    features = BrokerFeatures(name="redis", beats=True, topics=True, keeps_topics=True)
+    features = BrokerFeatures(
+        name="redis", beats=True, topics=True, keeps_topics=True, exact_limits=True
+    )
 
     def __init__(self, cluster: RedisClusterDriver, *, lease: float = LEASE) -> None:
         self.cluster = cluster
@@ -158,6 +161,19 @@ class ClusterBroker(Broker):
                 unknown.permanent = error.permanent
                 raise unknown from error
         return new
+
+    def put_within(
+        self, messages: Sequence[Message], limits: Sequence[QueueLimit], *, token: str
+    ) -> bool:
+        """Exact for messages of one queue; else it looks at all queues first."""
+        queues = list(dict.fromkeys(message.queue for message in messages))
+        if len(queues) > 1:
+            return super().put_within(messages, limits, token=token)
+        self._register(queues)
+        return self._of(queues[0]).put_within(messages, limits, token=token)
+
+    def waiting(self, queue: str) -> int:
+        return self._of(queue).waiting(queue)
 
     def put_once(self, messages: Sequence[tuple[str, Message]]) -> None:
         """Store each message, unless one was stored under the same name within half an hour.

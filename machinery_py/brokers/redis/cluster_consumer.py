@@ -24,7 +24,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from machinery_py.brokers.base import Consumer, Delivery, Disposal, close_all
+from machinery_py.brokers.base import Consumer, Delivery, Disposal
+from machinery_py.brokers.entries import close_all
 from machinery_py.brokers.redis import scripts
 from machinery_py.brokers.redis.consumer import KIND, RedisConsumer
 from machinery_py.connections.redis.client import TIMEOUT, RedisConnection

@@ -13,10 +13,12 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from machinery_py.brokers.base import DeadLetter, Message
+from machinery_py.brokers.queue_limits import QueueLimit
 from machinery_py.clock import micros, moment_of
 from machinery_py.connections.redis.client import raw
 from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.connections.redis.scripts import pack
+from machinery_py.errors import QueueFull
 from machinery_py.texts import printable
 from machinery_py.wire.decode import KnownFields, known_fields
 from machinery_py.wire.signatures import encode
@@ -69,6 +71,21 @@ def packed_batch(messages: Sequence[Message]) -> tuple[list[tuple[str, str]], li
     queues = Queues()
     rows = [packed(message, queues) for message in messages]
     return queues.keys, rows
+
+
+def packed_limits(
+    limits: Sequence[QueueLimit], keys: Sequence[tuple[str, str]]
+) -> list[tuple[int, int]]:
+    """Pack limits for one script call: (place of the queue, how many may wait there already)."""
+    places = {key: place for place, (key, _) in enumerate(keys)}
+    return [(places[one.queue], one.limit - one.adds) for one in limits]
+
+
+def full(answer: bytes, limits: Sequence[QueueLimit], keys: Sequence[tuple[str, str]]) -> QueueFull:
+    """Return the error for what `full` in putting.lua says."""
+    place, waiting = map(int, answer.split())
+    [limit] = [one for one in limits if one.queue == keys[place][0]]
+    return limit.passed(waiting)
 
 
 def label_of(message: Message) -> bytes:

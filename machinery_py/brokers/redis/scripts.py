@@ -39,6 +39,7 @@ BROADCAST = _lua.script("broadcast", "sending to a topic", LENGTH=TOPIC_LENGTH)
 
 _inspect = Folder("brokers/redis/lua/inspect", CONSTANTS, away=BrokerUnavailable)
 
+WAITING = _inspect.script("waiting", "counting messages")
 PENDING = _inspect.script("pending", "listing a queue")
 LATE = _inspect.script("late", "listing delayed messages")
 STATS = _inspect.script("stats", "counting messages")

@@ -25,9 +25,10 @@ from machinery_py.brokers.base import (
     Message,
     QueueStats,
     WorkerInfo,
-    close_all,
 )
+from machinery_py.brokers.entries import close_all
 from machinery_py.brokers.liveness import is_suspended
+from machinery_py.brokers.queue_limits import QueueLimit
 from machinery_py.brokers.sqlite.consumer import PROMOTE, RELEASE, SQLiteConsumer
 from machinery_py.brokers.sqlite.topics import SQLiteSubscription, append_records
 from machinery_py.clock import micros, moment_of
@@ -61,6 +62,9 @@ LEFT JOIN (SELECT queue, count(*) AS n FROM dead GROUP BY queue) AS x ON x.queue
 ORDER BY name
 """
 
+_WAITING = (
+    "SELECT count(*) FROM messages INDEXED BY messages_waiting WHERE status = 0 AND queue = ?"
+)
 _FORGET = "DELETE FROM tokens WHERE token IN (SELECT token FROM tokens WHERE used_at < ? LIMIT ?)"
 _NEXT_DUE = "SELECT min(due_at) FROM messages INDEXED BY messages_delayed WHERE status = 1"
 _LETTER = ("id", "uuid", "name", "queue", "body", "reason", "error", "strikes", "died_at")
@@ -73,7 +77,9 @@ _names = msgspec.json.Decoder(tuple[str, ...]).decode
 class SQLiteBroker(Broker):
     """Queues in the driver's file. The driver belongs to whoever made it."""
 
-    features = BrokerFeatures(name="sqlite", embedded=True, topics=True, keeps_topics=True)
+    features = BrokerFeatures(
+        name="sqlite", embedded=True, topics=True, keeps_topics=True, exact_limits=True
+    )
 
     def __init__(self, driver: SQLiteDriver, *, lease: float = LEASE) -> None:
         self.driver = driver
@@ -102,6 +108,16 @@ class SQLiteBroker(Broker):
                 # Also for the delayed ones: a sleeper may have to wake earlier than it had planned.
                 driver.notify("q")
             return True
+
+    def put_within(
+        self, messages: Sequence[Message], limits: Sequence[QueueLimit], *, token: str
+    ) -> bool:
+        with self.driver.transaction():
+            return super().put_within(messages, limits, token=token)
+
+    def waiting(self, queue: str) -> int:
+        with self.driver.reading() as connection:
+            return int(connection.execute(_WAITING, (queue,)).fetchone()[0])
 
     def _name_queues(self, connection: sqlite3.Connection, names: set[str]) -> None:
         """Remember queues that are new to us. Called inside a transaction."""

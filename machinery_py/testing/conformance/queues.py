@@ -1,13 +1,13 @@
-"""Promises of every pair of stores about several queues: strict order, weights, paused queues."""
+"""Promises of every pair of stores about queues: strict order, weights, paused and full queues."""
 
 from __future__ import annotations
 
 import pytest
 
-from machinery_py import Server, State, Unsupported
+from machinery_py import QueueFull, Server, State, Unsupported, group
 from machinery_py.testing.conformance.application import App
 from machinery_py.testing.conformance.messages import MessageConformance
-from machinery_py.testing.waiting import HANG, wait_until
+from machinery_py.testing.waiting import HANG, together, wait_until
 
 MANY = 20  # messages of a queue that is never empty; more than a worker takes at once
 
@@ -88,4 +88,83 @@ class QueueConformance(MessageConformance):
             assert {one.queue: one.waiting > 0 for one in app.server.inspect.queues()}["high"]
             over.set()
             app.wait_until_idle()
+        app.server.close()
+
+    # queue_limits
+
+    def limited(self, idle: App, limit: int) -> App:
+        queue = idle.server.config.default_queue
+        return App(Server(idle.server.config.replace(queue_limits={queue: limit})), idle)
+
+    def waiting(self, app: App) -> int:
+        queue = app.server.config.default_queue
+        return next(one.waiting for one in app.server.inspect.queues() if one.queue == queue)
+
+    def test_full_queue_refuses_a_send_until_there_is_room(self, idle: App) -> None:
+        app = self.limited(idle, 2)
+        queue, add = app.server.config.default_queue, app.add
+        first = [add.send(1, number) for number in range(2)]
+
+        with pytest.raises(QueueFull) as caught:
+            add.options(uuid="task_refused").send(1, 2)
+        assert (caught.value.queue, caught.value.waiting, caught.value.limit) == (queue, 2, 2)
+        assert "task_refused" not in app.server.backend.get_states(["task_refused"])
+        with pytest.raises(QueueFull):
+            add.options(block=0.1).send(1, 2)
+        with pytest.raises(QueueFull) as caught:
+            group(add.signature(1, number) for number in range(3)).send()
+        assert caught.value.permanent
+        later = add.options(delay=0.1).send(3, 4)
+        other = add.options(queue="other").send(5, 6)
+        assert self.waiting(app) == 2
+        solo = App(Server(idle.server.config.replace(queue_limits={"solo": 1})), idle)
+        unique = solo.add.options(unique="key", queue="solo")
+        assert not unique.send(1, 1).duplicate
+        assert unique.send(1, 1).duplicate  # joins, and needs no room
+        with pytest.raises(QueueFull):
+            solo.add.options(unique="other", queue="solo").send(1, 1)
+        solo.server.close()
+
+        with app.running(queues=[queue, "other"]):
+            waited = add.options(block=HANG).send(7, 8)
+            assert [one.get(timeout=HANG) for one in (*first, later, other, waited)] == [
+                1,
+                2,
+                7,
+                11,
+                15,
+            ]
+        app.server.close()
+
+    def test_full_queue_takes_what_a_worker_sends(self, idle: App) -> None:
+        app = self.limited(idle, 1)
+
+        @app.server.task(retries=1, backoff=[0])
+        def again() -> int:
+            if not app.calls:
+                app.calls.append(("first",))
+                app.add.send(1, 1)  # fills the queue, and this task comes back to it
+                raise ValueError("once")
+            return 1
+
+        result = again.signature().then(app.note.signature("after")).send()
+        assert app.running(burst=True, concurrency=1).launch(signals=False) == 0
+
+        assert result.get(timeout=HANG) == 1
+        assert ("after", 1) in app.calls
+        app.server.close()
+
+    def test_senders_pass_a_limit_only_where_that_is_said(self, idle: App) -> None:
+        app = self.limited(idle, 4)
+
+        def send(number: int) -> bool:
+            try:
+                app.add.send(1, number)
+            except QueueFull:
+                return False
+            return True
+
+        accepted = together(8, send)
+        assert accepted.count(True) == self.waiting(app) >= 4
+        assert accepted.count(True) == 4 or not app.server.broker.features.exact_limits
         app.server.close()

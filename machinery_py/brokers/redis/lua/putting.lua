@@ -9,6 +9,9 @@
 -- check: raises, before anything is written, if a key that these messages come to is something
 -- else.
 -- put: stores messages; returns connections of blocked clients that must be woken.
+-- waiting_in: how many messages wait in a queue.
+-- full: of limits (index of a queue, how many may wait there at most), the first that is passed, as
+-- a text: index and how many wait; nothing if all hold, or the token was used: then it is a repeat.
 --! include connections/redis/lua/prelude.lua
 
 local DELAYED = '$DELAYED'
@@ -75,6 +78,18 @@ local function check(queues, messages, now)
       key_type('$DELAYED', 'zset')
       if not plain then can_park(q) end
     end
+  end
+end
+local function waiting_in(q)
+  local waiting = call('LLEN', q[1])
+  for _, level in ipairs(call('ZRANGE', q[2] .. 'l', 0, -1)) do waiting = waiting + call('LLEN', q[2] .. 'p:' .. level) end
+  return waiting
+end
+local function full(queues, limits, token)
+  if #limits == 0 or (token ~= '' and call('EXISTS', 'mpy:p:' .. token) == 1) then return end
+  for _, one in ipairs(limits) do
+    local waiting = waiting_in(queues[one[1] + 1])
+    if waiting > one[2] then return int(one[1]) .. ' ' .. int(waiting) end
   end
 end
 local function put(queues, messages, now, to_wake)

@@ -17,8 +17,7 @@ local function line_of(q)
   for _, session in ipairs(call('ZRANGE', p .. 's', 0, -1)) do key_type(p .. 'f:' .. session, 'hash') end
   parked(q, now, to_wake)
   local plain = call('LLEN', q[1])
-  local waiting, running, oldest = plain, 0, ''
-  for _, level in ipairs(call('ZRANGE', p .. 'l', 0, -1)) do waiting = waiting + call('LLEN', p .. 'p:' .. level) end
+  local waiting, running, oldest = waiting_in(q), 0, ''
   for _, session in ipairs(call('ZRANGE', p .. 's', 0, -1)) do running = running + call('HLEN', p .. 'f:' .. session) end
   if plain > 0 then
     local place = tonumber(call('GET', p .. 'c') or '0') - plain
