@@ -75,7 +75,8 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             that is another store. 0: there is none.
         strikes: how many consumers died (or lost their lease) while they ran it; fewer, if nobody
             could see what one of them ran.
-        sent_at: when it was put on the queue, if the broker knows.
+        sent_at: when it was put on the queue, to 0.25 s. None: the broker does not know, of a
+            later delivery, of another program's message, or since `Consumer.is_timed` is off.
     """
 
     body: bytes
@@ -182,9 +183,12 @@ class Consumer(ABC):
     Attributes:
         session: the name under which the broker knows it; a `beat` that is False gives it another.
             "" if it has none.
+        is_timed: whether deliveries need their `sent_at`: some brokers look for it only then. May
+            be set at any time, for the claims to come.
     """
 
     session: str = ""
+    is_timed: bool = True
 
     @abstractmethod
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:

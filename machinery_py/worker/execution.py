@@ -134,12 +134,9 @@ class Execution:
         return self.delivery.strikes + self.signature.strikes
 
     def waited(self, until: dt.datetime) -> float | None:
-        """Return the seconds since it was sent, or since its ETA; None: nobody knows.
-
-        Redis keeps no time of sending.
-        """
-        known = [one for one in (self.delivery.sent_at, self.signature.eta) if one is not None]
-        return max(0.0, (until - max(known)).total_seconds()) if known else None
+        """Return the seconds since its ETA, or if it has none since it was sent; None: unknown."""
+        since = self.signature.eta or self.delivery.sent_at
+        return None if since is None else max(0.0, (until - since).total_seconds())
 
     @property
     def is_over(self) -> bool:

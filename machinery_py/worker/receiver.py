@@ -25,6 +25,7 @@ from machinery_py.revocation import revoked_among
 from machinery_py.stores.base import Session
 from machinery_py.texts import get_logger
 from machinery_py.threads import LoopThread
+from machinery_py.worker import task_log
 from machinery_py.worker.autoscale import Autoscaler
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
@@ -270,6 +271,7 @@ class Receiver:
                 # The first claim does not wait: the worker is ready when it has returned.
                 timeout = self._patience() if self.connected else 0.0
                 order = self.order.draw(self._random) if self.order.weights else ()
+                self._session.consumer.is_timed = self._tells_waits()
                 deliveries = self._session.receive(free, timeout, order)
                 if self._autoscaler is not None:
                     self._autoscaler.claimed(time.monotonic(), is_full=len(deliveries) >= free)
@@ -357,6 +359,9 @@ class Receiver:
             else:
                 self._settler.put(execution)
                 self._note_return(execution)
+
+    def _tells_waits(self) -> bool:
+        return TaskReceived in self._app.events.wanted or task_log.is_on(self._app)
 
     def _tell_received(self, execution: Execution) -> None:
         wait = execution.waited(self._app.now())

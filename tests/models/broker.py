@@ -32,7 +32,7 @@ from tests.models.redis import Redis, Zset
 
 TOKEN_LIFE = 600  # seconds
 
-Delivery = tuple[int, int, int, int, int, int, str]
+Delivery = tuple[int, int, int, int, int, int, int, str]
 
 
 def used(redis: Redis, token: str, *, seconds: int = TOKEN_LIFE) -> bool:
@@ -117,6 +117,7 @@ def claim(
     will_sleep: bool,
     noted: bool,
     apart: bool,
+    timed: bool,
 ) -> object:
     moment = int(now)
     problems = [DELAYED] if type(redis.keys.get(DELAYED, Zset())) is not Zset else []
@@ -142,19 +143,16 @@ def claim(
             return_arrivals(redis, queue, session, moment)
         else:
             arrivals = f"{queue[1]}i:{session}"
-            found += fly(
-                redis,
-                place,
-                queue,
-                session,
-                claim,
-                0,
-                redis.take(arrivals, len(redis.items(arrivals))),
-            )
+            bodies = redis.take(arrivals, len(redis.items(arrivals)))
+            waits = [0 for _ in bodies] if timed else []
+            found += fly(redis, place, queue, session, claim, 0, bodies, waits)
+            if timed and bodies:
+                forget_marks(redis, queue)
     for place, queue in enumerate(queues):
         unpark(redis, queue, moment)
         if not paused[place]:
-            found += from_lists(redis, place, queue, session, claim, limit - len(found))
+            most = limit - len(found)
+            found += from_lists(redis, place, queue, session, claim, most, moment, timed)
     if will_sleep and not found:
         for place, (_, prefix) in enumerate(queues):
             redis.add(prefix + ("u" if paused[place] else "v"), number)
@@ -184,7 +182,16 @@ def again(
         if entry.number in lost:
             redis.write(flight, {str(receipt): replace(entry, number=claim).text()})
             found.append(
-                (place, receipt, entry.fence, entry.strikes, entry.parks, entry.level, entry.body)
+                (
+                    place,
+                    receipt,
+                    entry.fence,
+                    entry.strikes,
+                    entry.parks,
+                    entry.level,
+                    -1,
+                    entry.body,
+                )
             )
     return found
 
@@ -197,22 +204,48 @@ def fly(
     claim: int,
     level: int,
     bodies: Sequence[str],
+    waits: Sequence[int] = (),
 ) -> list[Delivery]:
     """Each message gets a receipt, and what was noted of it: this is one delivery more."""
     found: list[Delivery] = []
-    for body in bodies:
+    for number, body in enumerate(bodies):
         receipt = redis.count(queue[1] + "n")
         note = redis.erase(queue[1] + "a", digest(body)) or "0 0 0\n"
         counts, _, label = note.partition("\n")
         fence, strikes, parks = map(int, counts.split())
         entry = Entry(claim, level, fence + 1, strikes, parks, label, body)
         redis.write(flight_of(queue, session), {str(receipt): entry.text()})
-        found.append((place, receipt, entry.fence, strikes, parks, level, body))
+        wait = waits[number] if waits and fence == 0 else -1
+        found.append((place, receipt, entry.fence, strikes, parks, level, wait, body))
     return found
 
 
+def waits_of(redis: Redis, queue: Queue, taken: int, now: int) -> list[int]:
+    """For each message taken from the list just now, µs since the last mark at its place."""
+    first = int(redis.get(queue[1] + "c") or 0) - len(redis.items(queue[0])) - taken
+    marks = [tuple(map(int, mark.split())) for mark in redis.items(queue[1] + "o")]
+    waits = []
+    for place in range(first, first + taken):
+        before = [at for mark, at in marks if mark <= place] or [at for _, at in marks[:1]]
+        waits.append(max(0, now - before[-1]) if before else -1)
+    return waits
+
+
+def forget_marks(redis: Redis, queue: Queue) -> None:
+    """An empty list needs none."""
+    if not redis.items(queue[0]):
+        redis.delete(queue[1] + "o")
+
+
 def from_lists(
-    redis: Redis, place: int, queue: Queue, session: str, claim: int, limit: int
+    redis: Redis,
+    place: int,
+    queue: Queue,
+    session: str,
+    claim: int,
+    limit: int,
+    now: int,
+    timed: bool,
 ) -> list[Delivery]:
     """The highest priority first, and what has none last."""
     found: list[Delivery] = []
@@ -220,7 +253,11 @@ def from_lists(
     for level in [*levels, 0]:
         if len(found) < limit:
             taken = redis.take(list_of(queue, level), limit - len(found))
-            found += fly(redis, place, queue, session, claim, level, taken)
+            is_timed = timed and level == 0 and bool(taken)
+            waits = waits_of(redis, queue, len(taken), now) if is_timed else []
+            found += fly(redis, place, queue, session, claim, level, taken, waits)
+            if is_timed:
+                forget_marks(redis, queue)
             if level and not redis.exists(list_of(queue, level)):
                 redis.unscore(queue[1] + "l", str(level))
     return found

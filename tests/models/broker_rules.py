@@ -43,8 +43,8 @@ def claimed(reply: Any) -> Any:
         return reply
     runs = packed(reply[4])
     rows = [
-        [place, first + i, fence, strikes, parks, level, body]
-        for place, first, fence, strikes, parks, level, bodies in runs
+        [place, first + i, fence, strikes, parks, level, wait, body]
+        for place, first, fence, strikes, parks, level, wait, bodies in runs
         for i, body in enumerate(bodies)
     ]
     return [*reply[:4], rows, reply[5], keys_in(reply[6])]
@@ -89,6 +89,7 @@ class Arrivals(ScriptMachine):
         will_sleep=st.booleans(),
         noted=st.booleans(),
         apart=st.booleans(),
+        timed=st.booleans(),
     )
     def claim(
         self,
@@ -101,6 +102,7 @@ class Arrivals(ScriptMachine):
         will_sleep: bool,
         noted: bool,
         apart: bool,
+        timed: bool,
     ) -> None:
         now, self.claims = self.passed(passed), self.claims + 1
         lost = [self.claims - one for one in lost]
@@ -118,6 +120,7 @@ class Arrivals(ScriptMachine):
             will_sleep,
             noted,
             apart,
+            timed,
             reading=claimed,
         )
 
@@ -125,7 +128,7 @@ class Arrivals(ScriptMachine):
     def a_session_gets_messages(self, passed: int, session: str, messages: list[Any]) -> None:
         self.register(passed, session, list(self.names))
         self.put(0, "", messages, None)
-        self.claim(0, session, list(self.names), 5, [], "11", False, False, False)
+        self.claim(0, session, list(self.names), 5, [], "11", False, False, False, True)
 
     @rule(passed=Passed, session=Session1, pick=Pick)
     def a_session_dies(self, passed: int, session: str, pick: int) -> None:

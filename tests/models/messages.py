@@ -82,6 +82,8 @@ def give(
             redis.push(prefix + "o", f"{place} {now}")
             if len(notes) == NOTES:
                 redis.take(prefix + "o", 1)
+    elif was_empty and not redis.exists(prefix + "o"):
+        redis.push(prefix + "o", f"{int(redis.get(prefix + 'c') or 0) - 1} {now}")
 
 
 def remember(redis: Redis, queue: Queue, entry: Entry) -> None:

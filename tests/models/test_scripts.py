@@ -190,7 +190,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "broker PUT": (NOW, "token", LIMITS, QUEUES, FULL),
     "broker REGISTER": (NOW, "s2", raw(b"record"), QUEUES),
     "broker BEAT": (NOW, "s1", QUEUES, True),
-    "broker CLAIM": (NOW, "s1", QUEUES, 9, 2, [1], "12", True, True, False),
+    "broker CLAIM": (NOW, "s1", QUEUES, 9, 2, [1], "12", True, True, False, True),
     "broker DISPOSE": (NOW, "s1", QUEUES, DISPOSALS),
     "broker BEGIN": ("s1", QUEUES[0][1], "1"),
     "broker HOLDS": ("s1", [(QUEUES[0][1], "1")]),
@@ -300,7 +300,7 @@ def fill(beside: Beside) -> None:
                 [message("1"), message("2"), message("3"), message("4", place=1)],
             ),
         ),
-        (broker.CLAIM, (start, "s1", QUEUES, 4, 1, [], "11", False, False, False)),
+        (broker.CLAIM, (start, "s1", QUEUES, 4, 1, [], "11", False, False, False, False)),
         (broker.DISPOSE, (start, "s1", QUEUES, [(0, "3", "dead", 0, raw(b"head"))])),
         (
             broker.PUT,
@@ -314,7 +314,7 @@ def fill(beside: Beside) -> None:
         ),
         (
             broker.CLAIM,
-            (start, "s1", [queue_keys("none"), *QUEUES], 0, 1, [], "11", True, False, False),
+            (start, "s1", [queue_keys("none"), *QUEUES], 0, 1, [], "11", True, False, False, True),
         ),
         (backend.APPLY, (start, 3600, made.changes, made.states)),
         (backend.AMEND, (start, 3600, "nightly", raw(b""), raw(b"old"), 0, [], [])),

@@ -59,6 +59,9 @@ class QueueConsumer(RedisConsumer):
     def _new_file(self) -> SessionFile:
         return self._owner.file
 
+    def _is_timed(self) -> bool:
+        return self._owner.is_timed
+
     def _registered(self) -> tuple[Sequence[str], Sequence[str]]:
         return self._owner.queues, tuple(self._owner.by_queue)
 

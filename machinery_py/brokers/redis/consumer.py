@@ -15,6 +15,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -37,7 +38,9 @@ LINK_TIMEOUT = 3.0  # seconds for the reply to a claim, beyond its sleep
 LOST_LIFE = 30.0  # seconds that a claim without a reply is asked for
 KIND = "redis"  # of the files that say what consumers run
 
-_claimed = msgspec.msgpack.Decoder(list[tuple[int, int, int, int, int, int, list[bytes]]]).decode
+_claimed = msgspec.msgpack.Decoder(
+    list[tuple[int, int, int, int, int, int, int, list[bytes]]]
+).decode
 
 
 class RedisConsumer(Consumer):
@@ -103,6 +106,9 @@ class RedisConsumer(Consumer):
     def _blocked_client(self, link: RedisConnection) -> tuple[str, bool]:
         """Return the client to be woken, and whether it blocks at none of these queues."""
         return link.number.decode(), False
+
+    def _is_timed(self) -> bool:
+        return self.is_timed
 
     def _registered(self) -> tuple[Sequence[str], Sequence[str]]:
         """Return the queues that listings of workers show, and all that have the session."""
@@ -174,7 +180,7 @@ class RedisConsumer(Consumer):
             link = self._open_link()
             client, is_apart = self._blocked_client(link)
             lost = [number for number, _ in self._lost]
-            blocks = (client, will_sleep or bool(sleep), self._noted, is_apart)
+            blocks = (client, will_sleep or bool(sleep), self._noted, is_apart, self._is_timed())
             argument = pack((self._driver.now(), session, keys, limit, claim, lost, *blocks))
             self._noted = True  # until the reply says that it is not
             reply = self._ask(link, argument, sleep)
@@ -236,6 +242,7 @@ class RedisConsumer(Consumer):
     def _deliveries(self, session: str, queues: Sequence[str], blob: bytes) -> list[Delivery]:
         if len(blob) <= 5:  # an empty array
             return []
+        now = self._driver.clock.now() if self._is_timed() else None
         return [
             Delivery(
                 body=body,
@@ -245,8 +252,9 @@ class RedisConsumer(Consumer):
                 strikes=strikes,
                 parks=parks,
                 priority=priority,
+                sent_at=None if now is None or wait < 0 else now - timedelta(microseconds=wait),
             )
-            for index, first, fence, strikes, parks, priority, bodies in _claimed(blob)
+            for index, first, fence, strikes, parks, priority, wait, bodies in _claimed(blob)
             for number, body in enumerate(bodies, first)
         ]
 

@@ -86,7 +86,8 @@ ITEMS = (
                "parked messages, and delayed bytes that are no signature, with their counts, "
                "scored in µs", "until due", "broker"),
     StoredItem("mpy:{<queue>}:o", "list",
-               "times at which places of the queue were filled, one per 0.25 s",
+               "marks: place and time of messages that were put, one per 0.25 s; what waits behind "
+               "a mark was put within 0.25 s of it",
                "until the queue is empty", "broker"),
     StoredItem("mpy:{<queue>}:c", "string", "number of messages ever put", "for ever", "broker"),
     StoredItem("mpy:{<queue>}:d", "hash",

@@ -99,9 +99,30 @@ class BrokerConformance(LeaseConformance, PauseConformance, ServeConformance, To
 
         assert (delivery.queue, delivery.fence, delivery.strikes, delivery.parks) == ("q", 1, 0, 3)
         assert not delivery.redelivered
-        sent_at = delivery.sent_at
-        assert sent_at is None or abs((sent_at - clock.now()).total_seconds()) < 0.01
         hash(delivery.receipt)
+
+    def test_first_delivery_says_when_it_was_sent(
+        self, broker: Broker, consumer: Consumer, clock: ManualClock
+    ) -> None:
+        sent: dict[bytes, dt.datetime] = {}
+        for number in range(7):
+            sent[b"%d" % number] = clock.now()
+            put(broker, b"%d" % number)
+            clock.advance((number % 3) * 2.0)
+        (returned,) = consumer.receive(1, 0)
+        consumer.dispose([Disposal(delivery=returned, fate=Fate.BACK)])
+
+        found = [*consumer.receive(3, 0), *consumer.receive(9, 0)]
+
+        for one in (returned, *found[1:]):
+            assert one.sent_at is not None
+            assert abs((one.sent_at - sent[one.body]).total_seconds()) < 0.3
+        assert found[0].sent_at in (None, returned.sent_at)
+
+        put(broker, b"last")  # the queue was empty
+        (last,) = consumer.receive(5, HANG)
+        assert last.sent_at is not None
+        assert abs((last.sent_at - clock.now()).total_seconds()) < 0.3
 
     def test_oldest_message_is_delivered_first(self, broker: Broker, consumer: Consumer) -> None:
         expected = [b"%d" % number for number in range(60)]

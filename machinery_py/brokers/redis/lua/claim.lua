@@ -1,28 +1,59 @@
 -- In: now, session, queues, limit, number of this claim, numbers of lost ones, connection, true if
 -- it will block, true if it may be noted as a blocked client, true if it blocks at none of these
--- queues.
+-- queues, true if it is to say how long messages have waited.
 -- Out: what is left of the session (1, or 0 if it was given up); µs until something is due (-1:
 -- nothing is); how many tasks are revoked; connections to be woken; msgpack of (queue, first
--- receipt, fence, strikes, parks, priority, bodies), in which the receipts of the bodies follow
--- each other; which queue the client is to block at, from 1 on (0: all are paused or spoilt); texts
+-- receipt, fence, strikes, parks, priority, µs waited or -1, bodies), in which the receipts of the
+-- bodies follow each other; which queue the client is to block at, from 1 on (0: all are paused or spoilt); texts
 -- that name keys under which something else lies. A queue with such a key is left alone, and the
 -- others are claimed from.
 --! include brokers/redis/lua/messages.lua
 
-local text, session, queues, limit, claim, lost, number, will_sleep, noted, apart = unpack(unpacked)
+local text, session, queues, limit, claim, lost, number, will_sleep, noted, apart, timed = unpack(unpacked)
 local now, to_wake, found, runs, count, with_notes, places, problems = now_of(text), {}, {}, 0, 0, {}, {}, {}
 local function reply() return '\221' .. struct.pack('>I4', runs) .. table.concat(found) end
-local function report(index, receipt, fence, strikes, parks, level, bodies)
-  found[#found + 1] = '\151' .. cmsgpack.pack(places[index] - 1, receipt, fence, strikes, parks, level)
-    .. '\221' .. struct.pack('>I4', #bodies)
-  for _, body in ipairs(bodies) do
+local function report(index, receipt, fence, strikes, parks, level, wait, bodies, from, to)
+  from, to = from or 1, to or #bodies
+  found[#found + 1] = '\152' .. cmsgpack.pack(places[index] - 1, receipt, fence, strikes, parks, level, wait or -1)
+    .. '\221' .. struct.pack('>I4', to - from + 1)
+  for i = from, to do
+    local body = bodies[i]
     found[#found + 1] = bin_head(body)
     found[#found + 1] = body
   end
-  runs, count = runs + 1, count + #bodies
+  runs, count = runs + 1, count + to - from + 1
 end
-local function deliver(index, q, level, bodies)
+-- µs that each of these messages has waited, which were just taken from the list: since the last
+-- mark at its place or before. Marks of an empty list go: a Go program, which makes none, may fill
+-- it. What has arrived at a blocked client has not waited.
+local function waits_of(q, taken, has_arrived)
+  local marks, left, waits = q[2] .. 'o', call('LLEN', q[1]), {}
+  local function place_in(mark) return mark and tonumber(string.match(mark, '^%-?%d+')) or math.huge end
+  if not has_arrived then
+    local place = (tonumber(try('GET', q[2] .. 'c') or '') or 0) - left - taken
+    local low, high = 0, try('LLEN', marks) or 0
+    while low + 1 < high do
+      local middle = math.floor((low + high) / 2)
+      if place_in(call('LINDEX', marks, middle)) <= place then low = middle else high = middle end
+    end
+    local near, at = try('LRANGE', marks, low, low + taken) or {}, 1
+    local when, next_place = tonumber(string.match(near[1] or '', ' (%d+)')), place_in(near[2])
+    for i = 0, taken - 1 do
+      while place + i >= next_place do
+        at = at + 1
+        when, next_place = tonumber(string.match(near[at], ' (%d+)')), place_in(near[at + 1])
+      end
+      waits[i + 1] = when and math.max(0, now - when) or -1
+    end
+  else
+    for i = 1, taken do waits[i] = 0 end
+  end
+  if left == 0 then call('DEL', marks) end
+  return waits
+end
+local function deliver(index, q, level, bodies, has_arrived)
   if #bodies == 0 then return end
+  local waits = timed and level == 0 and waits_of(q, #bodies, has_arrived) or {}
   local first = call('INCRBY', q[2] .. 'n', #bodies) - #bodies
   local a, entries, plain = q[2] .. 'a', {}, wrap(claim, level, 1, 0, 0, '', '')
   local noted = with_notes[index]
@@ -34,13 +65,19 @@ local function deliver(index, q, level, bodies)
       call('HDEL', a, redis.sha1hex(body))
       fence, strikes, parks = fence + 1, tonumber(strikes), tonumber(parks)
       entries[2 * i] = wrap(claim, level, fence, strikes, parks, string.sub(note, at), body)
-      report(index, first + i, fence, strikes, parks, level, {body})
+      report(index, first + i, fence, strikes, parks, level, fence == 1 and waits[i], {body})
     else
       entries[2 * i] = plain .. body
-      if noted then report(index, first + i, 1, 0, 0, level, {body}) end
+      if noted then report(index, first + i, 1, 0, 0, level, waits[i], {body}) end
     end
   end
-  if not noted then report(index, first + 1, 1, 0, 0, level, bodies) end
+  local from = 1
+  for i = 1, noted and 0 or #bodies do
+    if i == #bodies or waits[i] ~= waits[i + 1] then
+      report(index, first + from, 1, 0, 0, level, waits[i], bodies, from, i)
+      from = i + 1
+    end
+  end
   rows('HSET', q[2] .. 'f:' .. session, entries)
 end
 local alive, arrived, levels, firsts, stopped, blocking_queue = true, {}, {}, {}, {}, 0
@@ -115,12 +152,12 @@ for index, q in ipairs(queues) do
     for _, one in ipairs(again) do
       local m = one[2]
       call('HSET', flight, int(one[1]), wrap(claim, m.level, m.fence, m.strikes, m.parks, m.label, m.body))
-      report(index, one[1], m.fence, m.strikes, m.parks, m.level, {m.body})
+      report(index, one[1], m.fence, m.strikes, m.parks, m.level, -1, {m.body})
     end
   end
   if #arrived[index] > 0 then
     call('DEL', q[2] .. 'i:' .. session)
-    if stopped[index] then return_arrivals(q, arrived[index]) else deliver(index, q, 0, arrived[index]) end
+    if stopped[index] then return_arrivals(q, arrived[index]) else deliver(index, q, 0, arrived[index], true) end
   end
 end
 for index, q in ipairs(queues) do

@@ -4,8 +4,8 @@
 -- 0, label, parks, body); a label is what only we can say of bytes that are no signature. Bodies
 -- are never decoded.
 --
--- give: puts bodies on a queue's list, at its head or tail, and notes when; the first that a queue
--- ever gets, that it is there.
+-- give: puts bodies on a queue's list, at its head or tail, and marks when; the first that a queue
+-- ever gets, that it is there. What comes back to an empty list has a mark only if none is left.
 -- check: raises, before anything is written, if a key that these messages come to is something
 -- else.
 -- put: stores messages; returns connections of blocked clients that must be woken.
@@ -39,6 +39,8 @@ local function give(q, level, bodies, at_head, now, to_wake)
     if not last or now - tonumber(string.match(last, ' (%d+)') or 0) >= $EVERY then
       if (try('RPUSH', p .. 'o', int(place) .. ' ' .. int(now)) or 0) > $MARKS then call('LPOP', p .. 'o') end
     end
+  elseif length == #bodies and call('EXISTS', p .. 'o') == 0 then
+    try('RPUSH', p .. 'o', int((tonumber(try('GET', p .. 'c') or '') or 0) - length) .. ' ' .. int(now))
   end
   wake(q, 'w', #bodies, to_wake)
 end
