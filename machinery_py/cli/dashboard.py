@@ -8,6 +8,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from machinery_py.cli import logs
+from machinery_py.cli.http import serve
 from machinery_py.cli.processes import until_stopped
 from machinery_py.errors import ConfigError
 
@@ -20,8 +21,6 @@ VARIABLE = "MACHINERY_DASHBOARD_AUTH"
 
 def dashboard(server: Server, args: argparse.Namespace) -> int:
     """Run `machinery dashboard` until SIGTERM or Ctrl+C."""
-    from machinery_py.dashboard.stand_alone import serve
-
     auth = args.auth or os.environ.get(VARIABLE) or None
     if auth is None and not args.insecure and args.host not in LOOPBACK:
         raise ConfigError(

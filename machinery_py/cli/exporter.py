@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from machinery_py.cli import logs, metrics
-from machinery_py.cli.http import serve
+from machinery_py.cli.http import Pages, serve
 from machinery_py.cli.processes import until_stopped
 from machinery_py.errors import ConfigError
 
@@ -34,17 +34,11 @@ def exporter(server: Server, args: argparse.Namespace) -> int:
     with until_stopped(), ExitStack() as stack:
         if args.events:
             _follow(server, registry, stack)
-        port = stack.enter_context(
-            serve(
-                args.host,
-                args.port,
-                lambda: stores.is_up,
-                lambda accepted: metrics.page(lambda: registry, accepted),
-                option="--port",
-            )
+        pages = Pages(
+            lambda: stores.is_up, lambda accepted: metrics.page(lambda: registry, accepted)
         )
-        address = f"http://{args.host}:{port}/metrics"
-        print(f"Metrics of {args.app}: {address}  Ctrl+C stops.", flush=True)
+        address = stack.enter_context(serve(pages, args.host, args.port))
+        print(f"Metrics of {args.app}: {address}metrics  Ctrl+C stops.", flush=True)
         threading.Event().wait()
     server.close()
     return 0

@@ -156,8 +156,8 @@ class Supervisor:
         from machinery_py.cli import http, metrics  # only who asks for a port pays
 
         host, self._counts = self._args.health_host, stack.enter_context(metrics.ProcessCounts())
-        pages = self._is_answering, self._counts.page
-        stack.enter_context(http.serve(host, port, *pages, is_live=self._is_live))
+        pages = http.Pages(self._is_answering, self._counts.page, self._is_live)
+        stack.enter_context(http.serve(pages, host, port, option="--health-port"))
 
     def _has_work(self) -> bool:
         is_due = any(slot.start_at < math.inf for slot in self._slots)

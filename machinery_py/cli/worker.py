@@ -95,8 +95,9 @@ def _work(args: argparse.Namespace, link: ParentLink) -> int:
 
             metrics.install(server)
             if not link.is_child:
-                pages = is_ready, metrics.own_page
-                stack.enter_context(http.serve(args.health_host, args.health_port, *pages))
+                pages = http.Pages(is_ready, metrics.own_page)
+                address = args.health_host, args.health_port
+                stack.enter_context(http.serve(pages, *address, option="--health-port"))
         orders.grace = f" (at most {one.shutdown_timeout:g} s; once more to stop now)"
         orders.follow(
             lambda level: one.abort() if level == STOP_NOW else one.quit(),

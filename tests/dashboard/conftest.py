@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from machinery_py.dashboard.stand_alone import serve
+from machinery_py.cli.http import serve
 from tests.dashboard.shop import Shop
 from tests.support.browser import Browser
 from tests.support.servers import RedisServer, require

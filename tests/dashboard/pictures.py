@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 from machinery_py import Config, Context, Server, chord, group
-from machinery_py.dashboard.stand_alone import serve
+from machinery_py.cli.http import serve
 from machinery_py.testing import Harness, ManualClock
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.support import browser

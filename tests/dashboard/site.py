@@ -17,9 +17,9 @@ from urllib.parse import urlencode, urlsplit
 import msgspec
 
 from machinery_py import Server
+from machinery_py.cli.http import serve
 from machinery_py.dashboard.records import Problem
 from machinery_py.dashboard.routes import ROUTES
-from machinery_py.dashboard.stand_alone import serve
 from machinery_py.testing.waiting import HANG
 
 TOKEN = {"Cookie": "a=b; machinery_csrf=t0k3n", "X-CSRF-Token": "t0k3n"}

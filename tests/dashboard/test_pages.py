@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from machinery_py.dashboard.stand_alone import serve
+from machinery_py.cli.http import serve
 from machinery_py.testing.waiting import wait_until
 from tests.dashboard.shop import HOSTILE, Shop
 from tests.support.browser import DESKTOP, PHONE, Browser

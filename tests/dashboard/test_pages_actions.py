@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from machinery_py.dashboard.stand_alone import serve
+from machinery_py.cli.http import serve
 from machinery_py.dashboard.web import DashboardWSGI
 from machinery_py.tasks.states import State
 from machinery_py.testing.waiting import HANG, wait_until

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from machinery_py import group
-from machinery_py.dashboard.stand_alone import serve
+from machinery_py.cli.http import serve
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.dashboard.shop import Shop
 from tests.support.browser import Browser

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 
 from machinery_py import Config, ConfigError, Server
-from machinery_py.dashboard import live, stand_alone, web
+from machinery_py.cli import http as served
+from machinery_py.cli.http import serve
+from machinery_py.dashboard import live, web
 from machinery_py.dashboard.routes import ROUTES
-from machinery_py.dashboard.stand_alone import serve
 from machinery_py.dashboard.web import SECURITY
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.dashboard.site import TOKEN, Site, site_of
@@ -317,7 +318,7 @@ def test_body_that_fits_not_is_refused(
 def test_slow_clients_hold_up_nobody_and_are_cut_off(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stand_alone, "TIMEOUT", 1.0)
+    monkeypatch.setattr(served, "TIMEOUT", 1.0)
     with site_of(bench.server) as site:
         slow = [socket.create_connection((site.host, site.port), HANG) for _ in range(20)]
         slow[0].sendall(b"GET / HT")
@@ -338,10 +339,10 @@ def test_too_many_connections_are_refused_until_there_is_room(bench: Bench) -> N
     with site_of(bench.server) as site:
         held = [
             socket.create_connection((site.host, site.port), HANG)
-            for _ in range(stand_alone.MOST_CONNECTIONS)
+            for _ in range(served.MOST_CONNECTIONS)
         ]
         with closing(socket.create_connection((site.host, site.port), HANG)) as another:
-            another.settimeout(stand_alone.TIMEOUT / 2)  # at once, not as one that is slow
+            another.settimeout(served.TIMEOUT / 2)  # at once, not as one that is slow
             assert another.recv(1) == b""
         for one in held:
             one.close()
