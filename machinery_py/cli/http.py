@@ -28,7 +28,7 @@ MOST_LEFT = 4_000_000  # bytes of a refused body that are read, so that its send
 Page = tuple[int, str, bytes]  # status, content type, body
 
 
-class Application(Protocol):
+class WebApplication(Protocol):
     """A WSGI application. Any thread may call it; `close` ends its streams."""
 
     def __call__(
@@ -154,7 +154,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
 @contextlib.contextmanager
 def serve(
-    application: Application, host: str, port: int, *, option: str = "--port"
+    application: WebApplication, host: str, port: int, *, option: str = "--port"
 ) -> Iterator[str]:
     """Answer in the background. At the end open streams end, too.
 

@@ -256,6 +256,11 @@ class Receiver:
         return free if free > spare // 2 else 0
 
     def _work(self) -> None:
+        has_log, consumer, events = (
+            task_log.is_on(self._app),
+            self._session.consumer,
+            self._app.events,
+        )
         while not self.loop.is_stopping():
             self._make_changes()
             if self._suspects:
@@ -271,7 +276,7 @@ class Receiver:
                 # The first claim does not wait: the worker is ready when it has returned.
                 timeout = self._patience() if self.connected else 0.0
                 order = self.order.draw(self._random) if self.order.weights else ()
-                self._session.consumer.is_timed = self._tells_waits()
+                consumer.is_timed = has_log or TaskReceived in events.wanted
                 deliveries = self._session.receive(free, timeout, order)
                 if self._autoscaler is not None:
                     self._autoscaler.claimed(time.monotonic(), is_full=len(deliveries) >= free)
@@ -359,9 +364,6 @@ class Receiver:
             else:
                 self._settler.put(execution)
                 self._note_return(execution)
-
-    def _tells_waits(self) -> bool:
-        return TaskReceived in self._app.events.wanted or task_log.is_on(self._app)
 
     def _tell_received(self, execution: Execution) -> None:
         wait = execution.waited(self._app.now())

@@ -24,7 +24,6 @@ from machinery_py.brokers.base import (
     WAITING,
     Broker,
     Consumer,
-    DeadLetter,
     Delivery,
     Disposal,
     Fate,
@@ -39,7 +38,9 @@ from machinery_py.testing.conformance.leases import (
     bodies,
     done,
     message,
+    only_letter,
     put,
+    seconds,
 )
 from machinery_py.testing.conformance.pausing import PauseConformance
 from machinery_py.testing.conformance.serving import ServeConformance
@@ -58,20 +59,6 @@ AWKWARD = {
     "line ends": b"\r\n\n\r",
     "5 MB": b"\x00\xf0 x" * 1_250_000,
 }
-
-
-def seconds(start: dt.datetime, after: float) -> dt.datetime:
-    return start + dt.timedelta(seconds=after)
-
-
-def only_letter(broker: Broker, clock: ManualClock, *, reason: str) -> DeadLetter:
-    """Return the only dead letter, which is of task_9 and new."""
-    (letter,) = broker.dead_letters(limit=5)
-    assert (letter.uuid, letter.name, letter.queue) == ("task_9", "add", "q")
-    assert (letter.body, letter.reason, letter.error) == (b"\x00bytes", reason, "ü\n")
-    assert letter.strikes == 0
-    assert abs((letter.died_at - clock.now()).total_seconds()) < 0.01
-    return letter
 
 
 class BrokerConformance(LeaseConformance, PauseConformance, ServeConformance, TopicConformance):
@@ -105,24 +92,23 @@ class BrokerConformance(LeaseConformance, PauseConformance, ServeConformance, To
         self, broker: Broker, consumer: Consumer, clock: ManualClock
     ) -> None:
         sent: dict[bytes, dt.datetime] = {}
-        for number in range(7):
+
+        def send(number: int) -> None:
             sent[b"%d" % number] = clock.now()
             put(broker, b"%d" % number)
+
+        for number in range(7):
+            send(number)
             clock.advance((number % 3) * 2.0)
-        (returned,) = consumer.receive(1, 0)
-        consumer.dispose([Disposal(delivery=returned, fate=Fate.BACK)])
+        first = consumer.receive(1, 0)
+        consumer.dispose(back(*first))
+        again, *others = [*consumer.receive(3, 0), *consumer.receive(9, 0)]
+        send(7)  # to an empty queue
 
-        found = [*consumer.receive(3, 0), *consumer.receive(9, 0)]
-
-        for one in (returned, *found[1:]):
-            assert one.sent_at is not None
+        assert again.sent_at in (None, first[0].sent_at)
+        for one in (*first, *others, *consumer.receive(5, HANG)):
+            assert one.sent_at
             assert abs((one.sent_at - sent[one.body]).total_seconds()) < 0.3
-        assert found[0].sent_at in (None, returned.sent_at)
-
-        put(broker, b"last")  # the queue was empty
-        (last,) = consumer.receive(5, HANG)
-        assert last.sent_at is not None
-        assert abs((last.sent_at - clock.now()).total_seconds()) < 0.3
 
     def test_oldest_message_is_delivered_first(self, broker: Broker, consumer: Consumer) -> None:
         expected = [b"%d" % number for number in range(60)]

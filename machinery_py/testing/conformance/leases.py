@@ -11,7 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Fate, Message
+from machinery_py.brokers.base import (
+    Broker,
+    Consumer,
+    DeadLetter,
+    Delivery,
+    Disposal,
+    Fate,
+    Message,
+)
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.waiting import together
 
@@ -50,6 +58,20 @@ def done(*deliveries: Delivery) -> list[Disposal]:
 
 def back(*deliveries: Delivery) -> list[Disposal]:
     return [Disposal(delivery=delivery, fate=Fate.BACK) for delivery in deliveries]
+
+
+def seconds(start: dt.datetime, after: float) -> dt.datetime:
+    return start + dt.timedelta(seconds=after)
+
+
+def only_letter(broker: Broker, clock: ManualClock, *, reason: str) -> DeadLetter:
+    """Return the only dead letter, which is of task_9 and new."""
+    (letter,) = broker.dead_letters(limit=5)
+    assert (letter.uuid, letter.name, letter.queue) == ("task_9", "add", "q")
+    assert (letter.body, letter.reason, letter.error) == (b"\x00bytes", reason, "ü\n")
+    assert letter.strikes == 0
+    assert abs((letter.died_at - clock.now()).total_seconds()) < 0.01
+    return letter
 
 
 def bodies(deliveries: Sequence[Delivery]) -> list[bytes]:
