@@ -46,6 +46,7 @@ SHARED = (
     "backends/test_*.py",
     "brokers/test_*.py",
     "connections/test_*.py",
+    "limits/test_*.py",
     "locks/test_*.py",
     "models/test_*.py",
     "stores/test_*.py",

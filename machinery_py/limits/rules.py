@@ -279,8 +279,8 @@ def leave(record: LimitRecord, slot: Slot, now: int) -> None:
     record.waiting = [one for one in record.waiting if one.who != slot.who]
 
 
-def undo(record: LimitRecord, rule: Rule, asking: Asking) -> None:
-    """Take back what `enter` has counted by this rule, for a store that asks rule by rule."""
+def undo(record: LimitRecord, asking: Asking) -> None:
+    """Take back what `enter` has counted, for a store that asks rule by rule."""
     record.running = [one for one in record.running if one.token != asking.token]
     if record.interval and record.last == asking.token:
         record.tat, record.last = record.tat - record.interval, ""

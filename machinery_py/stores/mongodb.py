@@ -46,6 +46,7 @@ from machinery_py.errors import (
     PublishUnknown,
     StoreUnusable,
 )
+from machinery_py.limits.mongodb import MongoLimits
 from machinery_py.locks.mongodb import MongoLock
 from machinery_py.names import REASON
 from machinery_py.stores.base import (
@@ -97,6 +98,9 @@ class MongoDBFamily(Family):
 
     def lock(self) -> MongoLock:
         return MongoLock(self._driver)
+
+    def limits(self) -> MongoLimits:
+        return MongoLimits(self._driver)
 
     def together(self) -> MongoStore:
         return MongoStore(self.broker(), self.backend())

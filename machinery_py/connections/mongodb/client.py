@@ -76,6 +76,7 @@ _INDEXES: Sequence[tuple[str, Sequence[tuple[str, int]]]] = (
     ("machinery_outboxes", [("outbox_at", 1)]),
     ("machinery_topics", [("topic", 1), ("place", 1)]),
     ("machinery_topics", [("until", 1)]),
+    ("machinery_limits", [("until", 1)]),
 )
 
 #: (URL, database, what for) → events of threads of this process that sleep until something comes.

@@ -50,5 +50,9 @@ ITEMS = (
                "hundred more", "until the `ttl` is over and more is sent", "broker"),
     StoredItem("machinery_locks", "collection", "name → `token`, `fence`, `expires_at`",
                "for ever, for the fence", "lock"),
+    StoredItem("machinery_limits", "collection",
+               "scope, rule and key → `version`, `until`, `body`: moment of the next run, slots, "
+               "who waits; scope alone → the limits that were changed at run time",
+               "a minute after it says nothing any more; changes until they are reset", "lock"),
 )
 # fmt: on
