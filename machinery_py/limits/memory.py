@@ -13,9 +13,9 @@ import msgspec
 from machinery_py.connections.memory import MemoryHub
 from machinery_py.limits.base import Rule
 from machinery_py.limits.records import RecordLimits, Work
-from machinery_py.limits.rules import LimitRecord, kept_until, micros_of
+from machinery_py.limits.rules import LimitRecord, in_use_until, micros_of
 
-SWEEP = 1000  # records, from which on those that say nothing any more are dropped
+SWEEP = 1000  # records, from which on those that hold nobody back are dropped
 T = TypeVar("T")
 
 
@@ -35,7 +35,7 @@ class MemoryLimits(RecordLimits):
         with self._hub.lock:
             now = self._now()
             if len(self._records) > self._sweep_at:
-                left = {at: one for at, one in self._records.items() if kept_until(one) > now}
+                left = {at: one for at, one in self._records.items() if in_use_until(one) > now}
                 self._records, self._sweep_at = left, max(SWEEP, 2 * len(left))
             records = [self._records.setdefault((scope, key), LimitRecord()) for key in keys]
             return work(records, self._changed.get(scope, ()), now)

@@ -26,7 +26,7 @@ from machinery_py.limits.records import RecordLimits, Work, decode_record, decod
 from machinery_py.limits.rules import Asking, LimitRecord, kept_until, record_key
 
 OF_SCOPE = ""  # key of the document that keeps what `change` has set; those of records have a colon
-SWEEP = 0.01  # share of the steps that delete what says nothing any more
+SWEEP = 0.01  # share of the steps that delete what holds nobody back
 FOR_EVER = 2**62
 PATIENCE = 5.0  # seconds for a record that others change all the time
 PAUSE = 0.002, 0.02  # seconds until it is read again
@@ -70,7 +70,7 @@ class MongoLimits(DriverUser, RecordLimits):
             record = decode_record(found[here]["body"]) if here in found else LimitRecord()
             now = self.driver.now()
             result = work([record], changed, now)
-            if _save(store, here, record, found.get(here)):
+            if _save(store, here, record, now, found.get(here)):
                 break
             if time.monotonic() > deadline:
                 raise BackendUnavailable(
@@ -111,9 +111,9 @@ def _id(scope: str, key: str) -> str:
     return f"{scope}\n{key}"
 
 
-def _save(store: Store, place: str, record: LimitRecord, before: Document | None) -> bool:
+def _save(store: Store, place: str, record: LimitRecord, now: int, before: Document | None) -> bool:
     """Write the record over the document that was read; False: another one is there."""
-    fields = {"body": encode(record), "until": kept_until(record)}
+    fields = {"body": encode(record), "until": kept_until(record, now)}
     if before is None:
         return insert_new(store.machinery_limits, [{"_id": place, "version": 1, **fields}])[0]
     seen = {"_id": place, "version": before["version"]}

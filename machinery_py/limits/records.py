@@ -88,12 +88,12 @@ class RecordLimits(Limits):
         changed, records, now = self._all()
         scopes: dict[str, dict[str, LimitRecord]] = {scope: {} for scope in changed}
         for scope, key, record in records:
-            if pure.kept_until(record) > now:
-                scopes.setdefault(scope, {})[key] = record
-        return [
+            scopes.setdefault(scope, {})[key] = record
+        reports = [
             pure.report(scope, changed.get(scope, ()), found, now)
             for scope, found in sorted(scopes.items())
         ]
+        return [one for one in reports if one.changed or one.usage]
 
     def close(self) -> None:
         pass  # the connections belong to whoever made them

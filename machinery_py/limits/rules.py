@@ -39,7 +39,7 @@ SHORTEST_WAIT = SECOND // 20  # for a slot
 LONGEST_WAIT = 30 * SECOND  # for a slot; two seconds for each place in line
 PLACE_WAIT = 2 * SECOND
 LONG_AGO = -(10**15)  # before every moment of a store, and its burst
-KEPT = 60 * SECOND  # a record that says nothing any more, for its mean run
+KEPT = 60 * SECOND  # a record that holds nobody back, for its mean run
 
 
 class RunningSlot(msgspec.Struct, array_like=True):
@@ -51,13 +51,6 @@ class RunningSlot(msgspec.Struct, array_like=True):
     ends_at: int
 
 
-class WaitingPlace(msgspec.Struct, array_like=True):
-    """A place in line; `back_at`: when it was told to ask again."""
-
-    who: str
-    back_at: int
-
-
 class LimitRecord(msgspec.Struct, array_like=True):
     """All that a store keeps for a rule under one key.
 
@@ -67,7 +60,9 @@ class LimitRecord(msgspec.Struct, array_like=True):
         tail: the last moment that was told to one for whom there was no place; 0: nobody.
         mean: length of runs, moving.
         last: token of the last that was let in, for a repeat.
-        running, waiting: in the order in which they came.
+        running: slots, in the order in which they came.
+        waiting, back_at: who waits, in the order in which they came, and when each was told to ask
+            again.
     """
 
     limit: int = 0
@@ -77,7 +72,8 @@ class LimitRecord(msgspec.Struct, array_like=True):
     mean: int = 0
     last: str = ""
     running: list[RunningSlot] = []
-    waiting: list[WaitingPlace] = []
+    waiting: list[str] = []
+    back_at: list[int] = []
 
 
 class Asking(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,7 +161,10 @@ def _refresh(record: LimitRecord, rule: Rule, now: int) -> None:
     """Drop what is over, and take over the rule's numbers."""
     record.limit, record.interval = rule.limit, micros_of(rule.interval)
     record.running = [one for one in record.running if one.ends_at > now]
-    record.waiting = [one for one in record.waiting if one.back_at > now - OVERDUE]
+    if min(record.back_at, default=now) <= now - OVERDUE:
+        kept = [at for at, moment in enumerate(record.back_at) if moment > now - OVERDUE]
+        record.waiting = [record.waiting[at] for at in kept]
+        record.back_at = [record.back_at[at] for at in kept]
 
 
 def _wait(record: LimitRecord, rule: Rule, asking: Asking, now: int) -> int:
@@ -176,14 +175,15 @@ def _wait(record: LimitRecord, rule: Rule, asking: Asking, now: int) -> int:
         return _wait_for_slot(record, asking.who, ahead, now)
     if record.last == asking.token:
         return 0  # a repeat
-    due = sum(1 for one in record.waiting[:ahead] if one.back_at <= now)
-    is_due = place is not None and record.waiting[place].back_at <= now + EARLY
     early = 0 if rule.strict else min(record.interval // 2, EARLY)
     free_at = _free_at(record, now)
-    # What those ahead may take whose turn has come is left to them, but not for ever.
-    left = 0 if is_due else min(due * record.interval, OVERDUE)
-    if free_at + left <= now + early:
-        return 0
+    if free_at <= now + early:
+        if place is not None and record.back_at[place] <= now + EARLY:
+            return 0
+        # What those ahead may take whose turn has come is left to them, but not for ever.
+        due = sum(1 for moment in record.back_at[:ahead] if moment <= now)
+        if free_at + min(due * record.interval, OVERDUE) <= now + early:
+            return 0
     turn = max(free_at, now) + ahead * record.interval
     if _has_no_place(record, asking, place, now):
         turn = max(turn, record.tail + record.interval)
@@ -210,7 +210,16 @@ def _wait_for_slot(record: LimitRecord, who: str, ahead: int, now: int) -> int:
 
 
 def _place(record: LimitRecord, who: str) -> int | None:
-    return next((at for at, one in enumerate(record.waiting) if one.who == who), None)
+    return record.waiting.index(who) if who in record.waiting else None
+
+
+def _drop(record: LimitRecord, who: str) -> bool:
+    """Take it out of the line. False: it was not in it."""
+    place = _place(record, who)
+    if place is None:
+        return False
+    del record.waiting[place], record.back_at[place]
+    return True
 
 
 def _has_no_place(record: LimitRecord, asking: Asking, place: int | None, now: int) -> bool:
@@ -221,15 +230,13 @@ def _has_no_place(record: LimitRecord, asking: Asking, place: int | None, now: i
 
 
 def _begin(record: LimitRecord, rule: Rule, asking: Asking, now: int) -> None:
-    place = _place(record, asking.who)
-    if place is not None:
-        del record.waiting[place]
+    waited = _drop(record, asking.who) or asking.again
     if not record.interval:
         record.running = [one for one in record.running if one.who != asking.who]
         record.running.append(RunningSlot(asking.who, asking.token, now, now + asking.ttl))
     elif record.last != asking.token:
         lag = (max(record.limit, 1) - 1) * record.interval
-        if place is not None or asking.again:
+        if waited:
             lag = max(lag, LATE)
         begins_at = now if rule.strict else max(_free_at(record, now), now - lag)
         record.tat = begins_at + record.interval
@@ -240,14 +247,14 @@ def _note(record: LimitRecord, rule: Rule, asking: Asking, now: int, wait: int) 
     """Keep its place in line, or give it one; it has none where nothing holds it back."""
     place = _place(record, asking.who)
     if not wait:
-        if place is not None:
-            del record.waiting[place]
+        _drop(record, asking.who)
     elif place is not None:
-        record.waiting[place].back_at = now + wait
+        record.back_at[place] = now + wait
     elif _has_no_place(record, asking, place, now):
         record.tail = max(record.tail, now + wait)
     else:
-        record.waiting.append(WaitingPlace(asking.who, now + wait))
+        record.waiting.append(asking.who)
+        record.back_at.append(now + wait)
 
 
 # Slots
@@ -276,7 +283,7 @@ def leave(record: LimitRecord, slot: Slot, now: int) -> None:
             took = max(now - one.began_at, 0)
             record.mean = (3 * record.mean + took) // 4 if record.mean else took
             return
-    record.waiting = [one for one in record.waiting if one.who != slot.who]
+    _drop(record, slot.who)
 
 
 def undo(record: LimitRecord, asking: Asking) -> None:
@@ -289,12 +296,17 @@ def undo(record: LimitRecord, asking: Asking) -> None:
 # The store
 
 
-def kept_until(record: LimitRecord) -> int:
-    """Return the moment from which the record says nothing any more."""
+def in_use_until(record: LimitRecord) -> int:
+    """Return the moment from which the record holds nobody back."""
     moments = [record.tat + max(record.limit, 1) * record.interval, record.tail]
     moments += [one.ends_at for one in record.running]
-    moments += [one.back_at + OVERDUE for one in record.waiting]
-    return max(moments) + KEPT
+    moments += [moment + OVERDUE for moment in record.back_at]
+    return max(moments)
+
+
+def kept_until(record: LimitRecord, now: int) -> int:
+    """Return the moment until which a record that is stored now is kept."""
+    return max(in_use_until(record), now) + KEPT
 
 
 def usage(key: str, record: LimitRecord, now: int) -> UsageReport:
@@ -318,9 +330,10 @@ def report(
     scope: str, changed: Sequence[Rule], records: Mapping[str, LimitRecord], now: int
 ) -> ScopeReport:
     """Say what is limited in a scope, from its records by `record_key`, the newest first."""
-    newest = itertools.islice(records.items(), MOST_REPORTED)
-    used = sorted((usage(key, record, now) for key, record in newest), key=_by_name)
-    return ScopeReport(scope=scope, changed=tuple(changed), usage=tuple(used))
+    used = ((key, record) for key, record in records.items() if in_use_until(record) > now)
+    newest = itertools.islice(used, MOST_REPORTED)
+    usages = sorted((usage(key, record, now) for key, record in newest), key=_by_name)
+    return ScopeReport(scope=scope, changed=tuple(changed), usage=tuple(usages))
 
 
 def _by_name(one: UsageReport) -> tuple[str, str]:

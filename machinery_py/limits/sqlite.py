@@ -20,7 +20,7 @@ from machinery_py.limits.records import RecordLimits, Work, decode_record, decod
 from machinery_py.limits.rules import LimitRecord, kept_until
 
 OF_SCOPE = ""  # key of the row that keeps what `change` has set; those of records have a colon
-SWEEP = 0.01  # share of the steps that delete what says nothing any more
+SWEEP = 0.01  # share of the steps that delete what holds nobody back
 FOR_EVER = 2**62
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ class SQLiteLimits(RecordLimits):
             records = [decode_record(found[key]) if key in found else LimitRecord() for key in keys]
             result = work(records, changed, now)
             rows = [
-                (scope, key, encode(record), kept_until(record))
+                (scope, key, encode(record), kept_until(record, now))
                 for key, record in zip(keys, records, strict=True)
             ]
             insert_rows(connection, _SAVE, rows)

@@ -53,6 +53,6 @@ ITEMS = (
     StoredItem("machinery_limits", "collection",
                "scope, rule and key → `version`, `until`, `body`: moment of the next run, slots, "
                "who waits; scope alone → the limits that were changed at run time",
-               "a minute after it says nothing any more; changes until they are reset", "lock"),
+               "a minute after it holds nobody back; changes until they are reset", "lock"),
 )
 # fmt: on

@@ -135,7 +135,7 @@ ITEMS = (
                "until reset", "lock"),
     StoredItem("mpy:limit:{<scope>}:<rule>:<key>", "string",
                "a limited key: moment of the next run, slots, who waits",
-               "a minute after it says nothing any more", "lock"),
+               "a minute after it holds nobody back", "lock"),
 )
 
 ONE_SERVER = (

@@ -48,7 +48,7 @@ ITEMS = (
     StoredItem("limits", "table",
                "a row for each limited key: moment of the next run, slots, who waits; with an "
                "empty key the limits that were changed at run time",
-               "a minute after it says nothing any more; changes until they are reset", "lock"),
+               "a minute after it holds nobody back; changes until they are reset", "lock"),
 )
 # fmt: on
 

@@ -8,10 +8,21 @@
 local text, scope, who, token, ttl, again, rules = unpack(unpacked)
 local now = now_of(text)
 
-local function place_of(one)
-  for at, place in ipairs(one.waiting) do
-    if place[1] == who then return at end
+local function refresh(one)
+  local running, overdue = {}, false
+  for _, run in ipairs(one.running) do
+    if run[4] > now then running[#running + 1] = run end
   end
+  one.running = running
+  for _, moment in ipairs(one.back_at) do overdue = overdue or moment <= now - $OVERDUE end
+  if not overdue then return end
+  local waiting, back_at = {}, {}
+  for at, moment in ipairs(one.back_at) do
+    if moment > now - $OVERDUE then
+      waiting[#waiting + 1], back_at[#back_at + 1] = one.waiting[at], moment
+    end
+  end
+  one.waiting, one.back_at = waiting, back_at
 end
 local function has_no_place(one, at)
   if at then return false end
@@ -33,45 +44,51 @@ local function wait_for_slot(one, ahead)
   return min(wait, $PLACE_WAIT * (before + 1), $LONGEST_WAIT)
 end
 local function wait_of(one, strict)
-  local at = place_of(one)
+  local at = place_of(one, who)
   local ahead = at and at - 1 or #one.waiting
   if one.interval == 0 then return wait_for_slot(one, ahead) end
   if one.last == token then return 0 end
-  local due = 0
-  for i = 1, ahead do
-    if one.waiting[i][2] <= now then due = due + 1 end
-  end
-  local is_due = at and one.waiting[at][2] <= now + $EARLY
   local early = strict == 1 and 0 or min(floor(one.interval / 2), $EARLY)
-  local left = is_due and 0 or min(due * one.interval, $OVERDUE)
-  if free_at(one) + left <= now + early then return 0 end
-  local turn = max(free_at(one), now) + ahead * one.interval
+  local begins_at = free_at(one)
+  if begins_at <= now + early then
+    if at and one.back_at[at] <= now + $EARLY then return 0 end
+    local due = 0
+    for i = 1, ahead do
+      if one.back_at[i] <= now then due = due + 1 end
+    end
+    if begins_at + min(due * one.interval, $OVERDUE) <= now + early then return 0 end
+  end
+  local turn = max(begins_at, now) + ahead * one.interval
   if has_no_place(one, at) then turn = max(turn, one.tail + one.interval) end
   return min(max(turn - now, 1), $LOOK_AGAIN)
 end
 local function begin(one, strict)
-  local at = place_of(one)
-  if at then table.remove(one.waiting, at) end
+  local waited = drop(one, who) or again == 1
   if one.interval == 0 then
-    one.running = without(one.running, 1, who)
-    one.running[#one.running + 1] = {who, token, now, now + ttl}
+    local running = {}
+    for _, run in ipairs(one.running) do
+      if run[1] ~= who then running[#running + 1] = run end
+    end
+    running[#running + 1] = {who, token, now, now + ttl}
+    one.running = running
   elseif one.last ~= token then
     local lag = (max(one.limit, 1) - 1) * one.interval
-    if at or again == 1 then lag = max(lag, $LATE) end
+    if waited then lag = max(lag, $LATE) end
     local begins_at = strict == 1 and now or max(free_at(one), now - lag)
     one.tat, one.last = begins_at + one.interval, token
   end
 end
 local function note(one, wait)
-  local at = place_of(one)
+  local at = place_of(one, who)
   if wait == 0 then
-    if at then table.remove(one.waiting, at) end
+    drop(one, who)
   elseif at then
-    one.waiting[at][2] = now + wait
+    one.back_at[at] = now + wait
   elseif has_no_place(one, at) then
     one.tail = max(one.tail, now + wait)
   else
-    one.waiting[#one.waiting + 1] = {who, now + wait}
+    at = #one.waiting + 1
+    one.waiting[at], one.back_at[at] = who, now + wait
   end
 end
 
@@ -85,7 +102,7 @@ for i, rule in ipairs(rules) do
   if set then rule[3], rule[4], rule[5] = set[2], set[3], set[4] end
   local one = record_of(scope, rule[1] .. ':' .. rule[2])
   one.limit, one.interval = rule[3], rule[4]
-  one.running, one.waiting = later(one.running, 4, now), later(one.waiting, 2, now - $OVERDUE)
+  refresh(one)
   records[i], waits[i] = one, wait_of(one, rule[5])
   if waits[i] > longest then longest, held_by = waits[i], i end
 end

@@ -2,10 +2,10 @@
 --
 -- mpy:limit:{<scope>}               what was changed: [[rule, limit, interval, strict], …]
 -- mpy:limit:{<scope>}:<rule>:<key>  a record
--- mpy:limits:{<scope>}              the records, scored by the moment from which they say nothing
+-- mpy:limits:{<scope>}              the records, scored by the moment until which they are kept
 --
 -- record_of(scope, key): a record, or an empty one where there is none, or something else.
--- save(scope, key, record, now). without(list, field, value): the entries that have another value.
+-- save(scope, key, record, now). place_of(record, who). drop(record, who): whether it was in line.
 --! include connections/redis/lua/prelude.lua
 
 local min, max, floor = math.min, math.max, math.floor
@@ -13,37 +13,34 @@ local function record_key(scope, key) return 'mpy:limit:{' .. scope .. '}:' .. k
 local function record_of(scope, key)
   local text = call('GET', record_key(scope, key))
   local fine, kept = pcall(cmsgpack.unpack, text or '')
-  if not (text and fine and type(kept) == 'table' and #kept == 8) then
-    kept = {0, 0, $LONG_AGO, 0, 0, '', {}, {}}
+  if not (text and fine and type(kept) == 'table' and #kept == 9) then
+    kept = {0, 0, $LONG_AGO, 0, 0, '', {}, {}, {}}
   end
-  local limit, interval, tat, tail, mean, last, running, waiting = unpack(kept)
+  local limit, interval, tat, tail, mean, last, running, waiting, back_at = unpack(kept)
   return {limit = limit, interval = interval, tat = tat, tail = tail, mean = mean, last = last,
-    running = running, waiting = waiting}
+    running = running, waiting = waiting, back_at = back_at}
 end
 local function save(scope, key, one, now)
   local until_at = max(one.tat + max(one.limit, 1) * one.interval, one.tail)
   for _, run in ipairs(one.running) do until_at = max(until_at, run[4]) end
-  for _, place in ipairs(one.waiting) do until_at = max(until_at, place[2] + $OVERDUE) end
-  until_at = until_at + $KEPT
-  local ms = max(floor((until_at - now) / 1000), 1)
+  for _, moment in ipairs(one.back_at) do until_at = max(until_at, moment + $OVERDUE) end
+  until_at = max(until_at, now) + $KEPT
   local packed = cmsgpack.pack({one.limit, one.interval, one.tat, one.tail, one.mean, one.last,
-    one.running, one.waiting})
-  call('SET', record_key(scope, key), packed, 'PX', int(ms))
+    one.running, one.waiting, one.back_at})
+  call('SET', record_key(scope, key), packed, 'PX', int(floor((until_at - now) / 1000)))
   local index = 'mpy:limits:{' .. scope .. '}'
   call('ZADD', index, int(until_at), key)
   call('ZREMRANGEBYSCORE', index, '-inf', int(now))
 end
-local function without(list, field, value)
-  local left = {}
-  for _, one in ipairs(list) do
-    if one[field] ~= value then left[#left + 1] = one end
+local function place_of(one, who)
+  for at, name in ipairs(one.waiting) do
+    if name == who then return at end
   end
-  return left
 end
-local function later(list, field, moment)
-  local left = {}
-  for _, one in ipairs(list) do
-    if one[field] > moment then left[#left + 1] = one end
-  end
-  return left
+local function drop(one, who)
+  local at = place_of(one, who)
+  if not at then return false end
+  table.remove(one.waiting, at)
+  table.remove(one.back_at, at)
+  return true
 end

@@ -34,7 +34,7 @@ local function leave(one, who, token)
       return 1
     end
   end
-  one.waiting = without(one.waiting, 1, who)
+  drop(one, who)
   return 0
 end
 
