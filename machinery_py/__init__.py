@@ -45,12 +45,8 @@ if TYPE_CHECKING:
     )
     from machinery_py.registry.task import Task
     from machinery_py.registry.task_set import TaskSet
-    from machinery_py.results.async_results import (
-        AsyncResult,
-        ChainResult,
-        ChordResult,
-        GroupResult,
-    )
+    from machinery_py.results.async_results import AsyncResult
+    from machinery_py.results.workflow_results import ChainResult, ChordResult, GroupResult
     from machinery_py.server import Server
     from machinery_py.tasks.backoff import exponential
     from machinery_py.tasks.context import Context, current_task
@@ -119,7 +115,8 @@ _HOMES = {
     "machinery_py.config.config": "Config",
     "machinery_py.registry.task": "Task",
     "machinery_py.registry.task_set": "TaskSet",
-    "machinery_py.results.async_results": "AsyncResult ChainResult ChordResult GroupResult",
+    "machinery_py.results.async_results": "AsyncResult",
+    "machinery_py.results.workflow_results": "ChainResult ChordResult GroupResult",
     "machinery_py.server": "Server",
     "machinery_py.tasks.backoff": "exponential",
     "machinery_py.tasks.context": "Context current_task",

@@ -28,6 +28,7 @@ from machinery_py.names import check_encodable
 from machinery_py.registry.outcomes import REVOKED, Failed, broken, failing_of
 from machinery_py.stores.base import Firing, in_place_of
 from machinery_py.tasks.context import on_behalf_of
+from machinery_py.tasks.plans import PREFIX
 from machinery_py.tasks.signature import Signature
 from machinery_py.tasks.states import State, TaskState
 from machinery_py.texts import get_logger
@@ -160,12 +161,20 @@ def fire(app: Application, firing: Firing) -> bool:
     return True
 
 
-def revoked_among(app: Application, uuids: Sequence[str]) -> dict[str, bool]:
-    """Return the revoked UUIDs, each with whether its task is over, and only its message left."""
+def revoked_among(app: Application, signatures: Sequence[Signature[Any]]) -> dict[str, bool]:
+    """Return the revoked UUIDs, each with whether its task is over, and only its message left.
+
+    A task is revoked also when its workflow was cancelled.
+    """
     backend = app.store.backend
-    found = backend.revoked(uuids)
-    if not found:
+    roots = {one.uuid: one.root for one in signatures if one.headers and one.root}
+    flows = {root for root in roots.values() if root.startswith(PREFIX)}
+    names = backend.revoked([*(one.uuid for one in signatures), *flows])
+    if not names:
         return {}
+    found = [
+        one.uuid for one in signatures if one.uuid in names or roots.get(one.uuid) in names & flows
+    ]
     states = backend.get_states(sorted(found))
     ended = backend.revoked([_ended(uuid) for uuid in found])
     return {

@@ -19,22 +19,23 @@ from machinery_py.config.config import Config, resolve
 from machinery_py.control.client import Control
 from machinery_py.dashboard.dashboard import Dashboard
 from machinery_py.dashboard.fleet import Fleet
-from machinery_py.errors import ConfigError
 from machinery_py.inspection import Inspector, worker_hint
 from machinery_py.locks.named import NamedLock
+from machinery_py.notices import note_memory
 from machinery_py.queues import Queues
 from machinery_py.registry.calls import needs_check
 from machinery_py.registry.options import TaskOptions
 from machinery_py.registry.task import PeriodicDecorator, Task
 from machinery_py.registry.task_set import TaskRegistrar, TaskSet
-from machinery_py.results.async_results import (
-    AsyncResult,
+from machinery_py.results.async_results import AsyncResult
+from machinery_py.results.waiter import AsyncWaiters
+from machinery_py.results.workflow_results import (
     ChainResult,
     ChordResult,
     GroupResult,
+    group_result,
     result_of,
 )
-from machinery_py.results.waiter import AsyncWaiters
 from machinery_py.revocation import revoke
 from machinery_py.schedules.api import PeriodicOptions, Schedules, definition_of
 from machinery_py.schedules.scheduler import Declared
@@ -43,9 +44,10 @@ from machinery_py.tasks.workflow import Group, chain, chord, group, link
 from machinery_py.texts import get_logger
 from machinery_py.unique import send_unique
 from machinery_py.worker.chords import settle_ready_groups
-from machinery_py.worker.frames import Setup
+from machinery_py.worker.frames import setup_of
 from machinery_py.worker.inline import Inline
 from machinery_py.worker.worker import Worker
+from machinery_py.workflows.workflow import Workflow, find_workflow
 
 logger = get_logger(__name__)
 
@@ -282,20 +284,10 @@ class Server(TaskRegistrar):
         plan = link(chain, now=self.now())
         self.app.registry.check(plan.first)
         if not self._noted_memory and any(step.is_group for step in plan.steps[:-1]):
-            self._note_memory()
+            self._noted_memory = True
+            note_memory(self.backend.features)
         self.app.submit(plan.first, plan.groups, plan.awaited)
         return result_of(plan, self, plan.first[0].routing_key or self.config.default_queue)
-
-    def _note_memory(self) -> None:
-        self._noted_memory = True
-        features = self.backend.features
-        if features.keeps and not features.durable and not features.embedded:
-            logger.warning(
-                "a chord was sent whose members are counted in %s, which forgets when it restarts "
-                "or is full: then its callback is never called "
-                "(name another result backend for chords that matter)",
-                features.name,
-            )
 
     def _note_loop(self) -> None:
         # Not there while another thread is still loading asyncio.
@@ -331,6 +323,29 @@ class Server(TaskRegistrar):
 
     def _listener(self) -> Listener:
         return self.backend.listener()  # of the stores at that time
+
+    def group_result(self, uuid: str) -> GroupResult[Any]:
+        """Return the result of a group that any process sent.
+
+        Raises:
+            StateNotFound: the backend does not know the group (any more).
+        """
+        return group_result(self, uuid)
+
+    group_result_async = twin(group_result)
+
+    def workflow(self, uuid: str) -> Workflow:
+        """Return a workflow that any process sent, as it is now.
+
+        Args:
+            uuid: of the workflow, or of a task or group of it.
+
+        Raises:
+            StateNotFound: nothing is known of it (any more).
+        """
+        return find_workflow(self.app, uuid)
+
+    workflow_async = twin(workflow)
 
     def convert(self, name: str, value: Any) -> Any:
         """Convert a received result as the task's annotation says, if the task is known here."""
@@ -471,24 +486,13 @@ class Server(TaskRegistrar):
             max_tasks_per_child=max_tasks_per_child,
             max_memory_per_child=max_memory_per_child,
             autoscale=autoscale,
-            child_app=self._child_app,
+            child_app=lambda: setup_of(self),
             declared=self.declared if scheduler and not burst else None,
         )
 
     def new_custom_queue_worker(self, name: str, concurrency: int, queue: str) -> Worker:
         """Return a worker on one other queue; Go's name."""
         return self.new_worker(name, concurrency, queues=(queue,))
-
-    def _child_app(self) -> Setup:
-        """Return where task processes import this Server from: the module that has it."""
-        for name, module in list(sys.modules.items()):
-            for key, value in list(getattr(module, "__dict__", {}).items()):
-                if value is self and name != "__main__":
-                    return Setup(app=f"{name}:{key}", folder=sys.path[0])
-        raise ConfigError(
-            "task processes cannot import this Server: no module has it as a global "
-            "(make it in a module of its own, and import that where the worker is started)"
-        )
 
     def _all_queues(self) -> list[str]:
         names = {stats.queue for stats in self.broker.stats()} | {self.config.default_queue}

@@ -82,6 +82,7 @@ OFFLINE: dict[type, set[str]] = {
     },
     Task: {"options", "partial", "signature"},
     Signature: {"catch", "of", "replace", "then", "with_args", "with_headers", "with_uuid"},
+    GroupResult: {"as_completed"},  # iterated by `async for` as well
     NamedLock: {"check"},
     Control: {"workers"},
     Worker: {

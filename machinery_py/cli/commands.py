@@ -172,6 +172,15 @@ _MODULES: Mapping[str, Sequence[Command]] = {
             ),
         ),
     ),
+    "flow": (
+        Command(
+            "flow",
+            "show the steps of a workflow, cancel it, or send its failed tasks again",
+            words="UUID [ACTION …]",
+            options=YES,
+            examples=("tasks flow_81c2", "tasks flow_81c2 retry", "tasks flow_81c2 cancel --yes"),
+        ),
+    ),
     "queues": (
         Command("queues", "list queues, and how full they are", examples=("tasks", "tasks --json")),
         Command(

@@ -41,15 +41,21 @@ Sent = tuple[Signature[object], bytes]
 """A task to be sent again, and its message."""
 
 
-def replay(app: Application, pairs: Sequence[Sent]) -> list[str]:
-    """Send these messages again; return the UUIDs, without those that were refused for good."""
+def replay(app: Application, pairs: Sequence[Sent], mended: Sequence[TaskState] = ()) -> list[str]:
+    """Send these messages again; return the UUIDs, without those that were refused for good.
+
+    Args:
+        mended: further states, which replace finished ones in the same step as the first messages.
+    """
     sent: list[str] = []
     for start in range(0, len(pairs), 1000):
-        sent += _replay_batch(app, pairs[start : start + 1000])
+        sent += _replay_batch(app, pairs[start : start + 1000], () if start else mended)
     return sent
 
 
-def _replay_batch(app: Application, pairs: Sequence[Sent]) -> list[str]:
+def _replay_batch(
+    app: Application, pairs: Sequence[Sent], mended: Sequence[TaskState] = ()
+) -> list[str]:
     now = app.clock.now()
     submission = Submission(
         token=new_uuid(""),
@@ -65,7 +71,7 @@ def _replay_batch(app: Application, pairs: Sequence[Sent]) -> list[str]:
         ],
         states=[
             *(app.pending(one, now) for one, _ in pairs),
-            *_mended(app, [one for one, _ in pairs]),
+            *(mended or _mended(app, [one for one, _ in pairs])),
         ],
         replay=True,
     )
@@ -80,7 +86,7 @@ def _replay_batch(app: Application, pairs: Sequence[Sent]) -> list[str]:
     sent: list[str] = []
     for pair in pairs:
         try:
-            sent += _replay_batch(app, [pair])
+            sent += _replay_batch(app, [pair], mended)
         except (PublishRefused, PublishUnknown) as error:
             if not error.permanent:
                 raise

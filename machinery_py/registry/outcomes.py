@@ -24,6 +24,7 @@ from machinery_py.tasks.signature import (
     HEADER_LOST,
     HEADER_LOST_HOW,
     HEADER_POSTPONED,
+    HEADER_ROOT,
     HEADER_RUN,
     UNLIMITED,
     Arg,
@@ -36,6 +37,7 @@ from machinery_py.wire.signatures import decode_signature, encode_signature
 
 logger = get_logger(__name__)
 
+CHORD_FAILED = "ChordMemberFailed"  # the error type of a chord's callback that never ran
 STEP_FAILED = "ChainStepFailed"  # the error type of a last task that never ran
 
 
@@ -239,7 +241,10 @@ def _error_callbacks(signature: Signature[Any], error: str) -> Sequence[Signatur
     if not signature.on_error:
         return ()
     text = Arg(type="string", value=error)
-    return tuple(callback.with_args(before=(text,)) for callback in signature.on_error)
+    callbacks = [callback.with_args(before=(text,)) for callback in signature.on_error]
+    if signature.root:  # they are no part of the workflow: if it is cancelled, they are run
+        return [one.with_headers(**{HEADER_ROOT: signature.uuid}) for one in callbacks]
+    return callbacks
 
 
 def tries_left(signature: Signature[Any], retries: int | None) -> int:
@@ -310,11 +315,22 @@ def _struck(signature: Signature[Any], how: str, now: dt.datetime) -> Signature[
 
 def _never_to_arrive(signature: Signature[Any]) -> Iterator[Arrived]:
     """Yield the chord members among this task and all that would have followed: they fail, too."""
+    return (Arrived(member=one, ok=False) for one in _members(signature, callbacks=False))
+
+
+def followers(signature: Signature[Any]) -> Iterator[Signature[Any]]:
+    """Yield the chord members among this task and all that follow it, also behind chords."""
+    return _members(signature, callbacks=True)
+
+
+def _members(signature: Signature[Any], *, callbacks: bool) -> Iterator[Signature[Any]]:
     waiting = [signature]
     while waiting:
         member = waiting.pop()
         if member.chord_callback is not None:
-            yield Arrived(member=member, ok=False)
+            yield member
+            if callbacks:
+                waiting.append(member.chord_callback)
         if _may_hold_members(member.on_success):
             waiting.extend(member.on_success)
 
@@ -378,6 +394,7 @@ def broken(then: FollowUp, signature: Signature[Any], now: dt.datetime) -> Seque
             state=State.FAILURE,
             error=f"step {signature.name} {signature.uuid} failed: {then.error}",
             error_type=STEP_FAILED,
+            root=signature.root,
             created_at=now,
             finished_at=now,
         ),

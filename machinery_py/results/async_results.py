@@ -1,4 +1,4 @@
-"""Results of tasks, groups, chains and chords, for threads and coroutines.
+"""Results of tasks, for threads and coroutines.
 
 Nothing here polls while the backend can notify: a waiter reads, listens, reads again, and sleeps
 until it is woken.
@@ -6,7 +6,7 @@ until it is woken.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from machinery_py.async_twins import twin
@@ -16,7 +16,7 @@ from machinery_py.errors import ResultExpired, ResultTimeout, TaskFailed
 from machinery_py.results.waiter import LOOK_AGAIN, AsyncWaiter, AsyncWaiters
 from machinery_py.tasks.context import check_time
 from machinery_py.tasks.states import State, TaskState
-from machinery_py.tasks.workflow import Plan, result_value
+from machinery_py.tasks.workflow import result_value
 from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
@@ -49,18 +49,21 @@ class Waitable(Generic[R]):
         self._source = source
         self._states: dict[str, TaskState] = {}  # finished ones; they never change again
 
-    def get(self, timeout: float | None = None) -> R:
+    def get(self, timeout: float | None = None, *, propagate: bool = True) -> R:
         """Wait for the result, and return it.
 
         Args:
             timeout: seconds; None waits as long as it takes.
+            propagate: False: of what has failed, return the TaskFailed in place of its value.
 
         Raises:
             TaskFailed: the task failed, or one that the result needs.
             ResultTimeout: the result was not there in time; the task goes on.
             ResultExpired: there is no state (any more).
         """
-        wait = _Wait(self, timeout)
+        if not propagate:
+            return cast(R, self._get_all(timeout))
+        wait = Wait(self, timeout)
         if self._look():
             return self._value()
         listener = self._source.backend.listener()
@@ -80,18 +83,33 @@ class Waitable(Generic[R]):
             listener.close()
         return self._value()
 
-    async def get_async(self, timeout: float | None = None) -> R:
+    def _get_all(self, timeout: float | None) -> Any:
+        """Return the value, with each TaskFailed in place of what has failed."""
+        try:
+            return self.get(timeout)
+        except TaskFailed as error:
+            return error
+
+    async def get_async(self, timeout: float | None = None, *, propagate: bool = True) -> R:
         """Wait in a coroutine: `get` for coroutines."""
         import asyncio  # loaded by now: we are in a coroutine
 
-        wait = _Wait(self, timeout)
+        if not propagate:
+            return cast(R, await self._get_all_async(timeout))
+        wait = Wait(self, timeout)
         with self._source.waiters.waiter() as waiter:
             while (pause := await asyncio.to_thread(self._step, wait, waiter)) is not None:
                 if pause:
                     await waiter.wait(pause)
         return self._value()
 
-    def _step(self, wait: _Wait, waiter: AsyncWaiter) -> float | None:
+    async def _get_all_async(self, timeout: float | None) -> Any:
+        try:
+            return await self.get_async(timeout)
+        except TaskFailed as error:
+            return error
+
+    def _step(self, wait: Wait, waiter: AsyncWaiter) -> float | None:
         """Do one step of `get_async`, in a thread, since it asks the store.
 
         Returns the seconds to wait before the next step; None when the result is there.
@@ -135,7 +153,24 @@ class Waitable(Generic[R]):
     def _expired(self, uuid: str) -> ResultExpired:
         return ResultExpired(uuid, kept_for=self._source.kept_for)
 
+    def forget(self) -> None:
+        """Forget the states of those of its tasks that have ended.
+
+        Results that a chord waits for stay.
+
+        Raises:
+            Unsupported: the backend cannot list its states.
+        """
+        self._source.backend.delete_finished(self._tasks())
+        self._states = {}
+
+    forget_async = twin(forget)
+
     # For the subclass
+
+    def _tasks(self) -> Sequence[str]:
+        """Return the UUIDs of all its tasks."""
+        raise AssertionError
 
     def _look(self) -> bool:
         """Return whether the value is there. Raises what `get` raises."""
@@ -153,7 +188,7 @@ class Waitable(Generic[R]):
         raise AssertionError
 
 
-class _Wait:
+class Wait:
     """Time of one `get`: pauses between reads, the warning, the timeout."""
 
     def __init__(self, waitable: Waitable[Any], timeout: float | None) -> None:
@@ -188,6 +223,12 @@ class _Wait:
         return remaining if self._warned else min(remaining, WARN_AFTER - waited)
 
 
+class PartialChain(Protocol):
+    """Part of a ChainResult that its steps need."""
+
+    def _is_past(self, step: AsyncResult[Any]) -> bool: ...
+
+
 class AsyncResult(Waitable[R]):
     """Result of one task.
 
@@ -213,7 +254,7 @@ class AsyncResult(Waitable[R]):
         self.queue = queue
         self.duplicate = duplicate
         # The chain in which it is a step, and has no state before its turn.
-        self._chain: ChainResult[Any] | None = None
+        self._chain: PartialChain | None = None
 
     def get_state(self) -> TaskState:
         """Read the state of the task.
@@ -253,6 +294,8 @@ class AsyncResult(Waitable[R]):
     def _awaited(self) -> Sequence[str]:
         return (self.uuid,)
 
+    _tasks = _awaited
+
     def _describe(self) -> tuple[str, str, str]:
         state = self._read([self.uuid]).get(self.uuid)
         return (
@@ -265,173 +308,6 @@ class AsyncResult(Waitable[R]):
         return f"<{type(self).__name__} {self.name} {self.uuid}>"
 
 
-class GroupResult(Waitable[R]):
-    """Result of a group: a list, in its order. Iterating gives the AsyncResult of each member."""
-
-    def __init__(
-        self,
-        source: ResultSource,
-        uuid: str,
-        uuids: Sequence[str],
-        names: Sequence[str],
-        *,
-        queue: str = "",
-        leading: Sequence[str] = (),
-    ) -> None:
-        super().__init__(source)
-        self.uuid = uuid
-        self.results = [
-            AsyncResult[Any](source, one, name=name, queue=queue)
-            for one, name in zip(uuids, names, strict=True)
-        ]
-        self._uuids = tuple(uuids)
-        self._leading = tuple(leading)
-        self._open = [*leading, *uuids]
-        self._sent = True  # False before its turn in a chain: then it may have no states
-
-    def __len__(self) -> int:
-        return len(self.results)
-
-    def __getitem__(self, index: int) -> AsyncResult[Any]:
-        return self.results[index]
-
-    def __iter__(self) -> Iterator[AsyncResult[Any]]:
-        return iter(self.results)
-
-    def progress(self) -> tuple[int, int]:
-        """Return how many members have ended, and how many there are. Does not wait."""
-        self._read(self._uuids)
-        return sum(uuid in self._states for uuid in self._uuids), len(self._uuids)
-
-    progress_async = twin(progress)
-
-    def revoke(self) -> None:
-        """Revoke every member, as AsyncResult.revoke."""
-        self._source.revoke(self._uuids)
-
-    revoke_async = twin(revoke)
-
-    def _look(self) -> bool:
-        found = self._read(self._open)
-        for uuid in self._open:
-            state = found.get(uuid)
-            if state is not None:
-                raise_if_failed(state)
-            elif self._sent and not self._leading:
-                raise self._expired(uuid)
-        self._open = [uuid for uuid in self._open if uuid not in self._states]
-        return all(uuid in self._states for uuid in self._uuids)
-
-    def _value(self) -> R:
-        return cast(R, [self._result_of(self._states[uuid]) for uuid in self._uuids])
-
-    def _awaited(self) -> Sequence[str]:
-        return self._open
-
-    def _describe(self) -> tuple[str, str, str]:
-        done = len(self._uuids) - sum(uuid not in self._states for uuid in self._uuids)
-        return (
-            f"{self.uuid or 'the group'}",
-            f"{done} of {len(self._uuids)} finished",
-            self.results[0].queue,
-        )
-
-
-class ChainResult(Waitable[R]):
-    """Result of the last step of a chain. `steps` has the result of each."""
-
-    def __init__(
-        self, source: ResultSource, steps: Sequence[AsyncResult[Any] | GroupResult[Any]]
-    ) -> None:
-        super().__init__(source)
-        self.steps = tuple(steps)
-        self._at = 0  # the first step that is not known to be finished
-        for step in self.steps[1:]:
-            if isinstance(step, GroupResult):
-                step._sent = False
-            else:
-                step._chain = self
-
-    @property
-    def uuid(self) -> str:
-        return self.steps[-1].uuid
-
-    def revoke(self) -> None:
-        """Revoke every step, as AsyncResult.revoke."""
-        uuids = [
-            uuid
-            for step in self.steps
-            for uuid in (step._uuids if isinstance(step, GroupResult) else (step.uuid,))
-        ]
-        self._source.revoke(uuids)
-
-    revoke_async = twin(revoke)
-
-    def _look(self) -> bool:
-        last = self.steps[-1]
-        if self._at < len(self.steps) - 1 and _finished(last):
-            self._at = len(self.steps) - 1
-        while self._at < len(self.steps):
-            try:
-                if not _alone(self.steps[self._at]):
-                    return False
-            except ResultExpired:
-                # A step has no state before its turn, as in Go; the first has one from the start.
-                if self._at == 0:
-                    raise
-                return False
-            self._at += 1
-        return True
-
-    def _is_past(self, step: AsyncResult[Any]) -> bool:
-        """Return whether the step's turn is over. Raises the failure of a step before it."""
-        return self._look() or self._at > self.steps.index(step)
-
-    def _value(self) -> R:
-        return cast(R, self.steps[-1]._value())
-
-    def _awaited(self) -> Sequence[str]:
-        at = min(self._at, len(self.steps) - 1)
-        if isinstance(self.steps[at], GroupResult) and self.steps[at] is not self.steps[-1]:
-            # The callback ends also when a member fails (the next look finds a failure in Go): so
-            # the members, perhaps a thousand, need not be watched.
-            at += 1
-        return (*self.steps[at]._awaited(), *self.steps[-1]._awaited())
-
-    def _describe(self) -> tuple[str, str, str]:
-        current = self.steps[min(self._at, len(self.steps) - 1)]
-        what, state, queue = current._describe()
-        return f"{self.uuid} (step {self._at + 1} of {len(self.steps)}: {what})", state, queue
-
-
-class ChordResult(ChainResult[R]):
-    """Result of a chord's callback. `group` is the result of the members."""
-
-    @property
-    def group(self) -> GroupResult[Any]:
-        return cast("GroupResult[Any]", self.steps[-2])
-
-    @property
-    def callback(self) -> AsyncResult[Any]:
-        return cast("AsyncResult[Any]", self.steps[-1])
-
-
-def result_of(plan: Plan, source: ResultSource, queue: str) -> ChainResult[Any]:
-    """Return the result of a workflow that was sent to this queue."""
-    steps: list[AsyncResult[Any] | GroupResult[Any]] = []
-    groups = {tuple(one.task_uuids): one.group_uuid for one in plan.groups}
-    for step in plan.steps:
-        if step.is_group:
-            uuid = groups.get(tuple(step.uuids), "")
-            steps.append(
-                GroupResult(source, uuid, step.uuids, step.names, queue=queue, leading=step.leading)
-            )
-        else:
-            steps.append(AsyncResult(source, step.uuids[0], name=step.names[0], queue=queue))
-    is_chord = len(steps) == 2 and plan.steps[0].is_group and not plan.steps[1].is_group
-    return (ChordResult if is_chord else ChainResult)(source, steps)
-
-
 def raise_if_failed(state: TaskState) -> None:
     """Raise TaskFailed when the state is FAILURE."""
     if state.state is State.FAILURE:
@@ -442,15 +318,3 @@ def raise_if_failed(state: TaskState) -> None:
             error_type=state.error_type,
             traceback=state.traceback,
         )
-
-
-def _finished(step: AsyncResult[Any] | GroupResult[Any]) -> bool:
-    """Return whether the step has succeeded. A failure or a missing state is raised in its turn."""
-    try:
-        return _alone(step)
-    except (TaskFailed, ResultExpired):
-        return False
-
-
-def _alone(step: AsyncResult[Any] | GroupResult[Any]) -> bool:
-    return step._look_alone() if isinstance(step, AsyncResult) else step._look()

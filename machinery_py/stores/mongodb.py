@@ -194,7 +194,9 @@ class MongoStore(DriverUser, Store):
 
     def _after_firing(self, change: Change, send: Sequence[Message], *, again: bool) -> None:
         self.states.changes.follow([change], again=again)
-        self.messages.store([(_token(f"fire {change.fires}"), send)])
+        # A retried workflow fires a group twice, and the first callbacks may wait still.
+        sent = send[0].uuid if send else ""
+        self.messages.store([(_token(f"fire {change.fires} {sent}"), send)])
         self.states.changes.clear_intents([change])
 
     def _end_unheld(self, firing: Firing) -> bool:

@@ -100,6 +100,8 @@ class ChainedResult(Result[R], Protocol[R]):
 
     @property
     def steps(self) -> Sequence[Result[Any]]: ...
+    @property
+    def workflow(self) -> str: ...
 
 
 class Sender(Protocol):

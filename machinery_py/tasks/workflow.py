@@ -15,9 +15,11 @@ from typing import Any, Protocol, TypeVar, cast
 import msgspec
 
 from machinery_py.errors import WorkflowError
+from machinery_py.tasks.plans import PREFIX, RecordedStep, group_label, record_of
 from machinery_py.tasks.signature import (
     HEADER_COLLECT,
     HEADER_LAST,
+    HEADER_ROOT,
     HEADER_UNIQUE,
     Arg,
     Chain,
@@ -40,6 +42,8 @@ class GroupedResult(Result[R], Protocol[R]):
 
     @property
     def results(self) -> Sequence[Result[Any]]: ...
+    @property
+    def workflow(self) -> str: ...
     def progress(self) -> tuple[int, int]: ...
     def progress_async(self) -> Coroutine[Any, Any, tuple[int, int]]: ...
     def __iter__(self) -> Iterator[Result[Any]]: ...
@@ -147,12 +151,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         awaited: the last tasks of the chains that begin now: their states exist from the start.
         steps: for each step of the outermost chain, the UUIDs of its tasks, whose states are the
             state of the step, and whether the step is a group.
+        uuid: of the workflow; the last of `groups` is its record.
     """
 
     first: Sequence[Signature[Any]]
     groups: Sequence[GroupMeta]
     awaited: Sequence[Signature[Any]]
     steps: Sequence[PlannedStep]
+    uuid: str = ""
 
 
 class PlannedStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,6 +171,7 @@ class PlannedStep(msgspec.Struct, frozen=True, kw_only=True):
     names: Sequence[str]
     leading: Sequence[str] = ()
     is_group: bool = False
+    group_uuid: str = ""
 
 
 def link(step: Step[Any], *, now: dt.datetime) -> Plan:
@@ -172,9 +179,24 @@ def link(step: Step[Any], *, now: dt.datetime) -> Plan:
     linker = _Linker(now)
     steps = step.steps if isinstance(step, Chain) else (step,)
     first, planned = linker.link_steps(steps, begins=True)
+    uuid = new_uuid(PREFIX)
     return Plan(
-        first=first, groups=tuple(linker.groups), awaited=tuple(linker.awaited), steps=planned
+        first=[one.with_headers(**{HEADER_ROOT: uuid}) for one in first],
+        groups=(*linker.groups, _record(uuid, planned, now)),
+        awaited=tuple(one.with_headers(**{HEADER_ROOT: uuid}) for one in linker.awaited),
+        steps=planned,
+        uuid=uuid,
     )
+
+
+def _record(uuid: str, planned: Sequence[PlannedStep], now: dt.datetime) -> GroupMeta:
+    steps = [
+        RecordedStep(one.group_uuid, group_label(one.names), len(one.uuids), one.leading)
+        if one.is_group
+        else RecordedStep(one.uuids[0], one.names[0])
+        for one in planned
+    ]
+    return record_of(uuid, steps, [one.uuids for one in planned], now=now)
 
 
 class _Linker:
@@ -264,7 +286,13 @@ class _Linker:
                 group_uuid=membership.group_uuid, task_uuids=tuple(uuids), created_at=self.now
             )
         )
-        return tuple(heads), PlannedStep(uuids=uuids, names=names, leading=leading, is_group=True)
+        return tuple(heads), PlannedStep(
+            uuids=uuids,
+            names=names,
+            leading=leading,
+            is_group=True,
+            group_uuid=membership.group_uuid,
+        )
 
 
 class _Membership(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ from machinery_py.app import Application
 from machinery_py.backends.base import ReadyGroup
 from machinery_py.errors import DecodeError, MachineryError, NameRefused, StateNotFound
 from machinery_py.names import check_uuid
-from machinery_py.registry.outcomes import Failed
+from machinery_py.registry.outcomes import CHORD_FAILED, Failed
 from machinery_py.revocation import end_unheld, fire
 from machinery_py.stores.base import AWAY, Firing
 from machinery_py.tasks.signature import Signature
@@ -109,7 +109,7 @@ def _why(app: Application, member: str) -> str:
 def _failed(
     app: Application, ready: ReadyGroup, callback: Signature[Any], error: str
 ) -> tuple[Firing, Sequence[Signature[Any]]]:
-    outcome = Failed(error=error, error_type="ChordMemberFailed", retryable=False)
+    outcome = Failed(error=error, error_type=CHORD_FAILED, retryable=False)
     state = app.store.backend.get_states([callback.uuid]).get(callback.uuid)
     if state is not None and state.is_finished:  # revoked: its end was settled then
         return Firing(group_uuid=ready.group_uuid), ()

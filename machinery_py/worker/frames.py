@@ -12,6 +12,7 @@ from __future__ import annotations
 import array
 import os
 import select
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -19,6 +20,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from machinery_py.connections import descriptors
+from machinery_py.errors import ConfigError
 from machinery_py.registry.outcomes import Outcome
 
 M = TypeVar("M")
@@ -234,3 +236,19 @@ class FrameReader(_FramePipe, Generic[M]):
         record = self._decoder.decode(unread[LENGTH:end])
         del unread[:end]
         return record
+
+
+def setup_of(server: object) -> Setup:
+    """Return where task processes import this Server from: the module that has it.
+
+    Raises:
+        ConfigError: none has it.
+    """
+    for name, module in list(sys.modules.items()):
+        for key, value in list(getattr(module, "__dict__", {}).items()):
+            if value is server and name != "__main__":
+                return Setup(app=f"{name}:{key}", folder=sys.path[0])
+    raise ConfigError(
+        "task processes cannot import this Server: no module has it as a global "
+        "(make it in a module of its own, and import that where the worker is started)"
+    )

@@ -81,8 +81,7 @@ class Inline:
         return bool(settle_ready_groups(self._app)) or bool(deliveries)
 
     def _run(self, session: Session, execution: Execution) -> None:
-        uuid = peek(execution)
-        revoked = revoked_among(self._app, [uuid]) if uuid else {}
+        revoked = revoked_among(self._app, [execution.signature]) if peek(execution) else {}
         if accept(execution, revoked):
 
             def report(execution: Execution) -> None:

@@ -118,7 +118,8 @@ class Maintenance:
             for one in self._receiver.held()
             if not one.is_over and not one.revoked
         }
-        for uuid, is_over in (revoked_among(self._app, list(held)) if held else {}).items():
+        signatures = [one.signature for one in held.values()]
+        for uuid, is_over in (revoked_among(self._app, signatures) if held else {}).items():
             if held[uuid].withdraw(is_over=is_over):
                 self._settler.put(held[uuid])
         for execution in self._executors.running():

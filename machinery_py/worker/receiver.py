@@ -389,11 +389,11 @@ class Receiver:
             )
 
     def _revoked(self, executions: list[Execution]) -> dict[str, bool]:
-        uuids = [uuid for execution in executions if (uuid := peek(execution))]
+        signatures = [one.signature for one in executions if peek(one)]
         try:
-            if not uuids or self._session.none_revoked:
+            if not signatures or self._session.none_revoked:
                 return {}
-            return revoked_among(self._app, uuids)
+            return revoked_among(self._app, signatures)
         except MachineryError as error:
             # Claimed tasks must be run; maintenance reads the revocations again while they run.
             logger.warning("revocations cannot be read: %s", error)

@@ -216,7 +216,7 @@ class Steering:
 
     def _terminate(self, given: Terminate) -> dict[str, str]:
         runs = {one.signature.uuid: one for one in self._executors.running()}
-        wanted = [uuid for uuid in given.uuids if uuid in runs]
+        wanted = [runs[uuid].signature for uuid in given.uuids if uuid in runs]
         revoked = revoked_among(self._app, wanted) if wanted else {}
         return {
             uuid: "killed" if self._executors.terminate(runs[uuid]) else "asked" for uuid in revoked

@@ -217,3 +217,53 @@ def test_tasks_are_revoked_by_their_headers(app: App) -> None:
         assert [*server.backend.revoked(uuids)] == uuids[:1]
     assert "no task named" in app.run("revoke", "tasks", code=2).stderr
     assert "no name" in app.run("revoke", "tasks", "--header", "=x", code=2).stderr
+
+
+FLOWS = """
+from pathlib import Path
+from machinery_py import Server, chain, group
+server = Server()
+
+@server.task
+def fetch(name, *_):
+    if name == "b" and not Path("fixed").exists():
+        raise ConnectionError("refused")
+    return name
+
+@server.task
+def merge(*names):
+    return "+".join(names)
+
+def nightly(delay):
+    first = group(fetch.options(delay=delay).signature(name) for name in "abc")
+    return chain(first, merge.partial()).send().workflow
+"""
+
+
+def test_workflow_is_shown_retried_and_cancelled(app: App) -> None:
+    app.write("flows.py", FLOWS)
+    app.write("night.py", "import flows; print(flows.nightly(0), flows.nightly(3600))")
+    uuid, later = app.python("night.py").split()
+    app.run("worker", "flows", "--burst")
+
+    shown = app.run("flow", "flows", uuid, code=1).stdout.splitlines()
+    assert shown[:2] == [
+        "fetch ×3 | merge  2 of 2 steps  FAILURE",
+        "├─ fetch ×3  2 SUCCESS, 1 FAILURE (ConnectionError: refused)",
+    ]
+    assert shown[2].startswith("└─ merge     FAILURE (ChordMemberFailed: chord member fetch")
+    app.write("fixed", "")
+    assert app.run("flow", "flows", uuid, "retry").stdout == "sent 1 task again\n"
+    app.run("worker", "flows", "--burst")
+    found = app.json("flow", "flows", uuid[:14])
+    assert (found["state"], found["done"], found["failed"], found["total"]) == ("SUCCESS", 4, 0, 4)
+
+    waiting = "├─ fetch ×3  3 PENDING\n└─ merge     not started\n"
+    assert app.run("flow", "flows", later).stdout.endswith(waiting)
+    assert "--yes" in app.run("flow", "flows", later, "cancel", code=2).stderr
+    shown = app.run("flow", "flows", later, "cancel", "--yes", code=1).stdout.splitlines()
+    assert shown[0] == "fetch ×3 | merge  2 of 2 steps  FAILURE, cancelled"
+    assert "was cancelled" in app.run("flow", "flows", later, "retry", code=None).stderr
+    assert (
+        "expected nothing, cancel or retry" in app.run("flow", "flows", uuid, "x", code=None).stderr
+    )

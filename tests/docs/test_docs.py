@@ -39,6 +39,7 @@ from machinery_py.tasks import signature
 from machinery_py.tasks.signature import Arg, Signature
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.wire.signatures import encode_signature
+from machinery_py.workflows.workflow import Workflow
 from tests.docs import links
 from tests.docs.drawn import DRAWN, redrawn, shape, shape_of_function
 from tests.docs.pages import (
@@ -265,7 +266,7 @@ def test_the_methods_of_the_api_have_these_parameters() -> None:
         if isinstance(one := getattr(machinery_py, name), type)
     }
     owners |= {"Inspector": Inspector, "Schedules": Schedules, "NamedLock": NamedLock}
-    owners |= {"Dashboard": Dashboard}
+    owners |= {"Dashboard": Dashboard, "Workflow": Workflow}
     owners |= {"ServerEvents": ServerEvents, "EventStream": EventStream}
     wrong, count = [], 0
     for shown in re.findall(r"^\| `([^`]+)` \|", read("docs/reference/api.md"), re.MULTILINE):

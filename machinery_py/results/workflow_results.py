@@ -1,0 +1,307 @@
+"""Results of groups, chains and chords, for threads and coroutines."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, TypeVar, cast
+
+from machinery_py.async_twins import twin
+from machinery_py.errors import ResultExpired, StateNotFound, TaskFailed
+from machinery_py.results.async_results import (
+    AsyncResult,
+    ResultSource,
+    Wait,
+    Waitable,
+    raise_if_failed,
+)
+from machinery_py.tasks.workflow import Plan
+
+R = TypeVar("R", covariant=True)
+
+
+class GroupResult(Waitable[R]):
+    """Result of a group: a list, in its order. Iterating gives the AsyncResult of each member.
+
+    Attributes:
+        workflow: UUID of the workflow, for `server.workflow`; "" if it is not known here.
+    """
+
+    def __init__(
+        self,
+        source: ResultSource,
+        uuid: str,
+        uuids: Sequence[str],
+        names: Sequence[str],
+        *,
+        queue: str = "",
+        leading: Sequence[str] = (),
+        workflow: str = "",
+    ) -> None:
+        super().__init__(source)
+        self.uuid = uuid
+        self.workflow = workflow
+        self.results = [
+            AsyncResult[Any](source, one, name=name, queue=queue)
+            for one, name in zip(uuids, names, strict=True)
+        ]
+        self._uuids = tuple(uuids)
+        self._leading = tuple(leading)
+        self._open = [*leading, *uuids]
+        self._sent = True  # False before its turn in a chain: then it may have no states
+
+    def __len__(self) -> int:
+        return len(self.results)
+
+    def __getitem__(self, index: int) -> AsyncResult[Any]:
+        return self.results[index]
+
+    def __iter__(self) -> Iterator[AsyncResult[Any]]:
+        return iter(self.results)
+
+    def as_completed(self, timeout: float | None = None) -> AsCompleted:
+        """Return an iterator over the results of the members as they end, for `async for`, too.
+
+        While it is iterated it raises ResultTimeout if some have not ended in time; they go on.
+        """
+        return AsCompleted(self, timeout)
+
+    def _get_all(self, timeout: float | None) -> Any:
+        for _ in self.as_completed(timeout):
+            pass
+        return self._values()
+
+    async def _get_all_async(self, timeout: float | None) -> Any:
+        async for _ in self.as_completed(timeout):
+            pass
+        return self._values()
+
+    def _values(self) -> list[Any]:
+        """Return the value of each member, or its TaskFailed; all have ended."""
+        values: list[Any] = []
+        for uuid in self._uuids:
+            try:
+                raise_if_failed(self._states[uuid])
+                values.append(self._result_of(self._states[uuid]))
+            except TaskFailed as error:
+                values.append(error)
+        return values
+
+    def progress(self) -> tuple[int, int]:
+        """Return how many members have ended, and how many there are. Does not wait."""
+        self._read(self._uuids)
+        return sum(uuid in self._states for uuid in self._uuids), len(self._uuids)
+
+    progress_async = twin(progress)
+
+    def revoke(self) -> None:
+        """Revoke every member, as AsyncResult.revoke."""
+        self._source.revoke(self._uuids)
+
+    revoke_async = twin(revoke)
+
+    def _tasks(self) -> Sequence[str]:
+        return (*self._leading, *self._uuids)
+
+    def _look(self) -> bool:
+        found = self._read(self._open)
+        for uuid in self._open:
+            state = found.get(uuid)
+            if state is not None:
+                raise_if_failed(state)
+            elif self._sent and not self._leading:
+                raise self._expired(uuid)
+        self._open = [uuid for uuid in self._open if uuid not in self._states]
+        return all(uuid in self._states for uuid in self._uuids)
+
+    def _value(self) -> R:
+        return cast(R, [self._result_of(self._states[uuid]) for uuid in self._uuids])
+
+    def _awaited(self) -> Sequence[str]:
+        return self._open
+
+    def _describe(self) -> tuple[str, str, str]:
+        done = len(self._uuids) - sum(uuid not in self._states for uuid in self._uuids)
+        return (
+            f"{self.uuid or 'the group'}",
+            f"{done} of {len(self._uuids)} finished",
+            self.results[0].queue,
+        )
+
+
+class AsCompleted:
+    """Iterator of `GroupResult.as_completed`. Each iteration begins anew."""
+
+    def __init__(self, group: GroupResult[Any], timeout: float | None) -> None:
+        self._group = group
+        self._timeout = timeout
+
+    def __iter__(self) -> Iterator[AsyncResult[Any]]:
+        group, wait = self._group, Wait(self._group, self._timeout)
+        waiting = {one.uuid: one for one in group.results}
+        listener = group._source.backend.listener()
+        try:
+            listener.watch(waiting)
+            while True:
+                yield from self._ended(waiting)
+                if not waiting:
+                    return
+                listener.wait(wait.next_pause())
+        finally:
+            listener.close()
+
+    async def __aiter__(self) -> AsyncIterator[AsyncResult[Any]]:
+        import asyncio  # loaded by now: we are in a coroutine
+
+        group, wait = self._group, Wait(self._group, self._timeout)
+        waiting = {one.uuid: one for one in group.results}
+        with group._source.waiters.waiter() as waiter:
+            waiter.watch([*waiting])
+            while True:
+                for one in await asyncio.to_thread(self._ended, waiting):
+                    yield one
+                if not waiting:
+                    return
+                await waiter.wait(await asyncio.to_thread(wait.next_pause))
+
+    def _ended(self, waiting: dict[str, AsyncResult[Any]]) -> list[AsyncResult[Any]]:
+        """Take those that have ended out of `waiting`, and return them."""
+        states = self._group._states
+        self._group._read([*waiting])
+        ended = [waiting.pop(uuid) for uuid in [*waiting] if uuid in states]
+        for one in ended:
+            one._states = {one.uuid: states[one.uuid]}
+        return ended
+
+
+class ChainResult(Waitable[R]):
+    """Result of the last step of a chain.
+
+    Attributes:
+        steps: the result of each step.
+        workflow: UUID of the workflow, for `server.workflow`.
+    """
+
+    def __init__(
+        self,
+        source: ResultSource,
+        steps: Sequence[AsyncResult[Any] | GroupResult[Any]],
+        workflow: str = "",
+    ) -> None:
+        super().__init__(source)
+        self.workflow = workflow
+        self.steps = tuple(steps)
+        self._at = 0  # the first step that is not known to be finished
+        for step in self.steps[1:]:
+            if isinstance(step, GroupResult):
+                step._sent = False
+            else:
+                step._chain = self
+
+    @property
+    def uuid(self) -> str:
+        return self.steps[-1].uuid
+
+    def revoke(self) -> None:
+        """Revoke every step, as AsyncResult.revoke."""
+        self._source.revoke(self._tasks())
+
+    revoke_async = twin(revoke)
+
+    def _tasks(self) -> Sequence[str]:
+        return [uuid for step in self.steps for uuid in step._tasks()]
+
+    def _look(self) -> bool:
+        last = self.steps[-1]
+        if self._at < len(self.steps) - 1 and _finished(last):
+            self._at = len(self.steps) - 1
+        while self._at < len(self.steps):
+            try:
+                if not _alone(self.steps[self._at]):
+                    return False
+            except ResultExpired:
+                # A step has no state before its turn, as in Go; the first has one from the start.
+                if self._at == 0:
+                    raise
+                return False
+            self._at += 1
+        return True
+
+    def _is_past(self, step: AsyncResult[Any]) -> bool:
+        """Return whether the step's turn is over. Raises the failure of a step before it."""
+        return self._look() or self._at > self.steps.index(step)
+
+    def _value(self) -> R:
+        return cast(R, self.steps[-1]._value())
+
+    def _awaited(self) -> Sequence[str]:
+        at = min(self._at, len(self.steps) - 1)
+        if isinstance(self.steps[at], GroupResult) and self.steps[at] is not self.steps[-1]:
+            # The callback ends also when a member fails (the next look finds a failure in Go): so
+            # the members, perhaps a thousand, need not be watched.
+            at += 1
+        return (*self.steps[at]._awaited(), *self.steps[-1]._awaited())
+
+    def _describe(self) -> tuple[str, str, str]:
+        current = self.steps[min(self._at, len(self.steps) - 1)]
+        what, state, queue = current._describe()
+        return f"{self.uuid} (step {self._at + 1} of {len(self.steps)}: {what})", state, queue
+
+
+class ChordResult(ChainResult[R]):
+    """Result of a chord's callback. `group` is the result of the members."""
+
+    @property
+    def group(self) -> GroupResult[Any]:
+        return cast("GroupResult[Any]", self.steps[-2])
+
+    @property
+    def callback(self) -> AsyncResult[Any]:
+        return cast("AsyncResult[Any]", self.steps[-1])
+
+
+def result_of(plan: Plan, source: ResultSource, queue: str) -> ChainResult[Any]:
+    """Return the result of a workflow that was sent to this queue."""
+    steps: list[AsyncResult[Any] | GroupResult[Any]] = []
+    for step in plan.steps:
+        if step.is_group:
+            steps.append(
+                GroupResult(
+                    source,
+                    step.group_uuid,
+                    step.uuids,
+                    step.names,
+                    queue=queue,
+                    leading=step.leading,
+                    workflow=plan.uuid,
+                )
+            )
+        else:
+            steps.append(AsyncResult(source, step.uuids[0], name=step.names[0], queue=queue))
+    is_chord = len(steps) == 2 and plan.steps[0].is_group and not plan.steps[1].is_group
+    return (ChordResult if is_chord else ChainResult)(source, steps, plan.uuid)
+
+
+def _finished(step: AsyncResult[Any] | GroupResult[Any]) -> bool:
+    """Return whether the step has succeeded. A failure or a missing state is raised in its turn."""
+    try:
+        return _alone(step)
+    except (TaskFailed, ResultExpired):
+        return False
+
+
+def _alone(step: AsyncResult[Any] | GroupResult[Any]) -> bool:
+    return step._look_alone() if isinstance(step, AsyncResult) else step._look()
+
+
+def group_result(source: ResultSource, uuid: str) -> GroupResult[Any]:
+    """Return the result of a group that is known to the backend.
+
+    Raises:
+        StateNotFound: it is not (any more).
+    """
+    group = source.backend.get_group(uuid)
+    if group is None or group.plan:
+        raise StateNotFound(uuid, f"no group {uuid}: it expired, or it was never sent")
+    result = GroupResult[Any](source, uuid, group.task_uuids, [""] * len(group.task_uuids))
+    result._sent = False  # it may be a step whose turn has not come
+    return result

@@ -1,0 +1,1 @@
+"""Workflows that were sent: looked at, cancelled and retried from any process."""

@@ -1,0 +1,170 @@
+"""Retry of a workflow: its failed tasks are sent again, and their chords go on with the others.
+
+A chord that failed has been settled. It is made anew from the group's members, and the members
+that have succeeded arrive again. Each step may be the last one before a crash:
+
+    1  claim    nobody else retries this workflow, for LONGEST seconds
+    2  spare    the group's members, under a name of their own
+    3  purge    the group and its arrivals are forgotten
+    4  group    the group, with the results and arrivals of the members that have succeeded
+    5  purge    the spare; then members that have ended since step 4 was read arrive
+    6  replay   the failed tasks, with PENDING for them and for those that failed with them
+
+    crash after 2 to 5: the tasks are FAILURE as before; the next retry begins anew, and finds the
+    members in the group or in the spare. After 6 the workflow goes on by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from machinery_py.app import Application
+from machinery_py.backends.base import Amendment, Change
+from machinery_py.errors import MachineryError, WorkflowError
+from machinery_py.inspection.replay import anew, replay
+from machinery_py.registry.outcomes import CHORD_FAILED, STEP_FAILED, Arrived, followers
+from machinery_py.tasks.context import on_behalf_of
+from machinery_py.tasks.signature import Signature, new_uuid
+from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
+from machinery_py.texts import get_logger
+from machinery_py.wire.signatures import decode_signature
+
+logger = get_logger(__name__)
+
+LONGEST = 60.0  # seconds that a retry may take until somebody else may begin one
+BATCH = 1000  # members that arrive in one step
+
+#: Errors of tasks that never ran, since another one had failed.
+FOLLOWED = (STEP_FAILED, CHORD_FAILED)
+
+
+def retry(app: Application, uuid: str, read: Callable[[], Iterable[TaskState]]) -> list[str]:
+    """Send the failed tasks of a workflow again; return their UUIDs.
+
+    Args:
+        read: reads the states of its tasks.
+
+    Raises:
+        WorkflowError: somebody else retries it, or something that is needed is not kept.
+        BackendUnavailable, PublishRefused, PublishUnknown: some of it may be done; repeat it.
+    """
+    backend, name, token = app.store.backend, f"retry {uuid}", new_uuid("").encode()
+    taken = Amendment(name=name, expected=None, body=token, life=LONGEST)
+    if not backend.amend(taken) and backend.claims([name]) != [token]:
+        raise WorkflowError(f"workflow {uuid} is being retried (wait up to {LONGEST:g} s)")
+    try:
+        return _retry(app, uuid, list(filter(_has_failed, read())))
+    finally:
+        try:
+            backend.release([(name, token)])
+        except MachineryError as error:
+            logger.debug("the claim of a retry is kept for %g s: %s", LONGEST, error)
+
+
+def _has_failed(state: TaskState) -> bool:
+    return state.state is State.FAILURE
+
+
+def _retry(app: Application, uuid: str, states: Sequence[TaskState]) -> list[str]:
+    gone = {one.task_uuid for one in states if one.error_type in FOLLOWED}
+    failed: list[Signature[Any]] = []
+    for state in states:
+        if state.task_uuid not in gone:
+            if not state.message:
+                raise WorkflowError(
+                    f"workflow {uuid} cannot be retried: {state.task_name} {state.task_uuid} has "
+                    f"failed ({state.error}), and its message is not kept (send it anew)"
+                )
+            failed.append(decode_signature(state.message))
+    pairs = [anew(one) for one in failed if not _went_on(app, one, gone)]
+    for one, _ in pairs:
+        for arrival in _arrivals_after(app, one):
+            _make_anew(app, arrival)
+    mended = [
+        msgspec.structs.replace(
+            TaskState(task_uuid=one.task_uuid),
+            task_name=one.task_name,
+            created_at=one.created_at,
+            queue=one.queue,
+            root=one.root,
+            parent=one.parent,
+            keep_for=one.keep_for,
+        )
+        for one in states
+        if one.task_uuid in gone
+    ]
+    return replay(app, pairs, mended) if pairs else []
+
+
+def _went_on(app: Application, signature: Signature[Any], gone: set[str]) -> bool:
+    """Return whether the task's chord has gone on without it."""
+    callback = signature.chord_callback
+    if callback is None or callback.uuid in gone:
+        return False
+    group = app.store.backend.get_group(signature.group_uuid)
+    return group is not None and group.chord_triggered
+
+
+def _arrivals_after(app: Application, signature: Signature[Any]) -> Iterator[Arrival]:
+    """Yield the arrival of each member of a chord that this task is, or that follows it."""
+    seen: set[str] = set()
+    with on_behalf_of(signature, queue=signature.routing_key):
+        for member in followers(signature):
+            if member.group_uuid not in seen:
+                seen.add(member.group_uuid)
+                yield from app.arrivals([Arrived(member=member, ok=True)])
+
+
+def _make_anew(app: Application, like: Arrival) -> None:
+    """Make a settled chord wait again for those of its members that have not succeeded."""
+    backend, uuid = app.store.backend, like.group_uuid
+    spare = f"retry_{uuid}"
+    found = [backend.get_group(name) for name in (spare, uuid)]
+    group = next((one for one in found if one is not None and one.task_uuids), None)
+    if group is None:
+        raise WorkflowError(f"{uuid} cannot go on: its members are not known any more")
+    if not any(one is not None and one.chord_triggered for one in found) and found[0] is None:
+        return  # it waits: nobody has settled it, or an earlier retry has made it anew
+    members = group.task_uuids
+    backend.apply([Change(key=spare, groups=[_group(app, spare, members)])])
+    good = _succeeded(app, members)
+    backend.purge_group_meta(uuid)
+    for start in range(0, max(1, len(good)), BATCH):
+        some = good[start : start + BATCH]
+        groups = () if start else (_group(app, uuid, members),)
+        backend.apply([_arriving(like, some, groups)])
+    backend.purge_group_meta(spare)
+    known = {one.task_uuid for one in good}
+    # Those that ended while the group was not there have arrived nowhere. Twice does no harm.
+    late = [one for one in _succeeded(app, members) if one.task_uuid not in known]
+    if late:
+        backend.apply([_arriving(like, late)])
+
+
+def _arriving(
+    like: Arrival, states: Sequence[TaskState], groups: Sequence[GroupMeta] = ()
+) -> Change:
+    """Return the change by which these arrive; their results are kept for the chord again."""
+    return Change(
+        key=like.group_uuid,
+        groups=groups,
+        states=states,
+        force=True,
+        arrivals=[msgspec.structs.replace(like, task_uuid=one.task_uuid) for one in states],
+    )
+
+
+def _group(app: Application, uuid: str, members: Sequence[str]) -> GroupMeta:
+    return GroupMeta(group_uuid=uuid, task_uuids=tuple(members), created_at=app.now())
+
+
+def _succeeded(app: Application, uuids: Sequence[str]) -> list[TaskState]:
+    return [
+        state
+        for start in range(0, len(uuids), BATCH)
+        for state in app.store.backend.get_states(uuids[start : start + BATCH]).values()
+        if state.state is State.SUCCESS
+    ]

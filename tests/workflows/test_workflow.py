@@ -1,0 +1,260 @@
+"""A workflow that was sent: its steps, its end, its cancelling and its retry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from machinery_py import Server, StateNotFound, TaskFailed, WorkflowError, chain, chord, group
+from machinery_py.tasks.signature import Step
+from machinery_py.tasks.states import State
+from machinery_py.testing import Harness
+
+
+class Shop:
+    """Tasks that fail while their name stands in `broken`; `told`: errors, `runs`: calls."""
+
+    def __init__(self) -> None:
+        self.server = Server("memory://")
+        self.broken: set[str] = set()
+        self.told: list[str] = []
+        self.runs: list[str] = []
+        task = self.server.register_task
+        self.fetch = task("fetch", self._fetch)
+        self.merge = task("merge", self._merge)
+        self.tell = task("tell", self._tell)
+        self.harness = Harness(self.server)
+
+    def _fetch(self, name: str, *_: Any) -> str:
+        self.runs.append(name)
+        if name in self.broken:
+            raise ConnectionError("refused")
+        return name
+
+    def _merge(self, *names: str) -> str:
+        text = "+".join(names)
+        self.runs.append(text)
+        if "merge" in self.broken:
+            raise ValueError("no merging")
+        return text
+
+    def _tell(self, error: str) -> None:
+        self.told.append(error)
+
+    def drain(self) -> None:
+        self.harness.drain(raise_failures=False)
+
+    def fetches(self, *names: str) -> list[Step[Any]]:
+        return [self.fetch.signature(name) for name in names]
+
+
+@pytest.fixture
+def shop() -> Iterator[Shop]:
+    shop = Shop()
+    with shop.harness:
+        yield shop
+
+
+def summary(shop: Shop, uuid: str) -> list[tuple[str, dict[str, int], int]]:
+    steps = shop.server.workflow(uuid).tree()
+    return [(one.name, dict(one.counts), one.total) for one in steps]
+
+
+def test_steps_of_a_chord_are_counted_by_state(shop: Shop) -> None:
+    shop.broken = {"b"}
+    result = chord(shop.fetches("a", "b", "c"), shop.merge.partial()).send()
+    uuid = result.workflow
+    assert summary(shop, uuid) == [("fetch", {"PENDING": 3}, 3), ("merge", {"PENDING": 1}, 1)]
+    assert shop.server.workflow(uuid).state is State.PENDING
+
+    shop.drain()
+    flow = shop.server.workflow(uuid)
+
+    assert (flow.name, flow.state) == ("fetch ×3 | merge", State.FAILURE)
+    assert flow.progress == (4, 2, 4)
+    fetch, merge = flow.tree()
+    assert dict(fetch.counts) == {"SUCCESS": 2, "FAILURE": 1}
+    assert (fetch.error, fetch.error_type) == ("refused", "ConnectionError")
+    assert (fetch.parents, fetch.children) == ([], [merge.uuid])
+    assert (merge.parents, merge.children) == ([fetch.uuid], [])
+    assert fetch.tasks[0].state is State.FAILURE
+    assert fetch.started_at is not None and fetch.finished_at is not None
+
+
+def test_workflow_is_found_by_each_uuid_in_it(shop: Shop) -> None:
+    result = chain(
+        shop.fetch.signature("a"), group(shop.fetches("b", "c")), shop.merge.partial()
+    ).send()
+    shop.drain()
+
+    first, middle, last = result.steps
+    uuids = [first.uuid, middle.uuid, middle[1].uuid, last.uuid, result.uuid, result.workflow]
+    assert {shop.server.workflow(uuid).uuid for uuid in uuids} == {result.workflow}
+    starts = [result.workflow[:12], first.uuid[:12]]
+    assert {shop.server.workflow(uuid).uuid for uuid in starts} == {result.workflow}
+
+
+def test_plain_task_has_no_workflow(shop: Shop) -> None:
+    result = shop.fetch.send("a")
+    with pytest.raises(StateNotFound, match="sent outside of a workflow"):
+        shop.server.workflow(result.uuid)
+    with pytest.raises(StateNotFound):
+        shop.server.workflow("flow_1")
+
+
+def test_retried_chord_keeps_the_results_it_has(shop: Shop) -> None:
+    shop.broken = {"b"}
+    last = shop.fetch.partial("after")
+    result = chain(
+        group(shop.fetches("a", "b", "c")), shop.merge.partial().catch(shop.tell.partial()), last
+    ).send()
+    shop.drain()
+    with pytest.raises(TaskFailed):
+        result.get(timeout=0)
+    runs, shop.broken = len(shop.runs), set()
+
+    flow = shop.server.workflow(result.workflow)
+    assert len(flow.retry()) == 1
+    shop.drain()
+
+    assert shop.runs[runs:] == ["b", "a+b+c", "after"]
+    flow.refresh()
+    assert (flow.state, flow.progress) == (State.SUCCESS, (5, 0, 5))
+    fresh = shop.server.result(result.uuid)
+    assert fresh.get(timeout=0) == "after"
+    assert len(shop.told) == 1
+    assert flow.retry() == []
+
+
+def test_retry_that_fails_again_can_be_retried(shop: Shop) -> None:
+    shop.broken = {"a", "b"}
+    result = chord(shop.fetches("a", "b", "c"), shop.merge.partial()).send()
+    shop.drain()
+    flow = shop.server.workflow(result.workflow)
+    shop.broken = {"b"}
+    assert len(flow.retry()) == 2
+    shop.drain()
+    flow.refresh()
+    assert flow.state is State.FAILURE
+    shop.broken = set()
+    assert len(flow.retry()) == 1
+    shop.drain()
+
+    assert shop.runs.count("a+b+c") == 1
+    assert shop.server.workflow(result.workflow).state is State.SUCCESS
+
+
+def test_retry_mends_chords_in_chords(shop: Shop) -> None:
+    shop.broken = {"b"}
+    inner = chord(shop.fetches("a", "b"), shop.merge.partial())
+    result = chord([inner, shop.fetch.signature("c")], shop.merge.partial()).send()
+    shop.drain()
+    shop.broken = set()
+
+    flow = shop.server.workflow(result.workflow)
+    assert len(flow.retry()) == 1
+    shop.drain()
+
+    assert shop.runs[-1] == "a+b+c"
+    assert shop.server.workflow(result.workflow).state is State.SUCCESS
+
+
+def test_retry_of_a_first_step_sends_the_group_behind_it(shop: Shop) -> None:
+    shop.broken = {"first"}
+    work = chain(shop.fetch.signature("first"), group(shop.fetches("a", "b")), shop.merge.partial())
+    result = work.send()
+    shop.drain()
+    assert shop.server.workflow(result.workflow).state is State.FAILURE
+    shop.broken = set()
+
+    shop.server.workflow(result.workflow).retry()
+    shop.drain()
+
+    assert shop.server.result(result.uuid).get(timeout=0) == "a+b"
+
+
+def test_cancelled_workflow_starts_nothing_more(shop: Shop) -> None:
+    callback = shop.merge.partial().catch(shop.tell.partial())
+    result = chain(shop.fetch.signature("a"), group(shop.fetches("b", "c")), callback).send()
+    flow = shop.server.workflow(result.workflow)
+
+    flow.cancel()
+    shop.drain()
+
+    assert shop.runs == []
+    assert (flow.is_cancelled, flow.state) == (True, State.FAILURE)
+    assert len(shop.told) == 1
+    with pytest.raises(TaskFailed):
+        result.get(timeout=0)
+    flow.cancel()
+    shop.drain()
+    assert len(shop.told) == 1
+    with pytest.raises(WorkflowError, match="was cancelled"):
+        flow.retry()
+
+
+def test_step_behind_a_running_one_is_revoked_when_its_turn_comes(shop: Shop) -> None:
+    server, uuids = shop.server, list[str]()
+
+    @server.task
+    def running(number: int) -> int:
+        server.workflow(uuids[0]).cancel()
+        shop.fetch.send("child")
+        return number
+
+    result = chain(
+        running.signature(1).then(shop.fetch.partial("then")),
+        shop.fetch.partial("next").catch(shop.tell.partial()),
+    ).send()
+    uuids.append(result.workflow)
+    shop.drain()
+
+    assert shop.runs == []
+    assert shop.told == ["revoked"]
+    steps = server.workflow(result.workflow).tree()
+    assert [dict(one.counts) for one in steps] == [{"SUCCESS": 1}, {"FAILURE": 1}]
+
+
+def test_retry_is_refused_while_another_one_is_under_way(shop: Shop) -> None:
+    shop.broken = {"a"}
+    result = chain(shop.fetch.signature("a"), shop.merge.partial()).send()
+    shop.drain()
+    first, second = (shop.server.workflow(result.workflow) for _ in range(2))
+    seen: list[str] = []
+
+    def publish(_: object) -> None:
+        with pytest.raises(WorkflowError, match="is being retried"):
+            second.retry()
+        seen.append("refused")
+
+    submit = shop.server.app.store.submit
+    shop.server.app.store.submit = lambda one: (publish(one), submit(one))[1]  # type: ignore[method-assign]
+    first.retry()
+    assert seen == ["refused"]
+
+
+def test_record_is_gone_with_the_results(shop: Shop) -> None:
+    result = group(shop.fetches("a", "b")).send()
+    shop.drain()
+    assert shop.server.workflow(result.workflow).state is State.SUCCESS
+
+    shop.harness.advance(seconds=shop.server.config.results_expire_in + 61)
+    shop.server.app.store.tend()
+
+    with pytest.raises(StateNotFound):
+        shop.server.workflow(result.workflow)
+
+
+@pytest.mark.parametrize("size", [1_000, 4_000])
+def test_record_of_a_long_chain_grows_with_its_steps_alone(shop: Shop, size: int) -> None:
+    result = chain(*(shop.fetch.signature("a") for _ in range(size))).send()
+    record = shop.server.backend.get_group(result.workflow)
+
+    assert record is not None
+    assert len(record.task_uuids) == 1
+    assert len(record.plan) < 70 * size
+    wide = group(shop.fetches(*["a"] * size)).send()
+    record = shop.server.backend.get_group(wide.workflow)
+    assert record is not None and len(record.plan) < 200 and len(record.task_uuids) < 70
