@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from machinery_py.errors import (
         ArgumentError,
         BackendUnavailable,
+        BatchFailed,
         BrokerUnavailable,
         ConfigError,
         DecodeError,
@@ -61,6 +62,7 @@ __all__ = [
     "ArgumentError",
     "AsyncResult",
     "BackendUnavailable",
+    "BatchFailed",
     "BrokerUnavailable",
     "Chain",
     "ChainResult",

@@ -28,6 +28,7 @@
     ├── Retry                                 raised by a task: this try has failed, make the next
     ├── RetryTaskLater                        raised by a task: run me again after a while
     ├── NoRetry                               raised by a task: fail for good
+    ├── BatchFailed                           raised by a batch task: some of its calls failed
     ├── TimeLimitExceeded                     raised in a task that runs past its time limit
     └── WorkerLost                            the process that ran the task ended before the task
 
@@ -392,6 +393,24 @@ def _number(what: str, count: int | None) -> int | None:
 
 class NoRetry(MachineryError):
     """Raised by a task to fail for good, whatever its retries."""
+
+
+class BatchFailed(MachineryError):
+    """Raised by a batch task: these calls have failed, and the others have succeeded.
+
+    Attributes:
+        errors: by the place of the call in the list. It fails, or is retried, as if it was alone
+            and had raised this.
+        results: as the function would return them; those of failed calls are ignored.
+    """
+
+    def __init__(
+        self, errors: Mapping[int, BaseException], results: Sequence[Any] | None = None
+    ) -> None:
+        self.errors = dict(errors)
+        self.results = results
+        told = "; ".join(f"{place}: {type(one).__name__}" for place, one in self.errors.items())
+        super().__init__(f"{len(self.errors)} calls of the batch failed: {told or 'none'}")
 
 
 class TimeLimitExceeded(MachineryError):

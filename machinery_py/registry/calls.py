@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -70,11 +71,21 @@ def needs_check(signature: Signature[Any]) -> bool:
 
 
 class Call:
-    """Signature of one function, read at the first use: annotations may name later things."""
+    """Signature of one function, read at the first use: annotations may name later things.
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+    Args:
+        in_batches: the function takes a list, and may return one: a call has one item of each.
+
+    Raises:
+        TypeError: it is to take a list, and has other parameters.
+    """
+
+    def __init__(
+        self, name: str, function: Callable[..., Any], *, in_batches: bool = False
+    ) -> None:
         self.name = name
         self.function = function
+        self.in_batches = in_batches
         self.is_async = inspect.iscoroutinefunction(function)
         try:
             self._signature = inspect.signature(function)
@@ -99,6 +110,11 @@ class Call:
         self.names = {*self.places, *self._keyword_names}
         self._takes_keywords = any(p.kind is p.VAR_KEYWORD for p in self._given)
         self._named = bool(self._keyword_names) or self._takes_keywords
+        if in_batches and (len(self._given), self._required) != (1, 1):
+            raise TypeError(
+                f"{name}: a batch task takes one list, and a Context before it if it wants one "
+                f"(found {self._signature})"
+            )
         self._hints: dict[str, Any] | None = None
         self._parameters: list[_Parameter] = []
         self._rest = _Parameter("", Any)
@@ -114,6 +130,8 @@ class Call:
             hints = typing.get_type_hints(self.function, include_extras=True)
         except Exception:  # a name that only type checkers know: then nothing is known of any
             hints = {}
+        if self.in_batches:
+            hints = {name: _item_of(hint) for name, hint in hints.items()}
         for p in self._given:
             parameter = _Parameter.of(p, hints.get(p.name, Any))
             self._convert_any = self._convert_any or parameter.convert is not None
@@ -353,6 +371,15 @@ class Call:
         if self._result_converter is None or value is None:
             return value
         return self._result_converter(value)
+
+
+def _item_of(hint: Any) -> Any:
+    """Return what a list with this annotation holds; of a union, what its first list holds."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return next((item for one in args if (item := _item_of(one)) is not Any), Any)
+    is_list = isinstance(origin, type) and issubclass(origin, Iterable) and args
+    return args[0] if is_list else Any
 
 
 def _as_received(arg: Arg) -> Arg:

@@ -11,7 +11,7 @@ import datetime as dt
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NotRequired, TypedDict, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -142,6 +142,18 @@ class TaskOptions(CallOptions, LimitOptions, total=False):
     running_key: Key
 
 
+class BatchOptions(TaskOptions):
+    """Options of a task whose calls are run together (docs/how-to/batches.md); and TaskOptions.
+
+    batch: calls of one run, at most; the function takes a list of what each call was sent with.
+    batch_within: seconds (or a timedelta) that the first of them waits for the others in a worker;
+        by default 1.
+    """
+
+    batch: int
+    batch_within: NotRequired[Length]
+
+
 class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Checked options of a task; see TaskOptions."""
 
@@ -174,6 +186,8 @@ class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int | None = None
     running_key: Key = ""
     min_interval: float | None = None
+    batch: int = 0
+    batch_within: float = 1.0
 
     @classmethod
     def of(cls, name: str, options: TaskOptions) -> TaskSettings:
@@ -195,6 +209,8 @@ class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
         given["retries"] = counted_retries(given.get("retries", 0))
         settings = _with_key(name, cls(**given), options)
         _check_keys(name, settings)
+        if "batch_within" in given and not settings.batch:
+            raise ValueError(f"{name}: batch_within={settings.batch_within:g} (it needs batch=…)")
         kill_after = settings.kill_after
         if kill_after is not None and (settings.pool == "thread" or settings.time_limit is None):
             raise ValueError(
@@ -304,6 +320,8 @@ _NUMBERS = {
     "result_expires": _LIMIT,
     "unique_for": _LIMIT,
     "debounce": _LIMIT,
+    "batch": (1, 1000, "a whole number, 1 to 1,000"),
+    "batch_within": (1e-9, 600.0, "seconds or a timedelta, more than 0, at most 10 minutes"),
     "exclusive_timeout": _LIMIT,
     "block": (0.0, LONGEST_RUN, "seconds or a timedelta, at most 100 years"),
     "delay": _LATER,

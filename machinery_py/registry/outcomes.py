@@ -101,8 +101,14 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=True):
     error: str
 
 
+class Batched(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """The calls of a batch have ended, each with an outcome of its own."""
+
+    outcomes: Sequence[Succeeded | Failed | Postponed | Retried | Lost]
+
+
 # Tagged, since what a task process replies holds one of them (worker/frames.py).
-Outcome = Succeeded | Failed | Postponed | Retried | Lost
+Outcome = Succeeded | Failed | Postponed | Retried | Lost | Batched
 
 WORKER_LOST = "WorkerLost"  # error type of a lost run; errors.WorkerLost
 POSTPONED = "machinery_py.errors.RetryTaskLater"  # error type at its limit
@@ -200,6 +206,8 @@ def _next(
             )
         case Failed():
             return _failure(signature, outcome)
+        case Batched():
+            raise TypeError("each call of a batch ends by itself")
         case _:
             assert_never(outcome)
 

@@ -11,7 +11,7 @@ from machinery_py.connections.forks import ForkLock
 from machinery_py.errors import TaskAlreadyRegistered, TaskNotRegistered
 from machinery_py.registry.calls import needs_check
 from machinery_py.registry.options import TaskOptions
-from machinery_py.registry.task import AsyncTask, Task, TaskSender
+from machinery_py.registry.task import AsyncTask, BatchTask, Task, TaskSender
 from machinery_py.tasks.signature import Arg, Signature
 
 _ERROR_TEXT = Arg(type="string", value="")  # what an error callback gets in front of its arguments
@@ -125,7 +125,9 @@ def new_task(
         raise TypeError(
             f"{function!r} has no name of its own: server.register_task(name, function)"
         )
-    kind = AsyncTask if inspect.iscoroutinefunction(function) else Task
+    kind: type[Task[..., Any]] = AsyncTask if inspect.iscoroutinefunction(function) else Task
+    if options.get("batch"):
+        kind = BatchTask
     return kind(name, function, options, sender)
 
 

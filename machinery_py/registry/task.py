@@ -38,6 +38,7 @@ INTERRUPTIBLE = True  # calls user code and takes no lock, see worker/executors.
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Row = TypeVar("Row")
 T = TypeVar("T", bound="Task[..., Any]")
 
 
@@ -68,7 +69,7 @@ class Task(Generic[P, R]):
         self.settings = TaskSettings.of(name, options)
         if self.settings.queue:
             check_queue(self.settings.queue)
-        self.call = Call(name, function)
+        self.call = Call(name, function, in_batches=bool(self.settings.batch))
         self.rules = rules_of(self.settings.limits)
         # Most tasks need not ask anybody before they run.
         self.is_guarded = bool(
@@ -171,6 +172,14 @@ class AsyncTask(Task[P, R]):
     """A task whose function is a coroutine function; workers run it on their event loop."""
 
 
+class BatchTask(Task[[Row], R], Generic[Row, R]):
+    """A task that is sent one row at a time, and whose function is called with many."""
+
+    def __call__(self, rows: Sequence[Row]) -> Any:  # type: ignore[override]  # not as it is sent
+        """Call the function here and now."""
+        return super().__call__(cast(Any, rows))
+
+
 # Decorators, for type checkers
 
 
@@ -197,6 +206,39 @@ class TaskDecorator(Protocol):
     def __call__(self, function: Callable[P, Coroutine[Any, Any, R]], /) -> AsyncTask[P, R]: ...
     @overload
     def __call__(self, function: Callable[P, R], /) -> Task[P, R]: ...
+
+
+class BatchDecorator(Protocol):
+    """Result of `server.task(batch=…)`: what takes a list is sent its items, one in each call."""
+
+    @overload
+    def __call__(
+        self, function: Callable[[Context, list[Row]], Coroutine[Any, Any, list[R]]], /
+    ) -> BatchTask[Row, R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[Context, list[Row]], Coroutine[Any, Any, None]], /
+    ) -> BatchTask[Row, None]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[Context, list[Row]], list[R]], /
+    ) -> BatchTask[Row, R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[Context, list[Row]], None], /
+    ) -> BatchTask[Row, None]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[list[Row]], Coroutine[Any, Any, list[R]]], /
+    ) -> BatchTask[Row, R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[list[Row]], Coroutine[Any, Any, None]], /
+    ) -> BatchTask[Row, None]: ...
+    @overload
+    def __call__(self, function: Callable[[list[Row]], list[R]], /) -> BatchTask[Row, R]: ...
+    @overload
+    def __call__(self, function: Callable[[list[Row]], None], /) -> BatchTask[Row, None]: ...
 
 
 class PeriodicDecorator(Protocol):

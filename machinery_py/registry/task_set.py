@@ -8,9 +8,16 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack, cast, overload
 
 from machinery_py.errors import MachineryError
 from machinery_py.registry.calls import Call
-from machinery_py.registry.options import TASK_OPTIONS, TaskOptions, check
+from machinery_py.registry.options import TASK_OPTIONS, BatchOptions, TaskOptions, check
 from machinery_py.registry.registry import Registry, new_task
-from machinery_py.registry.task import Anything, AsyncTask, Task, TaskDecorator, TaskSender
+from machinery_py.registry.task import (
+    Anything,
+    AsyncTask,
+    BatchDecorator,
+    Task,
+    TaskDecorator,
+    TaskSender,
+)
 from machinery_py.tasks.context import Context
 from machinery_py.tasks.signature import Arg
 
@@ -41,13 +48,17 @@ class TaskRegistrar(ABC):
     def task(self, function: Callable[P, R], /) -> Task[P, R]: ...
     @overload
     def task(self, name: str | None = None, /, **options: Unpack[TaskOptions]) -> TaskDecorator: ...
-    def task(self, function: Any = None, /, **options: Unpack[TaskOptions]) -> Any:
+    @overload
+    def task(
+        self, name: str | None = None, /, **options: Unpack[BatchOptions]
+    ) -> BatchDecorator: ...
+    def task(self, function: Any = None, /, **options: Any) -> Any:
         """Register a function as a task; it can still be called as before.
 
         Its name is the function's, unless one is given: `@server.task("billing.charge")`.
 
         Args:
-            options: see TaskOptions.
+            options: see TaskOptions, and BatchOptions for a task whose calls are run together.
 
         Raises:
             TaskAlreadyRegistered: the name belongs to another function.
@@ -55,8 +66,8 @@ class TaskRegistrar(ABC):
         """
         name = function if isinstance(function, str) else ""
         if callable(function):
-            return self._register(name, function, options)
-        return lambda decorated: self._register(name, decorated, options)
+            return self._register(name, function, cast(TaskOptions, options))
+        return lambda decorated: self._register(name, decorated, cast(TaskOptions, options))
 
     @abstractmethod
     def _register(
@@ -104,7 +115,7 @@ class TaskSet(TaskRegistrar):
         nobody = cast(TaskSender, None)  # unused: the call below has no arguments to send
         task = new_task(name, function, {**self._defaults, **options}, nobody)
         self._registry.add(task)
-        task.call = _Unsendable(task.name, task.function)
+        task.call = _Unsendable(task.name, task.function, in_batches=task.call.in_batches)
         declared = task, task.name, options
         self._tasks.append(declared)
         for include in self._includers:

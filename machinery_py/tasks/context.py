@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import datetime as dt
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, TypeVar
 
 import msgspec
@@ -41,6 +41,7 @@ class Context:
         state: what the app's lifespans have yielded in this process.
         noted: what `note` was given: names and values, each as JSON.
         handed_on: what `hand_on` was given.
+        calls: of a batch, in the order of its list; else empty.
     """
 
     __slots__ = (
@@ -50,6 +51,7 @@ class Context:
         "_last_report",
         "_report",
         "_time_is_up",
+        "calls",
         "handed_on",
         "noted",
         "queue",
@@ -83,6 +85,7 @@ class Context:
         self._time_is_up = False
         self._last_report = 0.0
         self.noted = {} if noted is None else noted
+        self.calls: Sequence[Signature[Any]] = ()
 
     @property
     def uuid(self) -> str:

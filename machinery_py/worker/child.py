@@ -24,10 +24,11 @@ from machinery_py.app import Application
 from machinery_py.brokers.base import Delivery
 from machinery_py.connections import descriptors, forks, proc
 from machinery_py.errors import TaskNotRegistered, TimeLimitExceeded
-from machinery_py.registry.outcomes import Failed, Outcome
+from machinery_py.registry.outcomes import Batched, Failed, Outcome
 from machinery_py.tasks.context import NO_STATE
 from machinery_py.texts import get_logger
 from machinery_py.wire.signatures import decode_signature
+from machinery_py.worker.batches import BatchRun
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.frames import (
     TIME_IS_UP,
@@ -35,6 +36,7 @@ from machinery_py.worker.frames import (
     FrameReader,
     FrameWriter,
     Job,
+    JobCall,
     Order,
     PipeEnd,
     Progress,
@@ -143,26 +145,34 @@ class JobLoop:
 
     def _outcome(self, job: Job) -> tuple[Outcome, Mapping[str, str]]:
         """Return what became of the call, and what its handlers have handed on."""
-        delivery = Delivery(
-            body=job.body, queue=job.queue, receipt=None, fence=job.fence, epoch=job.epoch
-        )
-        execution = Execution(self._app, self._hooks, delivery, job.worker)
-        signature = decode_signature(job.body)
-        execution.signature = (
-            signature if signature.uuid == job.uuid else signature.replace(uuid=job.uuid)
-        )
-        execution.take(self._app.registry.find(signature.name))
+        calls = [self._execution(call, job.worker) for call in job.calls]
+        execution = BatchRun(calls) if job.is_batch else calls[0]
         if execution.task is None:
-            error = TaskNotRegistered(signature.name, self._app.registry.names())
+            error = TaskNotRegistered(execution.signature.name, self._app.registry.names())
             text = f"{error} in its process, which imports the app anew"
             return Failed(error=text, error_type="TaskNotRegistered", retryable=False), NO_STATE
         self._run = run = _JobRun(job, execution)
         outcome = self._call(execution)
         self._run = None
-        is_cancelled = isinstance(outcome, Failed) and outcome.error_type.endswith("CancelledError")
+        ends = outcome.outcomes if isinstance(outcome, Batched) else [outcome]
+        is_cancelled = any(
+            isinstance(one, Failed) and one.error_type.endswith("CancelledError") for one in ends
+        )
         if is_cancelled and run.is_up():
             outcome = execution.failed(run.exceeded())
         return outcome, NO_STATE if execution.context is None else execution.context.handed_on
+
+    def _execution(self, call: JobCall, worker: str) -> Execution:
+        delivery = Delivery(
+            body=call.body, queue=call.queue, receipt=None, fence=call.fence, epoch=call.epoch
+        )
+        execution = Execution(self._app, self._hooks, delivery, worker)
+        signature = decode_signature(call.body)
+        execution.signature = (
+            signature if signature.uuid == call.uuid else signature.replace(uuid=call.uuid)
+        )
+        execution.take(self._app.registry.find(signature.name))
+        return execution
 
     @is_boundary
     def _call(self, execution: Execution) -> Outcome:

@@ -273,7 +273,7 @@ class Engine(HandlerSetters):
     def _hand_over(self) -> None:
         """Give back what still runs; what has ended gets to the settler."""
         unfinished = self._receiver.hand_back(started=True)
-        for execution in unfinished:
+        for execution in self._executors.running():
             self._executors.cancel(execution)
         # Ended tasks must be with the settler before it is closed.
         self._wait_while(lambda: self._executors.are_ending(unfinished), SETTLER_WAIT)

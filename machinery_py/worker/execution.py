@@ -35,6 +35,7 @@ from machinery_py.registry.outcomes import (
     POSTPONED,
     REVOKED,
     WORKER_LOST,
+    Batched,
     Failed,
     FollowUp,
     Lost,
@@ -79,6 +80,7 @@ class Execution:
     task: Task[..., Any] | None = None
     settings: TaskSettings = _PLAIN  # of the task, or of this call
     session: Session | None = None  # that has the delivery
+    calls: Sequence[Execution] = ()  # of a batch, which is one run of them (worker/batches.py)
     context: Context | None = None
     alarm: TimerEntry | None = None  # of its time limit
     guard: ExecutionGuard | None = None
@@ -106,10 +108,6 @@ class Execution:
     @property
     def is_async(self) -> bool:
         return self.task is not None and self.task.call.is_async
-
-    @property
-    def time_limit(self) -> float | None:
-        return self.settings.time_limit
 
     @property
     def runs_once(self) -> bool:
@@ -331,7 +329,7 @@ class Execution:
             self.error = WorkerLost(outcome.error)
             if self.runs_once:
                 return self._cut_off(outcome.error)
-        elif not isinstance(failed, Succeeded):
+        elif not isinstance(failed, (Succeeded, Batched)):
             uuid, name = self.signature.uuid, self.signature.name
             self.error = TaskFailed(uuid, name, failed.error, error_type=error_type)
         if self.revoked and isinstance(outcome, Failed):

@@ -18,6 +18,7 @@ from machinery_py.errors import TimeLimitExceeded
 from machinery_py.events import TaskStarted
 from machinery_py.registry.outcomes import REVOKED
 from machinery_py.stores.base import Session
+from machinery_py.tasks.states import State
 from machinery_py.texts import get_logger
 from machinery_py.worker.event_loop import EventLoopThread
 from machinery_py.worker.execution import Execution
@@ -162,7 +163,8 @@ class Executors:
             and one.settlement is not None
             and one.settlement.fate is not Fate.BACK
             and one not in unfinished
-            for one in self.busy()
+            for run in self.busy()
+            for one in run.calls or (run,)
         )
 
     def _is_full(self) -> bool:
@@ -194,13 +196,15 @@ class Executors:
         """Run the execution, or start its coroutine. False: this thread was replaced."""
         self._slots.get()
         execution.thread_id = threading.get_ident()
-        if self._consumer.is_lost(execution.delivery) and execution.hand_back():
-            self._on_done(execution)  # its new owner runs it
+        for one in execution.calls or (execution,):
+            if self._consumer.is_lost(one.delivery) and one.hand_back():
+                self._on_done(one)  # its new owner runs it
         if not execution.begin():  # handed back while it waited
             self._give_slot()
             return True
         self._running[id(execution)] = execution
-        self._consumer.run_begins(execution.delivery)
+        for one in execution.calls or (execution,):
+            self._consumer.run_begins(one.delivery)
         if execution.is_async and not execution.in_process:
             self._start_coroutine(execution)
             return True
@@ -232,12 +236,17 @@ class Executors:
                 )
             events = execution.app.events
             if TaskStarted in events.wanted:
-                events.emit(TaskStarted(signature=execution.signature, worker=execution.worker))
-        self._on_mark(execution)
+                for one in execution.calls or (execution,):
+                    if one.phase is State.STARTED:
+                        events.emit(TaskStarted(signature=one.signature, worker=one.worker))
+        for one in execution.calls or (execution,):
+            one.progress = execution.progress
+            self._on_mark(one)
 
     def _finish(self, execution: Execution) -> bool:
         """Free the slot after the run. False: this thread was replaced while it was stuck."""
-        self._consumer.run_ends(execution.delivery)
+        for one in execution.calls or (execution,):
+            self._consumer.run_ends(one.delivery)
         if not self._leave(execution):
             logger.warning("task %s came back after its time was up", execution.signature.uuid)
             with self._lock:  # do not interrupt it now: another thread may get its number
@@ -259,7 +268,8 @@ class Executors:
         return True
 
     def _report_done(self, execution: Execution) -> None:
-        self._on_done(execution)
+        for one in execution.calls or (execution,):
+            self._on_done(one)
         del self._ending[id(execution), threading.get_ident()]
 
     def _time_out(self, execution: Execution, limit: float) -> None:
@@ -338,7 +348,8 @@ class Executors:
                 execution.break_off(error)
             finally:
                 self._tasks.pop(id(execution), None)
-                self._consumer.run_ends(execution.delivery)
+                for one in execution.calls or (execution,):
+                    self._consumer.run_ends(one.delivery)
                 self._give_slot()
                 if self._leave(execution):
                     self._report_done(execution)

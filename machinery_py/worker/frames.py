@@ -54,18 +54,25 @@ class Setup(msgspec.Struct, frozen=True, array_like=True, tag=True):
     counts: bool = False
 
 
-class Job(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One call. `number` is the process's own count; the rest is of the execution.
+class JobCall(msgspec.Struct, frozen=True, array_like=True):
+    """One delivery."""
 
-    `clock`: the logical one of the call; 0: events are off.
-    """
-
-    number: int
     body: bytes
     uuid: str
     queue: str
     fence: int
     epoch: int
+
+
+class Job(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """One run. `number` is the process's own count; the rest is of the execution.
+
+    `calls`: one, or those of a batch. `clock`: the logical one of the run; 0: events are off.
+    """
+
+    number: int
+    calls: Sequence[JobCall]
+    is_batch: bool
     worker: str
     time_limit: float | None
     clock: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import math
 import threading
 from collections.abc import Callable, Sequence
 
@@ -11,6 +12,7 @@ from machinery_py.revocation import revoked_among
 from machinery_py.stores.base import Session
 from machinery_py.tasks.context import RUNNING
 from machinery_py.worker import task_log
+from machinery_py.worker.batches import Batches
 from machinery_py.worker.chords import settle_ready_groups
 from machinery_py.worker.end_hooks import call_end_handlers
 from machinery_py.worker.event_loop import EventLoopThread
@@ -73,28 +75,43 @@ class Inline:
 
     def _round(self, session: Session, done: list[Execution]) -> bool:
         """Run what is there now, and return whether there was anything."""
-        deliveries = session.receive(100, 0.0)
+        deliveries, batches = session.receive(100, 0.0), Batches()
         for delivery in deliveries:
             execution = Execution(self._app, self._hooks, delivery, self._name, session=session)
             done.append(execution)
-            self._run(session, execution)
+            self._accept(session, execution, batches)
+        for batch in batches.due(math.inf):
+            self._run(session, batch)
         return bool(settle_ready_groups(self._app)) or bool(deliveries)
 
-    def _run(self, session: Session, execution: Execution) -> None:
+    def _accept(self, session: Session, execution: Execution, batches: Batches) -> None:
         revoked = revoked_among(self._app, [execution.signature]) if peek(execution) else {}
-        if accept(execution, revoked):
+        if not accept(execution, revoked):
+            self._settle(session, execution)
+            return
+        mark = execution.mark()
+        if mark is not None:
+            session.settle([], [mark])
+        if not execution.settings.batch:
+            self._run(session, execution)
+        elif (batch := batches.add(execution, 0.0)) is not None:
+            self._run(session, batch)
 
-            def report(execution: Execution) -> None:
-                mark = execution.mark()
-                if mark is not None:
-                    session.settle([], [mark])
+    def _run(self, session: Session, execution: Execution) -> None:
+        def report(execution: Execution) -> None:
+            calls = execution.calls or (execution,)
+            marks = [mark for one in calls if (mark := one.mark()) is not None]
+            session.settle([], marks)
 
-            report(execution)
-            if execution.is_async:
-                # On a loop of its own: the caller may be inside a running one.
-                contextvars.Context().run(self._hooks.run_coroutine, run_async(execution, report))
-            else:
-                run(execution, report)
+        if execution.is_async:
+            # On a loop of its own: the caller may be inside a running one.
+            contextvars.Context().run(self._hooks.run_coroutine, run_async(execution, report))
+        else:
+            run(execution, report)
+        for one in execution.calls or (execution,):
+            self._settle(session, one)
+
+    def _settle(self, session: Session, execution: Execution) -> None:
         if execution.settlement is not None:
             [verdict] = session.settle([execution.settlement])
             report_end(self._app, execution, verdict)

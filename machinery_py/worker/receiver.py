@@ -27,6 +27,7 @@ from machinery_py.texts import get_logger
 from machinery_py.threads import LoopThread
 from machinery_py.worker import task_log
 from machinery_py.worker.autoscale import Autoscaler
+from machinery_py.worker.batches import Batches, alone
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.hooks import WorkerHooks
@@ -129,6 +130,7 @@ class Receiver:
         self._held: dict[int, Execution] = {}
         self._reporting: Sequence[Execution] = ()
         self._suspects: list[Execution] = []  # held, and not submitted yet
+        self._batches: Batches | None = None  # since the first call of a batch task
         self._backoff = UnknownTaskBackoff()
         self._autoscaler = autoscaler
         self._reconnect = reconnect
@@ -252,8 +254,16 @@ class Receiver:
         """Return how many to claim: none until half of the prefetch is gone, for large claims."""
         limit = self._limit()
         free = limit - len(self._held)
+        if self._batches is not None:
+            free += self._batches.surplus(self._held)
         spare = limit - self._executors.concurrency
-        return free if free > spare // 2 else 0
+        if free <= spare // 2:
+            return 0
+        if self._batches is None:
+            return free
+        return min(
+            self._batches.wanted(free), max(free, int(PREFETCH_BYTES / max(self._size, 1.0)))
+        )
 
     def _work(self) -> None:
         has_log, consumer, events = (
@@ -265,6 +275,9 @@ class Receiver:
             self._make_changes()
             if self._suspects:
                 self._run_suspects()
+            if self._batches is not None:
+                for batch in self._batches.due(time.monotonic()):
+                    self._executors.submit(batch)
             if self._autoscaler is not None:
                 self._scale(self._autoscaler)
             free = self._free() if self._settler.healthy and not self._suspects else 0
@@ -289,7 +302,8 @@ class Receiver:
                 self.loop.pause(self._reconnect.failed(error))
 
     def _scale(self, autoscaler: Autoscaler) -> None:
-        current, held = self._executors.concurrency, self.held()
+        current, gathered = self._executors.concurrency, self._gathered()
+        held = [one for one in self.held() if id(one) not in gathered]
         waiting = [one.received_at for one in held if not one.call_started]
         wanted = autoscaler.wanted(
             time.monotonic(),
@@ -321,13 +335,28 @@ class Receiver:
 
     def _patience(self) -> float:
         """Return the seconds that a claim may wait."""
-        return min(self._timeout, self._backoff.starts_in(time.monotonic()))
+        patience = min(self._timeout, self._backoff.starts_in(time.monotonic()))
+        return min(patience, self._batch_is_due_in())
+
+    def _batch_is_due_in(self) -> float:
+        return math.inf if self._batches is None else self._batches.due_in(time.monotonic())
+
+    def _gathered(self) -> set[int]:
+        return set() if self._batches is None else self._batches.waiting()
+
+    def _gather(self, execution: Execution) -> None:
+        if self._batches is None:
+            self._batches = Batches()
+        batch = self._batches.add(execution, time.monotonic())
+        if batch is not None:
+            self._executors.submit(batch)
 
     def _wait_for_room(self) -> None:
         with self._room:
             if not self.loop.is_stopping():
                 # Woken by a commit; the timeout is for the hook, and for a store that has returned.
-                self._room.wait(0.05 if not self._held else 0.25)
+                patience = 0.05 if not self._held else 0.25
+                self._room.wait(min(patience, self._batch_is_due_in()))
 
     def _accept_all(self, deliveries: list[Delivery]) -> None:
         if not deliveries:
@@ -360,10 +389,15 @@ class Receiver:
                     self._suspects.append(execution)
                     continue
                 self._settler.mark(execution)
-                self._executors.submit(execution)
+                if execution.settings.batch:
+                    self._gather(execution)
+                else:
+                    self._executors.submit(execution)
             else:
                 self._settler.put(execution)
                 self._note_return(execution)
+        if self._batches is not None:
+            self._batches.claimed(len(executions))
 
     def _tell_received(self, execution: Execution) -> None:
         wait = execution.waited(self._app.now())
@@ -421,7 +455,7 @@ class Receiver:
                 "once" if suspect.strikes == 1 else f"{suspect.strikes} times",
             )
             self._settler.mark(suspect)
-            self._executors.submit(suspect)
+            self._executors.submit(alone(suspect))
             self._watch(suspect)
 
     def _probation(self, suspect: Execution) -> float:

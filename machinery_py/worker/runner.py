@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextvars import Token
 from typing import Any
 
-from machinery_py.errors import ArgumentError, DecodeError
+from machinery_py.errors import ArgumentError, BatchFailed, DecodeError
 from machinery_py.registry.calls import REFLECT
 from machinery_py.registry.outcomes import Failed, Outcome, Succeeded
 from machinery_py.stores.base import Settlement
@@ -28,6 +28,7 @@ from machinery_py.texts import get_logger
 from machinery_py.wire.signatures import decode_exact
 from machinery_py.wire.states import encode_results
 from machinery_py.worker.admission import ExecutionGuard, in_thread
+from machinery_py.worker.batches import BatchRun
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.hooks import await_around, await_between, call_around, call_between
 from machinery_py.worker.once import begin_once
@@ -72,8 +73,8 @@ def run_elsewhere(
     hooks = execution.hooks
     if hooks.pre_task or hooks.post_task or hooks.error:
         # None of them is called for wrong arguments, so the process finds those too late.
-        found = _arguments(execution)
-        if isinstance(found, Failed):
+        found = _rows(execution) if isinstance(execution, BatchRun) else _arguments(execution)
+        if not isinstance(found, tuple):
             _end(execution, found)
             return
     execution.context = execution.new_context()
@@ -82,7 +83,7 @@ def run_elsewhere(
     outcome: Outcome | None
     try:
         if hooks.pre_task is not None:
-            hooks.pre_task(execution.signature)
+            _call_pre_task(execution)
         outcome = call(execution, report)
     except BaseException as error:  # the hook is user code
         outcome = execution.failed(error)
@@ -94,16 +95,16 @@ def run_elsewhere(
 def outcome_of(execution: Execution, report: Report | None) -> Outcome:
     """Make the call in this thread, and return what became of it."""
     begun = _begin(execution, report)
-    if isinstance(begun, Failed):
+    if not isinstance(begun, tuple):
         return begun
     call, token = begun
     outcome: Outcome
     try:
         if execution.hooks.pre_task is not None:
-            execution.hooks.pre_task(execution.signature)
+            _call_pre_task(execution)
         outcome = _succeeded(execution, call())
     except BaseException as error:  # user code; SystemExit must not end the worker either
-        outcome = execution.failed(error)
+        outcome = _raised(execution, error)
     leave(token)
     return outcome
 
@@ -111,22 +112,24 @@ def outcome_of(execution: Execution, report: Report | None) -> Outcome:
 async def outcome_of_async(execution: Execution, report: Report | None) -> Outcome:
     """Make the call on the running loop, and return what became of it."""
     begun = _begin(execution, report)
-    if isinstance(begun, Failed):
+    if not isinstance(begun, tuple):
         return begun
     call, token = begun
     outcome: Outcome
     try:
         if execution.hooks.pre_task is not None:
-            execution.hooks.pre_task(execution.signature)
+            _call_pre_task(execution)
         outcome = _succeeded(execution, await call())
     except BaseException as error:  # user code; cancelled by the worker, it is over already
-        outcome = execution.failed(error)
+        outcome = _raised(execution, error)
     leave(token)
     return outcome
 
 
 def _is_guarded(execution: Execution) -> bool:
     """Return whether it has to pass a guard first: most need not."""
+    if execution.calls:
+        return any(map(_is_guarded, execution.calls))
     task, headers = execution.task, execution.signature.headers
     if task is not None and task.is_guarded:
         return True
@@ -134,11 +137,24 @@ def _is_guarded(execution: Execution) -> bool:
 
 
 def _pass_guard(execution: Execution) -> bool:
-    """Let it in by its limits, lock and key, and commit an early start. False: it is settled."""
+    """Let it in by its limits, lock and key, and commit an early start. False: it is settled.
+
+    Of a batch, each call does that; the others are run.
+    """
+    if isinstance(execution, BatchRun):
+        for one in execution.calls:
+            if _is_guarded(one):
+                _pass_own_guard(one, execution)
+        execution.placed = [one for one in execution.calls if not one.is_over]
+        return bool(execution.placed)
+    return _pass_own_guard(execution, execution)
+
+
+def _pass_own_guard(execution: Execution, run: Execution) -> bool:
     assert execution.task is not None
     guard = ExecutionGuard(execution.app, execution.task, execution.signature, execution.delivery)
     execution.guard = guard
-    stop = guard.enter(execution.cancel)
+    stop = guard.enter(run.cancel)
     is_early = execution.settings.ack == "early"
     if stop is None and not execution.is_over and (not is_early or begin_once(execution)):
         return True
@@ -150,16 +166,18 @@ def _pass_guard(execution: Execution) -> bool:
     return False
 
 
-def _begin(execution: Execution, report: Report | None) -> _Begun | Failed:
+def _begin(execution: Execution, report: Report | None) -> _Begun | Outcome:
     """Enter the task's context, and return the call; or a failure, for wrong arguments."""
     task = execution.task
     assert task is not None
-    found = _arguments(execution)
-    if isinstance(found, Failed):
+    found = _rows(execution) if isinstance(execution, BatchRun) else _arguments(execution)
+    if not isinstance(found, tuple):
         return found
     args, kwargs = found
     told = None if report is None else functools.partial(_progress, execution, report)
     execution.context = context = execution.new_context(told)
+    if isinstance(execution, BatchRun):
+        context.calls = [one.signature for one in execution.listed]
     if task.call.takes_context:
         args.insert(0, context)
     _has_started(execution, report)
@@ -184,10 +202,31 @@ def _arguments(execution: Execution) -> tuple[list[Any], dict[str, Any]] | Faile
         return _misfit(_as_go_says(execution, error))
 
 
+def _rows(run: BatchRun) -> tuple[list[Any], dict[str, Any]] | Outcome:
+    """Return what the function is called with, without the calls that are refused."""
+    rows: list[Any] = []
+    for one in run.placed:
+        found = _arguments(one)
+        if isinstance(found, Failed):
+            run.refused[one] = found
+        else:
+            rows += found[0]
+    return ([rows], {}) if rows else run.outcome(lambda _, one: run.refused[one])
+
+
+def _call_pre_task(run: Execution) -> None:
+    assert run.hooks.pre_task is not None
+    for one in run.listed if isinstance(run, BatchRun) else (run,):
+        run.hooks.pre_task(one.signature)
+
+
 def _has_started(execution: Execution, report: Report | None) -> None:
     # The phase last: the settler takes a run that is STARTED for one that has a moment.
     execution.started_at = execution.started_at or execution.app.clock.now()
     execution.phase = State.STARTED
+    if isinstance(execution, BatchRun):
+        for one in execution.listed:
+            one.started_at, one.phase = one.started_at or execution.started_at, State.STARTED
     if report is not None:
         report(execution)
     execution.call_started = time.perf_counter()
@@ -216,8 +255,36 @@ def _progress(execution: Execution, report: Report, progress: tuple[float, float
     report(execution)
 
 
+def _raised(execution: Execution, error: BaseException) -> Outcome:
+    """Return the outcome of what the function raised."""
+    if not (isinstance(execution, BatchRun) and isinstance(error, BatchFailed)):
+        return execution.failed(error)
+    count, errors = len(execution.listed), error.errors
+    results = [None] * count if error.results is None else list(error.results)
+    if len(results) != count or not all(place in range(count) for place in errors):
+        return execution.failed(
+            ValueError(f"{error}, with {len(results)} results (it has {count} calls)")
+        )
+    return execution.outcome(
+        lambda place, one: (
+            one.failed(errors[place]) if place in errors else _succeeded(one, results[place])
+        )
+    )
+
+
 def _succeeded(execution: Execution, value: Any) -> Outcome:
     """Return the outcome of what the function returned."""
+    if isinstance(execution, BatchRun):
+        count = len(execution.listed)
+        if value is not None and not (isinstance(value, (list, tuple)) and len(value) == count):
+            found = f" of {len(value)}" if isinstance(value, (list, tuple)) else ""
+            text = f"a batch of {count} calls returned a {type(value).__name__}{found}"
+            return execution.outcome(
+                lambda _, one: _misfit(f"{text} (a list of {count} results, or None)")
+            )
+        return execution.outcome(
+            lambda place, one: _succeeded(one, None if value is None else value[place])
+        )
     task = execution.task
     assert task is not None
     if value is None or (execution.settings.ignore_result and not _passes_on(execution)):
@@ -246,8 +313,17 @@ def _passes_on(execution: Execution) -> bool:
 def _end(execution: Execution, outcome: Outcome) -> None:
     """Finish, and call the user's hooks, in the task's thread; what they raise is logged."""
     execution.runtime = time.perf_counter() - execution.call_started
-    if not execution.finish(outcome) or execution.phase is not State.STARTED:
-        return  # it was over before, or its arguments were wrong
+    for one in execution.calls:
+        one.runtime = execution.runtime
+    hooks = execution.hooks
+    if not execution.finish(outcome) or (hooks.error is None and hooks.post_task is None):
+        return  # it was over before, or there are none
+    for one in execution.calls or (execution,):
+        if one.phase is State.STARTED:  # its arguments were not wrong
+            _call_hooks(one, outcome)
+
+
+def _call_hooks(execution: Execution, outcome: Outcome) -> None:
     hooks, uuid = execution.hooks, execution.signature.uuid
     error = None if isinstance(outcome, Succeeded) else execution.error
     if error is not None and hooks.error is not None and execution.is_final:

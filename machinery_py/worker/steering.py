@@ -154,11 +154,12 @@ class Steering:
             ActiveTask(
                 **_task_of(one),
                 started_at=one.started_at,
-                seconds=time.perf_counter() - one.call_started,
-                place=self._executors.place_of(one) or threads.get(one.thread_id, "?"),
-                cancelled=one.context is not None and one.context.cancelled,
+                seconds=time.perf_counter() - run.call_started,
+                place=self._executors.place_of(run) or threads.get(run.thread_id, "?"),
+                cancelled=run.context is not None and run.context.cancelled,
             )
-            for one in self._executors.running()
+            for run in self._executors.running()
+            for one in run.calls or (run,)
         ]
 
     def _reserved(self, _: object) -> list[HeldTask]:
@@ -215,7 +216,8 @@ class Steering:
         task.settings = msgspec.structs.replace(task.settings, time_limit=given.seconds)
 
     def _terminate(self, given: Terminate) -> dict[str, str]:
-        runs = {one.signature.uuid: one for one in self._executors.running()}
+        running = self._executors.running()
+        runs = {one.signature.uuid: one for run in running for one in run.calls or (run,)}
         wanted = [runs[uuid].signature for uuid in given.uuids if uuid in runs]
         revoked = revoked_among(self._app, wanted) if wanted else {}
         return {

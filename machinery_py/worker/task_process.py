@@ -14,6 +14,7 @@ from contextlib import suppress
 from machinery_py.connections import proc
 from machinery_py.errors import MachineryError, TimeLimitExceeded
 from machinery_py.registry.outcomes import Lost, Outcome
+from machinery_py.worker.batches import placed_calls
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.frames import (
     CANCEL,
@@ -22,6 +23,7 @@ from machinery_py.worker.frames import (
     FrameReader,
     FrameWriter,
     Job,
+    JobCall,
     Order,
     PipeEnd,
     Progress,
@@ -166,15 +168,12 @@ class TaskProcess:
             PipeEnd: it has ended before it replied.
             TimeLimitExceeded: it was killed because the time of the task was up.
         """
-        limit, delivery = execution.time_limit, execution.delivery
+        limit = execution.settings.time_limit
         deadline = None if limit is None else time.monotonic() + limit
         job = Job(
             self.started,
-            delivery.body,
-            execution.signature.uuid,
-            delivery.queue,
-            delivery.fence,
-            delivery.epoch,
+            [_job_call(one) for one in placed_calls(execution)],
+            bool(execution.calls),
             execution.worker,
             limit,
             execution.app.publisher.clock_to_send(),
@@ -209,7 +208,7 @@ class TaskProcess:
                 if isinstance(reply, Done) and reply.number == self.started:
                     return reply
         raise TimeLimitExceeded(
-            f"ran longer than its time limit of {execution.time_limit:g} s, "
+            f"ran longer than its time limit of {execution.settings.time_limit:g} s, "
             f"and was killed {late:g} s later"
         )
 
@@ -278,3 +277,8 @@ class TaskProcess:
             return self._process.poll() is not None  # macOS before Python 3.13; it is reaped here
         except ChildProcessError:
             return True  # a task has waited for it, or it is reaped
+
+
+def _job_call(execution: Execution) -> JobCall:
+    delivery, uuid = execution.delivery, execution.signature.uuid
+    return JobCall(delivery.body, uuid, delivery.queue, delivery.fence, delivery.epoch)

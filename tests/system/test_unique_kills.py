@@ -44,6 +44,7 @@ class Site:
         self.server = Server(Config(broker=broker, result_backend=backend, lease=LEASE))
         self.alone = self.server.task("alone", unique=True)(_named)
         self.feed = self.server.task("feed", exclusive="wait", exclusive_key="feed")(_named)
+        self.gather = self.server.task("gather", batch=4)(_gathered)
 
     def run(
         self, *command: str, output: int | IO[Any] = subprocess.DEVNULL
@@ -75,6 +76,10 @@ class Site:
 
 def _named(name: str) -> str:
     return name
+
+
+def _gathered(rows: list[str]) -> list[str]:
+    return rows
 
 
 def _url(request: pytest.FixtureRequest, kind: str, file: pathlib.Path) -> str:
@@ -189,3 +194,31 @@ def test_worker_suspended_past_its_lease_is_refused(
     assert first.get(timeout=HANG) == site.gate("a")
     assert len(site.lines("end")) == 1
     assert frozen.pid != int(site.lines("end")[0].split()[-1])
+
+
+# Batches, of workers that are killed
+
+
+@pytest.mark.timeout(2 * HANG)
+def test_calls_of_a_killed_batch_come_back_each_by_itself(anywhere: Site) -> None:
+    results = [anywhere.gather.send(row) for row in ("a", "b", "c")]
+    first = anywhere.worker()
+    wait_until(
+        lambda: all(one.get_state().state is State.RECEIVED for one in results), timeout=HANG
+    )
+    kill_all(first)  # while it gathers: nothing has begun
+
+    results.append(anywhere.gather.send("d"))
+    second = anywhere.worker()
+    wait_until(lambda: len(anywhere.lines("begin")) == 4, timeout=HANG)
+    wait_until(lambda: all(one.get_state().state is State.STARTED for one in results), timeout=HANG)
+    kill_all(second)  # in the middle of the run
+
+    pathlib.Path(f"{anywhere.ledger}-gate").touch()
+    anywhere.worker()
+    assert [one.get(timeout=HANG) for one in results] == ["a", "b", "c", "d"]
+    rows = [line.split()[1] for line in anywhere.lines("begin")]
+    assert sorted(rows) == ["a", "a", "b", "b", "c", "c", "d", "d"]
+    # Each was a suspect of the kill, so it ran alone.
+    ran = [line.split()[:2] for line in anywhere.ledger.read_text().splitlines()[4:]]
+    assert [word for word, _ in ran] == ["begin", "end"] * 4

@@ -55,6 +55,20 @@ def feed(name: str) -> str:
     return name
 
 
+@server.task(batch=4, batch_within=600.0)
+def gather(rows: list[str]) -> list[str]:
+    for row in rows:
+        note("begin", row)
+    wait_until(
+        lambda: os.path.exists(os.environ["SAME_LEDGER"] + "-gate"),
+        timeout=600.0,
+        what="the gate is open",
+    )
+    for row in rows:
+        note("end", row)
+    return rows
+
+
 def main(count: str, gate: str) -> None:
     server.broker.stats()
     note("ready", gate)

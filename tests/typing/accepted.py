@@ -9,7 +9,7 @@ import asyncio
 import datetime as dt
 import logging
 import smtplib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from email.message import EmailMessage
 from typing import Any, assert_type
 
@@ -18,6 +18,7 @@ import pytest
 from machinery_py import (
     Arg,
     AsyncResult,
+    BatchFailed,
     Chain,
     ChainResult,
     ChordResult,
@@ -669,3 +670,23 @@ async def import_feed(feed_id: int) -> str:
 assert_type(rebuild_index.send(7).duplicate, bool)
 assert_type(rebuild_index.options(unique="shop-7", on_duplicate="reject").send(7), AsyncResult[int])
 assert_type(import_feed.send(7), AsyncResult[str])
+
+
+@server.task(debounce=5, unique_key="shop_id")
+def index(shop_id: int) -> None: ...
+
+
+@server.task(batch=100)
+def doubled(rows: list[int]) -> list[str]:
+    return [str(2 * row) for row in rows]
+
+
+@server.task("kept", batch=100, batch_within=dt.timedelta(seconds=2), retries=3)
+async def keep(ctx: Context, rows: list[str]) -> None:
+    assert_type(ctx.calls, Sequence[Signature[Any]])
+    raise BatchFailed({0: ValueError(rows[0])}, results=[None])
+
+
+assert_type(doubled.send(7), AsyncResult[str])
+assert_type(keep.options(queue="slow").send("a"), AsyncResult[None])
+doubled([1, 2])

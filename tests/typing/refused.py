@@ -135,3 +135,23 @@ server.include(send_mail)  # refused
 server.include(tasks, "mail.")  # refused
 server.include(tasks, prefx="mail.")  # refused
 server.include(tasks, retries="3")  # refused
+
+
+@server.task(batch=10)
+def store(rows: list[int]) -> list[int]:
+    return rows
+
+
+store.send(1)
+store.send([1])  # refused
+store.send("a")  # refused
+store([1])
+store("a")  # refused
+
+
+@server.task(batch=10)  # refused
+def no_list(row: int) -> None: ...
+
+
+@server.task(batch_within=2)  # refused
+def no_batch(rows: list[int]) -> None: ...

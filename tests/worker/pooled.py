@@ -15,7 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from machinery_py import Context, Retry, RetryTaskLater, Server, TimeLimitExceeded, current_task
+from machinery_py import (
+    BatchFailed,
+    Context,
+    Retry,
+    RetryTaskLater,
+    Server,
+    TimeLimitExceeded,
+    current_task,
+)
 from machinery_py.worker import frames
 
 server = Server("memory://")
@@ -68,6 +76,21 @@ def around(ctx: Context) -> list[str]:
 @server.task(pool="process")
 def where() -> int:
     return os.getpid()
+
+
+@server.task(pool="process", batch=3, batch_within=0.3)
+def together(ctx: Context, rows: list[str]) -> list[str]:
+    if "die" in rows:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if "raise" in rows:
+        raise BatchFailed({rows.index("raise"): ValueError(ctx.calls[0].uuid)}, rows)
+    ctx.progress(1, 2)
+    return [f"{row} of {len(rows)}" for row in rows]
+
+
+@server.task(pool="process", batch=2, batch_within=0.3, time_limit=0.5)
+async def together_for_long(rows: list[str]) -> None:
+    await asyncio.sleep(LONG)
 
 
 @server.task(pool="thread")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from machinery_py import (
+    AsyncResult,
     BrokerUnavailable,
     ConfigError,
     MachineryError,
@@ -700,3 +701,34 @@ def test_worker_whose_app_breaks_in_a_process_does_not_start(app: App) -> None:
 
     assert "a task process could not start: cannot import 'tasks'" in done.stderr
     assert "RuntimeError: not here" in done.stderr
+
+
+# Batches
+
+
+def ends_of(*results: AsyncResult[Any]) -> list[str]:
+    ends = []
+    for result in results:
+        try:
+            ends.append(str(result.get(timeout=HANG)))
+        except TaskFailed as error:
+            ends.append(error.error_type)
+    return ends
+
+
+def test_batch_runs_in_a_process_and_each_call_ends_by_itself(worker: Worker) -> None:
+    results = [pooled.together.send(row) for row in ("a", "b", "c")]
+    assert ends_of(*results) == ["a of 3", "b of 3", "c of 3"]
+    assert results[2].get_state().progress == (1.0, 2.0)
+
+    results = [pooled.together.send(row) for row in ("a", "raise", "c")]
+    assert ends_of(*results) == ["a", "ValueError", "c"]
+    assert results[1].get_state().error == results[0].uuid
+
+    late = [pooled.together_for_long.send(row) for row in ("a", "b")]
+    assert ends_of(*late) == ["machinery_py.errors.TimeLimitExceeded"] * 2
+
+
+def test_call_that_kills_its_process_ends_no_other_call(worker: Worker) -> None:
+    results = [pooled.together.send(row) for row in ("a", "die", "c")]
+    assert ends_of(*results) == ["a of 1", "Poison", "c of 1"]
