@@ -42,7 +42,11 @@ HEAD = (
 
 FAST = (
     "tests/config",
+    "tests/contrib",
+    "tests/control",
+    "tests/dashboard",
     "tests/inspection",
+    "tests/limits",
     "tests/models",
     "tests/registry",
     "tests/results",
