@@ -101,6 +101,9 @@ class _Handler(WSGIRequestHandler):
             self.requestline = self.request_version = self.command = ""
             self.send_error(414)
         elif self.parse_request():
+            # WSGI takes X_A for X-A, and a proxy that sets the one may pass the other on.
+            for name in [one for one in self.headers if "_" in one]:
+                del self.headers[name]
             files = cast("IO[bytes]", self.rfile), cast("IO[bytes]", self.wfile)
             run = _Answering(*files, self.get_stderr(), self.get_environ(), multithread=True)
             run.request_handler = self  # type: ignore[attr-defined]  # as wsgiref does it

@@ -287,6 +287,7 @@ DASHBOARD: Options = (
         "USER:PASSWORD",
     ),
     _switch("--insecure", "let everybody see and change everything"),
+    _text("--user-header", "where the proxy in front says the user's name, for the log", "HEADER"),
     _switch("--read-only", "let nobody change anything"),
 )
 EXPORTER: Options = (

@@ -119,7 +119,7 @@ class DashboardWSGI:
         self._api = Api(fleet, masking, self._live)
         self._read_only = read_only
         self._is_basic = isinstance(auth, str)
-        self._auth = _basic(auth) if isinstance(auth, str) else auth
+        self._auth = basic(auth) if isinstance(auth, str) else auth
         self.close = self._live.close
 
     def __call__(self, environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
@@ -255,7 +255,8 @@ class DashboardWSGI:
         return Response(200, stream, headers)
 
 
-def _basic(expected: str) -> Authenticate:
+def basic(expected: str) -> Authenticate:
+    """Return a check of HTTP Basic authentication against `user:password`."""
     user, colon, password = expected.partition(":")
     if not (user and colon and password):
         raise ConfigError("auth: found no user or no password (expected user:password)")

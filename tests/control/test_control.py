@@ -190,11 +190,14 @@ def test_answers_of_strangers_are_left_out(server: Server) -> None:
     head = b'{"worker": "eve", "host": "h", "pid": 1, "value": '
     bomb = zlib.compress(head + b" " * 2 * MOST_BYTES + b"1}")
     with server.new_worker("ada", 1):
-        for record in (b"", b"[]", head[:-2], head + DEEP + b"}", b"\xff", bomb, bomb[:-9]):
+        for record in (b"", b"[]", head[:-2], b"\xff", bomb, bomb[:-9]):
             answers = of(record)
             assert (set(answers), answers.errors) == ({"ada"}, {})
         answers = of(head + b'{"concurrency": "many"}}')
         assert (set(answers), set(answers.errors)) == ({"ada"}, {"eve"})
+        answers = of(head + DEEP + b"}")
+        assert set(answers) == {"ada"}
+        assert set(answers.errors) <= {"eve"}  # Python 3.14 reads deeper than others before it
 
 
 def test_workers_of_one_name_are_told_apart(server: Server) -> None:
