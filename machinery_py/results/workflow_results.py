@@ -14,7 +14,10 @@ from machinery_py.results.async_results import (
     Waitable,
     raise_if_failed,
 )
+from machinery_py.tasks.states import State
 from machinery_py.tasks.workflow import Plan
+
+LOOK = 250  # members of a group that are read at once
 
 R = TypeVar("R", covariant=True)
 
@@ -46,7 +49,8 @@ class GroupResult(Waitable[R]):
         ]
         self._uuids = tuple(uuids)
         self._leading = tuple(leading)
-        self._open = [*leading, *uuids]
+        self._open = [*uuids, *leading]
+        self._next = 0  # of those that are open, where the next look goes on
         self._sent = True  # False before its turn in a chain: then it may have no states
 
     def __len__(self) -> int:
@@ -103,15 +107,35 @@ class GroupResult(Waitable[R]):
         return (*self._leading, *self._uuids)
 
     def _look(self) -> bool:
-        found = self._read(self._open)
-        for uuid in self._open:
-            state = found.get(uuid)
-            if state is not None:
-                raise_if_failed(state)
-            elif self._sent and not self._leading:
-                raise self._expired(uuid)
-        self._open = [uuid for uuid in self._open if uuid not in self._states]
+        left = 0
+        while self._open and not (left := self._look_at(0, LOOK)):
+            pass
+        return self._look_behind(left)
+
+    def _glance(self, count: int = LOOK) -> bool:
+        """Look at so many members only."""
+        return self._look_behind(self._look_at(0, count))
+
+    def _look_behind(self, left: int) -> bool:
+        """Look at some behind the first `left` that are open: a failure is found in its turn."""
+        at = self._next if left <= self._next < len(self._open) else left
+        self._next = at + self._look_at(at, LOOK)
         return all(uuid in self._states for uuid in self._uuids)
+
+    def _look_at(self, start: int, count: int) -> int:
+        """Look at some that are open, and return how many of them still are."""
+        some = self._open[start : start + count]
+        found = self._read(some)
+        for uuid in some:
+            state = found.get(uuid)
+            if state is not None and state.state is State.FAILURE:
+                for one in (*self._read(self._leading).values(), state):  # the cause first
+                    raise_if_failed(one)
+            elif state is None and self._sent and not self._leading:
+                raise self._expired(uuid)
+        still = [uuid for uuid in some if uuid not in self._states]
+        self._open[start : start + count] = still
+        return len(still)
 
     def _value(self) -> R:
         return cast(R, [self._result_of(self._states[uuid]) for uuid in self._uuids])
@@ -212,11 +236,22 @@ class ChainResult(Waitable[R]):
 
     def _look(self) -> bool:
         last = self.steps[-1]
-        if self._at < len(self.steps) - 1 and _finished(last):
-            self._at = len(self.steps) - 1
-        while self._at < len(self.steps):
+        failed = False
+        if self._at < len(self.steps) - 1:
             try:
-                if not _alone(self.steps[self._at]):
+                if _alone(last):
+                    self._at = len(self.steps) - 1
+            except (TaskFailed, ResultExpired):  # it is raised in its turn
+                failed = True
+        while self._at < len(self.steps):
+            step = self.steps[self._at]
+            try:
+                if isinstance(step, GroupResult) and step is not last:
+                    # Its callback says when it is over, and that a member has failed.
+                    is_over = step._glance(len(step._open) if failed else LOOK)
+                else:
+                    is_over = _alone(step)
+                if not is_over:
                     return False
             except ResultExpired:
                 # A step has no state before its turn, as in Go; the first has one from the start.
@@ -279,14 +314,6 @@ def result_of(plan: Plan, source: ResultSource, queue: str) -> ChainResult[Any]:
             steps.append(AsyncResult(source, step.uuids[0], name=step.names[0], queue=queue))
     is_chord = len(steps) == 2 and plan.steps[0].is_group and not plan.steps[1].is_group
     return (ChordResult if is_chord else ChainResult)(source, steps, plan.uuid)
-
-
-def _finished(step: AsyncResult[Any] | GroupResult[Any]) -> bool:
-    """Return whether the step has succeeded. A failure or a missing state is raised in its turn."""
-    try:
-        return _alone(step)
-    except (TaskFailed, ResultExpired):
-        return False
 
 
 def _alone(step: AsyncResult[Any] | GroupResult[Any]) -> bool:

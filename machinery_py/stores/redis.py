@@ -60,6 +60,8 @@ from machinery_py.stores.base import (
 )
 from machinery_py.stores.open import Family, FamilyOptions
 from machinery_py.stores.outbox import TwoStores
+from machinery_py.stores.redis_steps import StagedSteps
+from machinery_py.tasks.signature import new_uuid
 from machinery_py.tasks.states import State
 
 BUSY = 32  # settlements and marks in a batch from which RECEIVED is not written
@@ -86,8 +88,11 @@ class RedisStore(Store):
         self.messages = broker
         self.states = backend
         self.driver = broker.driver
+        self._steps = StagedSteps(self.driver, backend.seconds)
 
     def submit(self, submission: Submission) -> None:
+        if len(submission.messages) > self._steps.most:
+            return self._steps.submit(submission)
         keys, rows = packed_batch(submission.messages)
         limits = packed_limits(submission.limits, keys) if submission.limits else ()
         change = Changes(self.driver.clock.now(), self.states.seconds)
@@ -129,15 +134,25 @@ class RedisStore(Store):
         return True
 
     def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
+        token, count = "", 0
+        if len(send) > self._steps.most:
+            token, states = new_uuid(""), amendment.states
+            pending = [one for one in states if one.state is State.PENDING]
+            count = self._steps.stage(token, send, pending)
+            others = [one for one in states if one.state is not State.PENDING]
+            amendment, send = msgspec.structs.replace(amendment, states=others), ()
         values = self.states.packed_amendment(amendment)
-        to_wake = self.driver.run(AMEND, *values, *packed_batch(send))
+        to_wake = self.driver.run(AMEND, *values, *packed_batch(send), token, count)
+        if count:  # also if our own first try was carried out, and its reply lost
+            self._steps.carry_out(token)
         if to_wake is None:
             return False
         self.driver.unblock(to_wake)
         return True
 
     def tend(self) -> float:
-        return min(self.broker.tend(), self.backend.tend())
+        pause = min(self.broker.tend(), self.backend.tend())
+        return 0.0 if self._steps.carry_left() else pause
 
 
 class RedisSession(Session):

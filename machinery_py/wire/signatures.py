@@ -76,6 +76,7 @@ class _Written(msgspec.Struct, gc=False):
 
 # Where nested signatures go. Inside of a string its quotes would be escaped.
 _NESTED = b'"OnSuccess":null,"OnError":null,"ChordCallback":null'
+_BEHIND = b',"BrokerMessageGroupId":'
 
 
 def encode_signature(signature: Signature[Any]) -> bytes:
@@ -87,17 +88,22 @@ def encode_signature(signature: Signature[Any]) -> bytes:
         ArgumentError: an argument cannot be sent, or Go cannot read a field; names the task and
             the argument.
     """
+    callback = signature.chord_callback
+    if _has_callbacks(signature):
+        return _encode_nested(signature)
+    if callback is None:
+        return _encode_one(signature)
+    if callback.chord_callback is not None or _has_callbacks(callback):
+        return _encode_nested(signature)
+    # A chord may have a hundred thousand such members.
+    before, _, after = _encode_one(signature).rpartition(b"null" + _BEHIND)
+    return b"".join((before, _encode_one(callback), _BEHIND, after))
+
+
+def _has_callbacks(signature: Signature[Any]) -> bool:
     success, error = signature.on_success, signature.on_error
     # A Lazy would decode all of its bytes to say whether it is true.
-    if (
-        signature.chord_callback is not None
-        or type(success) is Lazy
-        or success
-        or type(error) is Lazy
-        or error
-    ):
-        return _encode_nested(signature)
-    return _encode_one(signature)
+    return bool(type(success) is Lazy or success or type(error) is Lazy or error)
 
 
 def _encode_one(signature: Signature[Any]) -> bytes:

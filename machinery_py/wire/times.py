@@ -14,6 +14,7 @@ _RFC3339 = re.compile(
     r"(\d{4})-(\d\d)-(\d\d)T(\d\d?):(\d\d):(\d\d)(?:[.,](\d+))?(?:Z|([+-])(\d\d):(\d\d))",
     re.ASCII,
 )
+_USUAL = re.compile(r"\d{4}-\d\d-\d\dT(?!24)\d\d:\d\d:\d\d(?:\.\d{1,6})?Z", re.ASCII)
 
 
 def parse_time(text: str) -> dt.datetime:
@@ -22,6 +23,11 @@ def parse_time(text: str) -> dt.datetime:
     Raises:
         DecodeError: Go would not read it.
     """
+    if _USUAL.fullmatch(text):  # much quicker
+        try:
+            return dt.datetime.fromisoformat(text)
+        except ValueError:
+            pass
     match = _RFC3339.fullmatch(text)
     if match is None:
         raise DecodeError(f"{text[:100]!r} is no RFC 3339 time (2026-01-02T03:04:05Z)")

@@ -28,19 +28,19 @@ logger = get_logger(__name__)
 BATCH = 100  # groups that are asked for at once
 
 
-def settle_ready_groups(app: Application) -> int:
-    """Settle the groups that are ready, and return how many this caller settled.
+def settle_ready_groups(app: Application) -> list[str]:
+    """Settle the groups that are ready, and return those that this caller settled.
 
     Groups that cannot be settled now keep none behind them waiting.
     """
-    count, left = 0, set[str]()
+    settled, left = list[str](), set[str]()
     while True:
         ready = app.store.ready_groups(BATCH + len(left))
         new = [group for group in ready if group.group_uuid not in left]
         if not new:
-            return count
+            return settled
         left.update(group.group_uuid for group in new if not _settle(app, group))
-        count += sum(group.group_uuid not in left for group in new)
+        settled += [group.group_uuid for group in new if group.group_uuid not in left]
 
 
 def _settle(app: Application, ready: ReadyGroup) -> bool:

@@ -3,8 +3,9 @@
 A Go worker writes the state of a member, and no arrival. The worker that ends the last member finds
 the others by their states, and settles the group. When we ended the last one, or a member failed in
 Go (which Go reports nowhere), nobody else settles it: so a worker remembers the groups of its
-members and reads the states of the others. Each poll goes on at the member that was not over in the
-poll before: a group costs one read a member, and one more a poll.
+members and reads the states of the others, once no member has ended here for a moment. Each poll
+goes on at the member that was not over in the poll before: a group costs one read a member, and one
+more a poll.
 
 A worker that dies forgets its groups. So the store lists the groups that stay incomplete, where it
 can (`partial_groups`), and from time to time one of the workers polls each of them.
@@ -18,12 +19,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from machinery_py.backends.base import Backend, Change
 from machinery_py.tasks.states import Arrival, State
 
-SOON = 0.05  # seconds from a change of a group to its next poll
-AGAIN = 5.0  # seconds between two polls of a group that has not changed
+SOON = 0.05  # seconds from a change of a group to its next poll, and as much for 5,000 members
+AGAIN = 5.0  # seconds between two polls of a group that has not changed, and one for 1,000 members
 AHEAD = 64  # states read at once
+BATCH = 1000  # of a large group, states read and arrivals written at once
 MOST = 10_000  # groups that are remembered
 ADOPTED = 100  # groups of other workers that are polled together
 
@@ -32,6 +36,7 @@ ADOPTED = 100  # groups of other workers that are polled together
 class _PolledGroup:
     arrival: Arrival  # of any member: what is known of the group
     at: float  # the next poll
+    by: float  # and when it must be at the latest, though members end here all the time
     adopted: bool = False  # no member of it was run here: one poll is enough
     members: Sequence[str] = ()
     place: int = 0  # the members before it are over
@@ -39,10 +44,15 @@ class _PolledGroup:
 
 
 class GoGroupPoller:
-    """Poller of groups of which this worker has ended a member. `note` is safe in any thread."""
+    """Poller of groups of which this worker has ended a member. `note` is safe in any thread.
+
+    Attributes:
+        settling: held while this worker settles groups, which reads all results of each.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self.settling = threading.Lock()
         self._foreign = backend.features.foreign
         self._lock = threading.Lock()
         self._groups: collections.OrderedDict[str, _PolledGroup] = collections.OrderedDict()
@@ -51,18 +61,21 @@ class GoGroupPoller:
         """Poll the groups of these members soon."""
         if not self._foreign:
             return
-        soon = time.monotonic() + SOON
+        now = time.monotonic()
         with self._lock:
             for arrival in arrivals:
                 if not arrival.callback:
                     continue
+                soon = now + SOON + _size(arrival) / 100_000
                 group = self._groups.get(arrival.group_uuid)
                 if group is None:
-                    self._groups[arrival.group_uuid] = _PolledGroup(arrival, soon)
+                    self._groups[arrival.group_uuid] = _PolledGroup(
+                        arrival, soon, now + AGAIN + _size(arrival) / 1000
+                    )
                     if len(self._groups) > MOST:
                         self._groups.popitem(last=False)
                 else:
-                    group.at, group.adopted = min(group.at, soon), False
+                    group.at, group.adopted = min(group.by, soon), False
 
     def adopt(self) -> None:
         """Poll also groups that other workers may have left behind."""
@@ -71,7 +84,7 @@ class GoGroupPoller:
         with self._lock:
             for arrival in found:
                 self._groups.setdefault(
-                    arrival.group_uuid, _PolledGroup(arrival, now, adopted=True)
+                    arrival.group_uuid, _PolledGroup(arrival, now, now, adopted=True)
                 )
 
     def due_in(self) -> float:
@@ -87,27 +100,31 @@ class GoGroupPoller:
             due = [group for group in self._groups.values() if group.at <= now]
             for group in due:
                 group.at = now + AGAIN
+                group.by = group.at + _size(group.arrival) / 1000
         changes = [change for group in due if (change := self._poll_group(group)) is not None]
         with self._lock:
             for group in due:
                 if group.adopted and not group.full_at:
                     self._groups.pop(group.arrival.group_uuid, None)
-        if changes:
-            self._backend.apply(changes)
-            for change in changes:
-                self._forget(change.key)
+        for change in changes:
+            for start in range(0, len(change.arrivals), BATCH):
+                some = change.arrivals[start : start + BATCH]
+                self._backend.apply([msgspec.structs.replace(change, arrivals=some)])
+        self.forget([change.key for change in changes])
         return bool(changes)
 
     def _poll_group(self, group: _PolledGroup) -> Change | None:
         uuid = group.arrival.group_uuid
         meta = self._backend.get_group(uuid)
         if meta is None:
-            self._forget(uuid)
+            self.forget([uuid])
             self._backend.drop_partial([uuid])
             return None
         group.members = group.members or meta.task_uuids
         if not group.members:
             return None  # Go names the members to some stores only; others learn them as they end
+        if len(group.members) > BATCH and self._is_ready(uuid):
+            return None  # somebody settles it right now, which takes a second
         found = self._arrived(group)
         if (
             found is not None
@@ -118,11 +135,14 @@ class GoGroupPoller:
             return None
         if meta.chord_triggered and (found is None or found.arrivals[0].ok):
             # Go has settled it. With a failed member it would have set its flag, and sent nothing.
-            self._forget(uuid)
+            self.forget([uuid])
             if group.adopted:
                 self._backend.drop_partial([uuid])
             return None
         return found
+
+    def _is_ready(self, uuid: str) -> bool:
+        return any(one.group_uuid == uuid for one in self._backend.ready_groups(ADOPTED))
 
     def _is_left_to_go(self, group: _PolledGroup) -> bool:
         """Return whether Go still has time to settle it, where it would settle again after us."""
@@ -137,8 +157,10 @@ class GoGroupPoller:
 
     def _arrived(self, group: _PolledGroup) -> Change | None:
         """Return the arrival of all members, or of one that failed; None if neither is known."""
+        count = AHEAD
         while group.place < len(group.members):
-            ahead = group.members[group.place : group.place + AHEAD]
+            ahead = group.members[group.place : group.place + count]
+            count = BATCH
             states = self._backend.member_states(group.arrival.group_uuid, ahead)
             for member in ahead:
                 state = states.get(member)
@@ -149,9 +171,15 @@ class GoGroupPoller:
                 group.place += 1
         return _change(group, group.members, ok=True)
 
-    def _forget(self, uuid: str) -> None:
+    def forget(self, group_uuids: Sequence[str]) -> None:
+        """Poll these no more: they are settled, or gone."""
         with self._lock:
-            self._groups.pop(uuid, None)
+            for uuid in group_uuids:
+                self._groups.pop(uuid, None)
+
+
+def _size(arrival: Arrival) -> int:
+    return min(max(0, arrival.total), 1_000_000)  # a message says it
 
 
 def _change(group: _PolledGroup, members: Sequence[str], *, ok: bool) -> Change:

@@ -82,14 +82,18 @@ class Maintenance:
             self.timer.after(pause, self._tend)
 
     def _adopt_groups(self) -> None:
-        settle_ready_groups(self._app)
+        self._settle_groups()
         self._groups.adopt()
+
+    def _settle_groups(self) -> None:
+        with self._groups.settling:
+            settle_ready_groups(self._app)
 
     def _look(self) -> None:
         try:
             self._look_after()
             if self._groups.due_in() == 0.0 and self._groups.poll():
-                settle_ready_groups(self._app)
+                self._settle_groups()
         finally:
             pause = min(LONGEST_SLEEP, max(SHORTEST_SLEEP, self._groups.due_in()))
             self.timer.after(pause, self._look)

@@ -156,7 +156,9 @@ class Settler:
         if not over and not marks:
             return marked
         verdicts = self._settle(over, marks)
-        if any(settlement.arrivals for settlement in _settlements(over)):
+        arrivals = [one for settlement in _settlements(over) for one in settlement.arrivals]
+        if arrivals:
+            self._groups.note(arrivals)
             # Before the end is reported: a worker that ends when idle must see the callback.
             self._settle_groups()
         if over:
@@ -182,8 +184,6 @@ class Settler:
             else:
                 self.processed += state in FINISHED
                 self.failed += state is State.FAILURE
-                if settlement is not None and settlement.arrivals:
-                    self._groups.note(settlement.arrivals)
             report_end(self._app, execution, verdict)
         if has_lines:
             task_log.write(task_log.ends(self._app, over, verdicts))
@@ -194,7 +194,8 @@ class Settler:
 
     def _settle_groups(self) -> None:
         try:
-            settle_ready_groups(self._app)
+            with self._groups.settling:
+                self._groups.forget(settle_ready_groups(self._app))
         except AWAY as error:
             logger.warning("a group could not be settled: %s; it will be tried again", error)
         except Exception:  # maintenance tries again; this loop must live on

@@ -218,7 +218,7 @@ def forget(redis: Redis, tasks: Sequence[str], groups: Sequence[str]) -> None:
         redis.unscore("mpy:groups", uuid)
 
 
-def tend(redis: Redis, now: str, expire: int) -> int:
+def tend(redis: Redis, now: str, expire: int) -> list[int]:
     """Drop what is too old from the listings.
 
     A group stays while it is unsettled or a member has a document.
@@ -246,7 +246,7 @@ def tend(redis: Redis, now: str, expire: int) -> int:
             redis.delete(*group_keys(group))
             redis.unscore("mpy:groups", group)
             redis.unscore("mpy:partial", group)
-    return len(due)
+    return [len(due), redis.exists("mpy:loose")]
 
 
 def members_of(text: str | None) -> list[str]:

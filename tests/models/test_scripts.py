@@ -25,6 +25,7 @@ from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.connections.redis.scripts import Script, pack
 from machinery_py.locks import redis as locks
 from machinery_py.stores import redis as settlement
+from machinery_py.stores import redis_steps as steps
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from tests.models.beside import Beside
 from tests.models.machine import START
@@ -36,6 +37,7 @@ MODULES: dict[str, ModuleType] = {
     "broker": broker,
     "backend": backend,
     "settlement": settlement,
+    "steps": steps,
     "locks": locks,
     "cluster": cluster,
 }
@@ -102,13 +104,15 @@ def test_each_lua_file_is_a_script_or_included() -> None:
 
 
 #: Listings for people, and records behind one compare-and-swap: the conformance suites hold them.
+#: Steps of large submissions: tests/stores/redis/test_steps.py compares them with SUBMIT.
 WITHOUT_MODEL = {
     "broker": {
         *("BROADCAST", "BURY", "DEAD", "LATE", "LATE_NAMES", "PENDING"),
         *("PURGE", "STATS", "TAKE_DEAD", "WAITING", "WORKERS"),
     },
-    "backend": {"AMEND", "RECORDS", "RELEASE"},
+    "backend": {"AMEND", "LOOSEN", "RECORDS", "RELEASE"},
     "settlement": {"AMEND"},
+    "steps": {"CARRY", "COMMIT", "STAGE"},
     "locks": {"ACQUIRE", "ACQUIRE_IN_CLUSTER", "RELEASE", "RENEW"},
     "cluster": {
         *("AMEND", "AMEND_CLAIM", "CLAIM", "DROP", "EXPIRE", "LIST"),
@@ -245,7 +249,13 @@ CALLS: dict[str, tuple[Any, ...]] = {
         *changes(),
         QUEUES,
         FULL,
+        "staged",
+        1,
     ),
+    "steps STAGE": (NOW, 3600, "token", "0", QUEUES, FULL, *changes()),
+    "steps COMMIT": (NOW, 3600, "staged", 1, [(0, 99)], QUEUES, *changes()),
+    "steps CARRY": (NOW, "left", 0),
+    "backend LOOSEN": (3600,),
     "locks ACQUIRE": ("other", "bb", 100_000),
     "locks RENEW": ("lock", "aa", 100_000),
     "locks RELEASE": ("lock", "aa", 0),
@@ -288,7 +298,7 @@ def fill(beside: Beside) -> None:
             for group in ("group_1", "group_3")
         ],
     )
-    steps: list[tuple[Script, Any]] = [
+    calls: list[tuple[Script, Any]] = [
         (broker.REGISTER, (start, "s1", raw(b"record"), QUEUES)),
         (
             broker.PUT,
@@ -320,8 +330,13 @@ def fill(beside: Beside) -> None:
         (backend.AMEND, (start, 3600, "nightly", raw(b""), raw(b"old"), 0, [], [])),
         (backend.AMEND, (start, 3600, "claimed", raw(b""), raw(b"mine"), 600, [], [])),
         (locks.ACQUIRE, ("lock", "aa", 100_000)),
+        *(
+            (steps.STAGE, (start, 3600, token, "0", QUEUES, FULL, *changes()))
+            for token in ("staged", "left")
+        ),
+        (steps.COMMIT, (start, 3600, "left", 1, [], [], [], [])),
     ]
-    for script, values in steps:
+    for script, values in calls:
         assert call(beside, script, values) == ""
     # What a blocked client has just been given, and a session that is over.
     for session in ("s1", "dead"):
@@ -329,6 +344,7 @@ def fill(beside: Beside) -> None:
     beside.ask("ZADD", "mpy:{jobs}:t", str(START), "dead")
     beside.ask("SADD", "mpy:{jobs}:r:s1", "2")
     beside.ask("SADD", "mpy:{jobs}:v", "13")
+    beside.ask("SADD", "mpy:loose", "group_1")
 
 
 def test_each_script_is_called() -> None:
@@ -430,6 +446,8 @@ NEEDS_ROOM = {
     "backend BEGIN",
     "backend PARTIAL",
     "backend REVOKE",
+    "steps COMMIT",
+    "steps STAGE",
     "settlement SUBMIT",
     "locks ACQUIRE",
     "backend AMEND",

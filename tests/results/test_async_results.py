@@ -25,6 +25,7 @@ from machinery_py import (
 from machinery_py.backends.memory import MemoryBackend, MemoryListener
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.connections.memory import MemoryHub
+from machinery_py.results import workflow_results
 from machinery_py.results.async_results import Waitable
 from machinery_py.stores.transactional import OneStore
 from machinery_py.testing.waiting import HANG, together
@@ -347,8 +348,40 @@ def test_a_broken_head_of_a_member_breaks_the_group(bench: Bench) -> None:
     member = bench.fail.signature("head") | bench.add.partial(1)
     result = bench.server.send_group(group(member, bench.add.signature(2, 2)))
     bench.drain()
-    with pytest.raises(TaskFailed, match="head"):
+    with pytest.raises(TaskFailed, match="head") as raised:
         result.get(timeout=0)
+    assert raised.value.error_type == "ValueError"
+
+
+def test_failure_in_a_large_group_is_found_behind_an_open_member(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workflow_results, "LOOK", 2)
+    later = bench.add.signature(1, 1).replace(eta=bench.server.now().replace(year=2090))
+    members = [later, *(bench.add.signature(n, n) for n in range(6)), bench.fail.signature("x")]
+    result = bench.server.send_group(group(members))
+    in_chord = bench.server.send_chord(chord(group(members), bench.add.partial()))
+    bench.drain()
+
+    looks = [result.is_finished() for _ in range(5)]
+    with pytest.raises(TaskFailed, match="x"):
+        result.get(timeout=0)
+    with pytest.raises(TaskFailed) as raised:
+        in_chord.get(timeout=0)  # at once: its callback has failed
+
+    assert looks[0] is False
+    assert looks[-1] is True
+    assert raised.value.error_type == "ValueError"
+
+
+def test_large_group_has_its_results_at_the_first_look(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workflow_results, "LOOK", 2)
+    result = bench.server.send_group(group(bench.add.signature(n, n) for n in range(7)))
+    bench.drain()
+
+    assert result.get(timeout=0) == [2 * n for n in range(7)]
 
 
 class _Watched(MemoryBackend):

@@ -127,6 +127,15 @@ class LeftBehind:
             "" if state is State.SUCCESS else "task_2"
         ]
 
+    def test_group_is_not_polled_while_members_end_here(self, backend: Backend) -> None:
+        poller = GoGroupPoller(backend)
+        poller.note([arrival("task_1")])
+        wait_until(lambda: poller.due_in() == 0.0, HANG, "the poll is due")
+
+        poller.note([arrival("task_1")])
+
+        assert poller.due_in() > 0.0
+
     def test_one_look_is_enough_at_a_chord_that_is_not_over(
         self, backend: Backend, clock: ManualClock
     ) -> None:

@@ -26,6 +26,7 @@ from pymongo import monitoring
 from machinery_py import Server, State, chord, group
 from machinery_py.backends.base import Amendment, Verdict
 from machinery_py.brokers.base import Delivery, Message
+from machinery_py.stores import redis_steps
 from machinery_py.stores.base import Firing, Mark, Session, Settlement, Store, Submission
 from machinery_py.stores.outbox import TwoStores
 
@@ -157,6 +158,11 @@ TWO_STORE_POINTS = ("after-put", "after-clear")
 PUT_POINTS = ("before-put", "behind-put")
 
 
+#: Of a sender to Redis that submits in steps of two messages: one is staged, all of them are, they
+#: are committed, and one is carried out.
+STAGED_POINTS = ("after-stage", "after-staged", "after-commit", "after-carry")
+
+
 #: Around the steps 2a and 2b of stores/outbox.py.
 REFUSAL_POINTS = ("before-bury", "after-bury", "after-failure")
 
@@ -229,6 +235,12 @@ class KillingStore(Store):
             store.broker.bury = around("before-bury", store.broker.bury, "after-bury")  # type: ignore[method-assign]
             store._apply_failure = around("", store._apply_failure, "after-failure")  # type: ignore[method-assign]
 
+        if killer.point in STAGED_POINTS:
+            steps = store._steps  # type: ignore[attr-defined]
+            redis_steps.STEP = steps.most = 2
+            steps.stage = around("", steps.stage, "after-staged")
+            store.driver.run = after_scripts(store.driver.run)  # type: ignore[attr-defined]
+
     def submit(self, submission: Submission) -> None:
         killer.reach("before-submit")
         self._store.submit(submission)
@@ -280,6 +292,22 @@ def around(before: str, step: Callable[..., Any], after: str) -> Callable[..., A
         return done
 
     return run
+
+
+def after_scripts(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the killer in behind the scripts of a submission in steps."""
+    points = {
+        redis_steps.STAGE: "after-stage",
+        redis_steps.COMMIT: "after-commit",
+        redis_steps.CARRY: "after-carry",
+    }
+
+    def running(script: Any, *values: Any, **options: Any) -> Any:
+        reply = run(script, *values, **options)
+        killer.reach(points.get(script, ""))
+        return reply
+
+    return running
 
 
 def kill_in_turns() -> None:

@@ -14,7 +14,8 @@ import pytest
 from machinery_py import Config, Server, State, Task
 from machinery_py.brokers.base import QueueStats
 from machinery_py.connections.mongodb.client import MongoDriver
-from machinery_py.stores import outbox
+from machinery_py.connections.redis.client import RedisDriver
+from machinery_py.stores import outbox, redis_steps
 from machinery_py.testing.waiting import wait_until
 from tests.support.warm import WarmPython
 from tests.system import crashing
@@ -111,6 +112,7 @@ def stage(
     # What a dead process began is finished by others after half a second, not five.
     monkeypatch.setattr(MongoDriver, "intent_age", 0.3)
     monkeypatch.setattr(outbox, "OUTBOX_AGE", 0.5)
+    monkeypatch.setattr(redis_steps, "STAGED_AGE", 0)
     return Stage(request.param, tmp_path, request, python)
 
 
@@ -150,6 +152,7 @@ def is_done(server: Server) -> bool:
             empty()
             and not server.backend.ready_groups(MANY)
             and not server.backend.unsent(MANY, older_than=0.0)
+            and not has_staged(server)
             and empty()
         )
 
@@ -157,6 +160,14 @@ def is_done(server: Server) -> bool:
     mongodb = [driver for driver in drivers if isinstance(driver, MongoDriver)]
     return nothing_left() and (
         not mongodb or (not any(map(has_unfinished_writes, mongodb)) and nothing_left())
+    )
+
+
+def has_staged(server: Server) -> bool:
+    """Say whether a submission in steps to Redis is committed, and not carried out."""
+    driver = getattr(server.broker, "driver", None)
+    return isinstance(driver, RedisDriver) and driver.ask(
+        b"EXISTS", b"mpy:committed", doing="looking"
     )
 
 

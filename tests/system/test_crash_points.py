@@ -25,6 +25,7 @@ from tests.system.crashing import (
     REVOKED,
     SENDER_POINTS,
     SHAPES,
+    STAGED_POINTS,
     TWO_STORE_POINTS,
     TX_POINTS,
     WORKER_POINTS,
@@ -258,6 +259,7 @@ FEW_SENDS = (
         (stores, point, "chord")
         for stores, point in zip(BESIDE_AMQP, itertools.cycle(SENDER_POINTS))
     ),
+    *itertools.product(("redis",), STAGED_POINTS, ("group", "chord")),
     *(("mongodb", f"write-{write}", "chord") for write in ("1-after", "3-before", "5-before")),
     ("mongodb+redis", "write-1-after", "chord"),
     ("amqp+mongodb", "write-2-before", "chord"),
@@ -287,12 +289,12 @@ def test_killed_sender_has_sent_all_or_nothing(
     calls = stage.calls()
     killed = bool(calls.pop("killed", 0))
     assert sender.returncode == (-9 if killed else 0), sender.stderr
-    if point in SENDER_POINTS:
+    if point in (*SENDER_POINTS, *STAGED_POINTS):
         assert killed
     if not calls:
-        assert killed and point != "after-submit"
+        assert killed and point not in ("after-submit", "after-commit", "after-carry")
     else:
-        assert point != "before-submit"
+        assert point not in ("before-submit", "after-stage", "after-staged")
         assert calls == EXPECTED[shape]
 
 

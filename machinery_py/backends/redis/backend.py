@@ -13,6 +13,7 @@ from __future__ import annotations
 import datetime as dt
 import math
 import re
+import time
 from collections.abc import Collection, Sequence
 
 import msgspec
@@ -57,8 +58,9 @@ from machinery_py.wire.states import decode_group
 
 EXPIRE_IN = 3600.0  # seconds that a finished task is kept
 SWEEP = 60.0  # seconds between two looks for groups that are over
+PATIENCE = 0.5  # seconds that one `tend` lets members of large groups expire
 FEW = 8  # states that are read without a script
-READ = 2000  # states in one script
+READ = 1000  # states in one script
 LOOK = 1000  # states of a set that one step of a listing looks at
 WRITE = 2000  # changes in one script
 
@@ -287,8 +289,11 @@ class RedisBackend(Backend, OutboxBackend):
         return RedisListener(self.driver)
 
     def tend(self) -> float:
-        looked = self.driver.run(scripts.TEND, self.driver.now(), self.seconds)
-        return 0.05 if looked >= scripts.LOOKS else SWEEP
+        looked, held = self.driver.run(scripts.TEND, self.driver.now(), self.seconds)
+        end = time.monotonic() + PATIENCE
+        while held and time.monotonic() < end:
+            held = self.driver.run(scripts.LOOSEN, self.seconds)
+        return 0.05 if held or looked >= scripts.LOOKS else SWEEP
 
     def concerns(self) -> list[Concern]:
         return self.driver.concerns()

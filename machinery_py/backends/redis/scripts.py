@@ -19,6 +19,7 @@ LOOKS = 20  # groups that are looked at in one step, for expiry
 LEFT = (
     30_000_000  # µs from a chord's first arrival until a worker looks whether Go has completed it
 )
+MANY = 1000  # members of a group that are looked at in one step
 RATES_LIFE = 3700  # seconds that finished tasks are counted by their second
 
 
@@ -45,6 +46,7 @@ CONSTANTS: dict[str, object] = {
     "SAME": steps(0),
     "LATER": steps(1),
     "LONG": CHORD_LIFE,
+    "MANY": MANY,
     "RATES": RATES_LIFE,
     "LEFT": LEFT,
     "OURS": r"'^%d*\n%d*\n[^\n]*\n([^\n]*)\n([^\n]*)\n([^\n]*)\n([^\n]*)\n()'",
@@ -69,6 +71,7 @@ FORGET_TASK = _lua.script("forget", "forgetting a task")
 FORGET_GROUP = _lua.script("forget", "forgetting a group")
 DELETE = _lua.script("delete", "deleting states")
 TEND = _lua.script("tend", "looking for what is over", LOOKS=LOOKS)
+LOOSEN = _lua.script("loosen", "letting results expire")
 
 # The records that the app keeps: its schedules, and the keys of unique tasks.
 

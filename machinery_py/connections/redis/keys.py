@@ -20,6 +20,7 @@ REVOKED = b"mpy:revoked"
 FENCE = b"mpy:fence"
 GO_MUTEX = b"TriggerChordMutex"
 TOKENS = b"mpy:p:"  # before the token of a submission
+STAGED = b"mpy:staged:"  # before it, too
 LIMITS = b"mpy:limits"
 CLAIM = b"mpy:u:"  # before the name of a claim
 
@@ -141,6 +142,12 @@ ITEMS = (
 ONE_SERVER = (
     StoredItem("mpy:p:<token>", "string", "token of a submission that was carried out",
                "ten minutes", "broker"),
+    StoredItem("mpy:staged:<token>", "hash",
+               "steps of a large submission by number, and the next one",
+               "ten minutes; once committed, until carried out", "broker"),
+    StoredItem("mpy:committed", "zset",
+               "tokens of committed submissions, scored by their last step",
+               "until carried out", "broker"),
     StoredItem("mpy:open", "zset",
                "tasks that are not finished, by their last change; for listings",
                "two weeks after the last change", "backend"),
@@ -152,6 +159,9 @@ ONE_SERVER = (
     StoredItem("mpy:partial", "zset",
                "chords with members in and not complete, scored by when a worker looks whether "
                "Go has ended the others", "until complete or expired", "backend"),
+    StoredItem("mpy:loose", "set",
+               "settled groups of more than a thousand members, which are still to expire",
+               "until they expire", "backend"),
     StoredItem("mpy:o:{<key>}", "string",
                "outbox: messages still to be published in another store's broker",
                "until published", "backend"),

@@ -22,7 +22,8 @@
 -- more, and expires.
 -- listable: raises, before anything is written, if a set from which these changes are to be found
 -- again is something else.
--- loosen: members of a settled chord expire when their own time is over, or after that of all.
+-- loosen: members of a settled chord expire when their own time is over, or after that of all. Of a
+-- large one, maintenance does that in steps.
 -- commit: writes it. note_states: writes the listings and the groups, once for all that a script
 -- has committed.
 --! include connections/redis/lua/prelude.lua
@@ -358,9 +359,10 @@ local function fire(uuid, expire)
   local doc = call('GET', doc_key(uuid))
   if doc then call('SET', doc_key(uuid), triggered(doc), 'KEEPTTL') end
   expire = int(expire)
-  call('EXPIRE', g, expire)
-  call('EXPIRE', h, expire)
-  loosen(call('SMEMBERS', h), expire)
+  local many = call('SCARD', h) > $MANY
+  call('EXPIRE', g, many and $LONG or expire)
+  call('EXPIRE', h, many and $LONG or expire)
+  if many then try('SADD', 'mpy:loose', uuid) else loosen(call('SMEMBERS', h), expire) end
 end
 local function commit(c, plan, now, expire)
   local arrivals, groups, outbox = C[c + $ARRIVALS] or NONE, C[c + $GROUPS] or NONE, C[c + $OUTBOX]

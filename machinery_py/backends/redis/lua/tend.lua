@@ -1,5 +1,5 @@
--- In: now, seconds that finished states are kept. Out: how many groups were looked at. What is kept
--- under a group's UUID and is no document is left alone; MGET says that it is missing.
+-- In: now, seconds that finished states are kept. Out: how many groups were looked at, and whether
+-- members of settled ones are still to expire (loosen.lua). What is kept under a group's UUID and is no document is left alone; MGET says that it is missing.
 --! include backends/redis/lua/changes.lua
 
 local text, expire = unpack(unpacked)
@@ -16,8 +16,11 @@ for _, uuid in ipairs(due) do
   if doc and not alive then
     -- Our own document of a group holds names only: no number can suffer.
     local read, group = pcall(cjson.decode, doc)
-    for _, member in ipairs(read and type(group.TaskUUIDs) == 'table' and group.TaskUUIDs or {}) do
-      if call('EXISTS', doc_key(member)) == 1 then alive = true break end
+    local members = read and type(group.TaskUUIDs) == 'table' and group.TaskUUIDs or {}
+    for start = 1, #members, 1000 do
+      local keys = {}
+      for i = start, math.min(start + 999, #members) do keys[#keys + 1] = doc_key(members[i]) end
+      if call('EXISTS', unpack(keys)) > 0 then alive = true break end
     end
   end
   if alive then
@@ -30,4 +33,4 @@ for _, uuid in ipairs(due) do
     call('ZREM', 'mpy:partial', uuid)
   end
 end
-return #due
+return {#due, call('EXISTS', 'mpy:loose')}

@@ -1,0 +1,159 @@
+"""Large submissions to one Redis: one script for all of it would keep others waiting for seconds.
+
+    1  stage   each step is kept on the server, checked as the one script checks it; it expires
+    2  commit  one small script: from here on all of it will be true
+    3  carry   the steps are carried out one by one, by the sender or else by any worker
+
+docs/explanation/redis-protocol.md has the crash points.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from machinery_py.backends.redis.documents import Changes
+from machinery_py.backends.redis.scripts import CONSTANTS as STATES
+from machinery_py.brokers.base import Message
+from machinery_py.brokers.redis.messages import Queues, full, packed_batch, packed_limits
+from machinery_py.brokers.redis.scripts import CONSTANTS as MESSAGES
+from machinery_py.brokers.redis.scripts import TOKEN_LIFE
+from machinery_py.connections.redis.client import RedisDriver
+from machinery_py.connections.redis.errors import log_spoilt, spoilt
+from machinery_py.connections.redis.keys import STAGED
+from machinery_py.connections.redis.scripts import Folder
+from machinery_py.errors import BrokerUnavailable, MachineryError, PublishUnknown
+from machinery_py.stores.base import Submission
+from machinery_py.tasks.states import TaskState
+
+STEP = 1000  # messages in one script, and as many states; 20 ms
+STEP_BYTES = 4_000_000  # of their bodies
+STAGED_AGE = 5_000_000  # µs; by then the sender is dead or in trouble, and a worker goes on
+PATIENCE = 0.5  # seconds that a worker carries out steps at once
+
+_lua = Folder("stores/lua", MESSAGES | STATES, away=BrokerUnavailable)
+
+STAGE = _lua.script("stage", "publishing", TOKEN_LIFE=TOKEN_LIFE)
+COMMIT = _lua.script("commit", "publishing", TOKEN_LIFE=TOKEN_LIFE)
+CARRY = _lua.script("carry", "carrying out a submission")
+
+
+class StagedSteps:
+    """The steps of a store's large submissions. May be used from any thread.
+
+    Attributes:
+        most: messages that are submitted without steps.
+    """
+
+    def __init__(self, driver: RedisDriver, seconds: int) -> None:
+        self._driver = driver
+        self._seconds = seconds  # that finished states are kept
+        self.most = STEP
+        self._left = ""  # the submission of another that `carry_left` goes on with
+
+    def submit(self, submission: Submission) -> None:
+        """Submit, as Store.submit."""
+        token, states = submission.token, submission.states
+        count = self.stage(token, submission.messages, states, replay=submission.replay)
+        if count:
+            keys = Queues([one.queue for one in submission.limits]).keys
+            limits = packed_limits(submission.limits, keys)
+            change = Changes(self._driver.clock.now(), self._seconds)
+            if submission.groups:
+                change.add(key=f"submit {token}", groups=submission.groups)
+            values = (self._driver.now(), self._seconds, token, count, limits, keys)
+            answer = self._driver.run(COMMIT, *values, *change.packed(), lost=PublishUnknown)
+            if answer is not None:
+                self._drop(token)
+                raise full(answer, submission.limits, keys)
+        self.carry_out(token)
+
+    def stage(
+        self,
+        token: str,
+        messages: Sequence[Message],
+        states: Sequence[TaskState],
+        *,
+        replay: bool = False,
+    ) -> int:
+        """Keep all steps on the server, and return their number; 0 if they were committed before.
+
+        Raises:
+            PublishRefused: nothing is kept, or it expires.
+        """
+        count = 0
+        try:
+            for some_messages, some_states in _divided(messages, states):
+                change = Changes(self._driver.clock.now(), self._seconds)
+                if some_states:
+                    change.add(key=f"submit {token}", states=some_states, force=replay)
+                step = (token, str(count), *packed_batch(some_messages), *change.packed())
+                if not self._driver.run(STAGE, self._driver.now(), self._seconds, *step):
+                    return 0
+                count += 1
+        except MachineryError as error:
+            if not isinstance(error, ConnectionError):  # it was refused: make room
+                self._drop(token)
+            raise
+        return count
+
+    def _drop(self, token: str) -> None:
+        self._driver.ask(b"DEL", STAGED + token.encode(), doing="publishing")
+
+    def carry_out(self, token: str) -> None:
+        """Carry out all steps that are left of a committed submission.
+
+        Raises:
+            PublishUnknown: the next step is not possible now; a worker goes on when it is.
+        """
+        problem, failure = "", None
+        try:
+            while (step := self._carry(token)) is not None:
+                if step[1]:
+                    problem = str(spoilt(step[1], f"Redis: {CARRY.doing}"))
+                    break
+        except MachineryError as error:
+            problem, failure = str(error), error
+        if problem:
+            raise PublishUnknown(
+                f"it is accepted, and not all of it is on its queues: {problem} "
+                "(a worker goes on as soon as it can)"
+            ) from failure
+
+    def carry_left(self) -> bool:
+        """Go on with what others have left, for a moment; return whether more is left."""
+        end = time.monotonic() + PATIENCE
+        while (step := self._carry(self._left)) is not None:
+            self._left, problem = step
+            if problem:
+                log_spoilt([problem.encode()], doing=CARRY.doing)
+                break
+            if time.monotonic() > end:
+                return True
+        self._left = ""
+        return False
+
+    def _carry(self, token: str) -> tuple[str, str] | None:
+        """Carry out one step; return its token, and what keeps it from that; None: none is left."""
+        reply = self._driver.run(CARRY, self._driver.now(), token, STAGED_AGE)
+        if reply is None:
+            return None
+        to_wake, token_then, problem = reply
+        self._driver.unblock(to_wake)
+        return token_then.decode(), problem.decode(errors="replace")
+
+
+def _divided(
+    messages: Sequence[Message], states: Sequence[TaskState]
+) -> Iterator[tuple[Sequence[Message], Sequence[TaskState]]]:
+    """Yield the steps; a message and its state, which have the same place, are in the same one."""
+    at = 0
+    while at < len(messages):
+        end, size = at, 0
+        while end < min(at + STEP, len(messages)) and size < STEP_BYTES:
+            size += len(messages[end].body)
+            end += 1
+        yield messages[at:end], states[at:end]
+        at = end
+    for start in range(at, len(states), STEP):
+        yield (), states[start : start + STEP]

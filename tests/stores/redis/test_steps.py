@@ -1,0 +1,216 @@
+"""A large submission: staged, committed, and carried out step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from machinery_py.backends.base import Amendment, Change
+from machinery_py.backends.redis.backend import RedisBackend
+from machinery_py.backends.redis.scripts import MANY
+from machinery_py.brokers.base import Message
+from machinery_py.brokers.queue_limits import QueueLimit
+from machinery_py.brokers.redis.broker import RedisBroker
+from machinery_py.connections.redis.client import RedisDriver
+from machinery_py.errors import PublishRefused, PublishUnknown, QueueFull
+from machinery_py.stores import redis_steps
+from machinery_py.stores.base import Submission
+from machinery_py.stores.redis import RedisStore
+from machinery_py.stores.redis_steps import StagedSteps
+from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
+from machinery_py.testing.clocks import ManualClock
+from tests.models.beside import Beside
+from tests.support.servers import RedisServer
+
+UUIDS = [f"task_{number}" for number in range(5)]
+MESSAGES = [
+    Message(uuid=uuid, name="add", queue="mail", body=uuid.encode(), priority=number % 2)
+    for number, uuid in enumerate(UUIDS)
+]
+SUBMISSION = Submission(
+    token="t",
+    messages=MESSAGES,
+    states=[TaskState(task_uuid=uuid) for uuid in (*UUIDS, "last")],
+    groups=[GroupMeta(group_uuid="group_1", task_uuids=UUIDS)],
+)
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_steps, "STEP", 2)
+    monkeypatch.setattr(redis_steps, "STAGED_AGE", 0)
+
+
+@pytest.fixture
+def driver(empty_redis: RedisServer) -> Iterator[RedisDriver]:
+    driver = RedisDriver(empty_redis.url, clock=ManualClock())
+    yield driver
+    ask(driver, "CONFIG", "SET", "maxmemory", "0")
+    driver.close()
+
+
+class Interrupted(StagedSteps):
+    """Meets these commands of others when its submission is committed."""
+
+    commands: tuple[str, ...] = ()
+
+    def carry_out(self, token: str) -> None:
+        ask(self._driver, *self.commands)
+        super().carry_out(token)
+
+
+def store(driver: RedisDriver) -> RedisStore:
+    return RedisStore(RedisBroker(driver), RedisBackend(driver))
+
+
+def ask(driver: RedisDriver, *words: str) -> Any:
+    return driver.ask(*(word.encode() for word in words), doing="testing")
+
+
+def waiting(driver: RedisDriver) -> list[bytes]:
+    return [
+        *ask(driver, "LRANGE", "mail", "0", "-1"),
+        *ask(driver, "LRANGE", "mpy:{mail}:p:1", "0", "-1"),
+    ]
+
+
+BODIES = [b"task_0", b"task_2", b"task_4", b"task_1", b"task_3"]
+
+
+def test_steps_leave_what_one_script_leaves(
+    empty_redis: RedisServer, driver: RedisDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside = Beside(empty_redis.url)
+
+    def left() -> tuple[dict[str, Any], set[str]]:
+        keys, expires = beside.dump()
+        return keys, set(expires)
+
+    store(driver).submit(SUBMISSION)
+    store(driver).submit(SUBMISSION)  # a repeat
+    in_steps = left()
+    ask(driver, "FLUSHDB")
+    monkeypatch.setattr(redis_steps, "STEP", 1000)
+    store(driver).submit(SUBMISSION)
+
+    assert in_steps == left()
+    beside.close()
+
+
+def test_full_redis_refuses_what_is_not_committed(driver: RedisDriver) -> None:
+    ask(driver, "CONFIG", "SET", "maxmemory", "1")
+
+    with pytest.raises(PublishRefused, match="memory"):
+        store(driver).submit(SUBMISSION)
+
+    assert ask(driver, "DBSIZE") == 0
+
+
+def test_full_redis_carries_out_what_is_committed(driver: RedisDriver) -> None:
+    interrupted = Interrupted(driver, 3600)
+    interrupted.commands = ("CONFIG", "SET", "maxmemory", "1")
+
+    interrupted.submit(SUBMISSION)
+
+    assert waiting(driver) == BODIES
+
+
+def test_committed_steps_wait_for_their_queue_and_are_finished_by_others(
+    driver: RedisDriver,
+) -> None:
+    interrupted = Interrupted(driver, 3600)
+    interrupted.commands = ("SET", "mail", "somebody else's")
+
+    with pytest.raises(PublishUnknown, match="'mail' holds a string"):
+        interrupted.submit(SUBMISSION)
+
+    other = store(driver)
+    other.tend()
+    assert ask(driver, "GET", "mail") == b"somebody else's"
+    assert other.backend.get_group("group_1") is not None
+    ask(driver, "DEL", "mail")
+    other.tend()
+    assert waiting(driver) == BODIES
+    assert set(other.backend.get_states([*UUIDS, "last"])) == {*UUIDS, "last"}
+    assert ask(driver, "KEYS", "mpy:staged:*") == []
+    assert ask(driver, "EXISTS", "mpy:committed") == 0
+
+
+def test_queue_limit_refuses_all_steps(driver: RedisDriver) -> None:
+    limited = msgspec.structs.replace(SUBMISSION, limits=[QueueLimit("mail", 6, 5)])
+    store(driver).submit(limited)
+
+    with pytest.raises(QueueFull, match="mail"):
+        store(driver).submit(msgspec.structs.replace(limited, token="another"))
+
+    assert waiting(driver) == BODIES
+    assert ask(driver, "KEYS", "mpy:staged:*") == []
+
+
+def test_staged_steps_expire_and_are_staged_anew(driver: RedisDriver) -> None:
+    late = StagedSteps(driver, 3600)
+    steps = late.stage("t", MESSAGES, SUBMISSION.states)
+    assert 0 < ask(driver, "TTL", "mpy:staged:t") <= 600
+    ask(driver, "DEL", "mpy:staged:t")
+
+    with pytest.raises(PublishRefused, match="has expired"):
+        driver.run(redis_steps.COMMIT, driver.now(), 3600, "t", steps, [], [], [], [])
+    late.submit(SUBMISSION)
+
+    assert waiting(driver) == BODIES
+
+
+@pytest.mark.parametrize("expected", [None, b"another"])
+def test_record_is_amended_with_all_messages_or_with_none(
+    driver: RedisDriver, expected: bytes | None
+) -> None:
+    amendment = Amendment(
+        name="flow",
+        expected=expected,
+        body=b"plan",
+        life=60.0,
+        states=SUBMISSION.states,
+        groups=SUBMISSION.groups,
+    )
+
+    amended = store(driver).amend(amendment, MESSAGES)
+
+    assert amended is (expected is None)
+    assert waiting(driver) == (BODIES if amended else [])
+    assert store(driver).backend.claims(["flow"]) == [b"plan" if amended else None]
+    assert (store(driver).backend.get_group("group_1") is not None) is amended
+    assert ask(driver, "EXISTS", "mpy:committed") == 0
+
+
+def test_members_of_a_large_settled_chord_expire_in_steps(driver: RedisDriver) -> None:
+    uuids = [f"task_{number}" for number in range(MANY + 500)]
+    backend = store(driver).backend
+    backend.apply(
+        [
+            Change(
+                key="group_1",
+                states=[TaskState(task_uuid=uuid, state=State.SUCCESS) for uuid in uuids],
+                arrivals=[
+                    Arrival(
+                        group_uuid="group_1",
+                        task_uuid=uuid,
+                        total=len(uuids),
+                        ok=True,
+                        callback=b"callback",
+                    )
+                    for uuid in uuids
+                ],
+            )
+        ]
+    )
+    backend.apply([Change(key="group_1", fires="group_1")])
+    assert ask(driver, "TTL", uuids[0]) > 3600
+
+    backend.tend()
+
+    for name in (*uuids, "mpy:g:{group_1}", "mpy:h:{group_1}"):
+        assert 0 < ask(driver, "TTL", name) <= 3600
+    assert ask(driver, "EXISTS", "mpy:loose") == 0
