@@ -108,12 +108,11 @@ class Server(TaskRegistrar):
         self.schedules = Schedules(self.app, self.declared)
         self.dashboard = Dashboard(
             Fleet(
+                app=self.app,
                 config=resolved,
                 inspect=self.inspect,
                 schedules=self.schedules,
                 control=self.control,
-                now=self.now,
-                parameters=self.app.registry.parameters,
             )
         )
         self._waiters: AsyncWaiters | None = None

@@ -22,6 +22,7 @@ from machinery_py.dashboard.records import (
     ShownAttempt,
     ShownGroup,
     ShownMessage,
+    ShownStep,
     ShownValue,
     ShownWorker,
     TaskDetail,
@@ -29,6 +30,8 @@ from machinery_py.dashboard.records import (
     TaskRow,
     Tasks,
     WorkerDetail,
+    WorkflowDetail,
+    WorkflowRow,
 )
 from machinery_py.dashboard.routes import route, schema
 from machinery_py.errors import ArgumentError, MachineryError, Unsupported
@@ -37,6 +40,7 @@ from machinery_py.schedules.api import ScheduleReport
 from machinery_py.tasks.signature import UNLIMITED, Arg, Signature
 from machinery_py.tasks.states import FINISHED, ZERO_TIME, State, TaskState, state_named
 from machinery_py.texts import MAX_ERROR, cut
+from machinery_py.workflows.workflow import Workflow
 
 MOST = 1000  # tasks that one call lists or changes
 STEP = 500  # tasks that one step of a bulk change takes
@@ -47,6 +51,7 @@ ASKING = 1.0  # seconds that a worker has for an answer
 
 Limit = Annotated[int, msgspec.Meta(ge=1, le=MOST)]
 Seconds = Annotated[int, msgspec.Meta(ge=1, le=3600)]
+FewWorkflows = Annotated[int, msgspec.Meta(ge=1, le=100)]
 Uuids = Annotated[Sequence[str], msgspec.Meta(max_length=MOST)]
 Number = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -297,6 +302,37 @@ class Api:
             since=self._moment(since), name=name, queue=queue, within=WITHIN
         )
 
+    # Workflows
+
+    @route("GET", "workflows", "workflows")
+    def workflows(self, limit: FewWorkflows = 20) -> Sequence[WorkflowRow]:
+        """Return the workflows whose tasks have changed of late, the last changed first."""
+        return [WorkflowRow(**_facts(one)) for one in self._fleet.workflows(limit)]
+
+    @route("GET", "workflow")
+    def workflow(self, uuid: str) -> WorkflowDetail:
+        """Return a workflow by its UUID, or that of a task or group in it."""
+        found = self._fleet.workflow(uuid)
+        steps = []
+        for one in found.tree():
+            facts: dict[str, Any] = msgspec.structs.asdict(one)
+            facts |= {"error": cut(one.error, SHORT), "tasks": [self._row(it) for it in one.tasks]}
+            steps.append(ShownStep(**facts))
+        return WorkflowDetail(**_facts(found), steps=steps)
+
+    @route("POST", "workflows/cancel")
+    def cancel_workflow(self, uuid: str) -> Changed:
+        """Let nothing of a workflow start any more, and ask its running tasks to stop."""
+        found = self._fleet.workflow(uuid)
+        is_open = found.progress.total - found.progress.done
+        found.cancel()
+        return Changed(done=is_open)
+
+    @route("POST", "workflows/retry")
+    def retry_workflow(self, uuid: str) -> Changed:
+        """Send the failed tasks of a workflow again, and go on from there."""
+        return Changed(done=len(self._fleet.workflow(uuid).retry()))
+
     # Dead letters
 
     @route("GET", "dead", "letters")
@@ -391,6 +427,17 @@ class Api:
         if ANY in name:  # it would mean others, too; a worker may have such a name
             raise ArgumentError(f"worker {name!r}: expected the name of one worker, without a '*'")
         return self._fleet.control.workers(name, timeout=timeout)
+
+
+def _facts(found: Workflow) -> dict[str, Any]:
+    return {
+        "uuid": found.uuid,
+        "name": found.name,
+        "state": found.state.value,
+        "cancelled": found.is_cancelled,
+        "created_at": found.created_at,
+        **found.progress._asdict(),
+    }
 
 
 def _states(words: Sequence[str]) -> list[State]:

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from machinery_py.app import Application
 from machinery_py.config.config import Config
 from machinery_py.control.client import Control
 from machinery_py.inspection import Inspector
 from machinery_py.schedules.api import Schedules
+from machinery_py.workflows.workflow import Workflow, find_workflow, recent_workflows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """The parts of a Server.
+    """The parts of a Server. Its stores may change; its configuration is that of the start."""
 
-    Attributes:
-        parameters: returns the names of a task's positional parameters; empty if it is unknown.
-    """
-
+    app: Application
     config: Config
     inspect: Inspector
     schedules: Schedules
     control: Control
-    now: Callable[[], dt.datetime]
-    parameters: Callable[[str], Sequence[str]]
+
+    def now(self) -> dt.datetime:
+        return self.app.now()
+
+    def parameters(self, task: str) -> Sequence[str]:
+        """Return the names of a task's positional parameters; empty if it is unknown."""
+        return self.app.registry.parameters(task)
+
+    def workflow(self, uuid: str) -> Workflow:
+        """Find a workflow, as Server.workflow."""
+        return find_workflow(self.app, uuid)
+
+    def workflows(self, limit: int) -> Sequence[Workflow]:
+        """Return the last changed workflows."""
+        return recent_workflows(self.app, limit)

@@ -159,6 +159,49 @@ class TaskDetail(TaskRow, frozen=True, kw_only=True):
     parent: str
 
 
+class WorkflowRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A workflow. `done`, `failed`, `total`: numbers of tasks."""
+
+    uuid: str
+    name: str
+    state: str
+    cancelled: bool
+    created_at: dt.datetime
+    done: int
+    failed: int
+    total: int
+
+
+class ShownStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A step of a workflow.
+
+    Attributes:
+        uuid: of its task or group.
+        counts: tasks in each state; the others of `total` were not sent.
+        tasks: the first 20, those that failed first.
+    """
+
+    uuid: str
+    name: str
+    is_group: bool
+    total: int
+    counts: Mapping[str, int]
+    error: str
+    error_type: str
+    attempt: int
+    started_at: dt.datetime | None
+    finished_at: dt.datetime | None
+    parents: Sequence[str]
+    children: Sequence[str]
+    tasks: Sequence[TaskRow]
+
+
+class WorkflowDetail(WorkflowRow, frozen=True, kw_only=True):
+    """A workflow and its steps."""
+
+    steps: Sequence[ShownStep]
+
+
 class Changed(msgspec.Struct, frozen=True, kw_only=True):
     """A change that was made, or one step of it.
 

@@ -194,6 +194,7 @@ def test_every_page_can_be_read_over_every_broker(broker_url: str) -> None:
         raise ValueError(str(number))
 
     sent = [fail.send(number) for number in range(3)]
+    flow = group(fail.signature(3)).send()
     server.new_worker("web-1", concurrency=2, burst=True).launch()
     with server.new_worker("web-2", queues=["mail"]), site_of(server) as site:
         told = site.get("task", uuid=sent[0].uuid)
@@ -201,9 +202,12 @@ def test_every_page_can_be_read_over_every_broker(broker_url: str) -> None:
         replies = {
             path: site.request("GET", f"api/{path}")
             for path, methods in ROUTES.items()
-            if "GET" in methods and path not in ("task", "worker")
+            if "GET" in methods and path not in ("task", "worker", "workflow")
         }
         asked = site.get("worker", name="web-2")
+        held = site.get("workflow", uuid=flow.workflow)
+        again = site.post("workflows/retry", uuid=flow.workflow)
+        ended = site.post("workflows/cancel", uuid=flow.workflow)
         retried = site.post("tasks/retry", uuids=[one.uuid for one in sent])
         revoked = site.post("tasks/revoke", uuids=[one.uuid for one in sent], terminate=True)
     server.close()
@@ -211,16 +215,23 @@ def test_every_page_can_be_read_over_every_broker(broker_url: str) -> None:
     assert (told["state"], told["message"]["args"][0]["value"]) == ("FAILURE", "0")
     assert (overview["trouble"], overview["workers"]["alive"]) == ("", 1)
     unlisted = {path for path, reply in replies.items() if reply.status != 200}
-    assert unlisted == ({"tasks", "errors", "history"} if "amqp" in broker_url else set())
+    assert unlisted == (
+        {"tasks", "errors", "history", "workflows"} if "amqp" in broker_url else set()
+    )
     assert all("cannot list" in replies[path].error for path in unlisted)
     assert asked["stats"]["host"] and asked["queues"] == [{"name": "mail", "weight": 0.0}]
     assert retried["done"] == revoked["done"] == 3
+    assert (held["name"], held["state"], held["steps"][0]["error"]) == ("fail ×1", "FAILURE", "3")
+    assert again["done"] == ended["done"] == 1
+    if "amqp" not in broker_url:
+        [row] = replies["workflows"].json["workflows"]
+        assert row == {key: held[key] for key in row}
 
 
 def test_schema_has_every_route_and_every_record(site: Site) -> None:
     schema = site.get("schema")
 
-    assert len(schema["routes"]) == 25
+    assert len(schema["routes"]) == 29
     assert all(one["help"] for one in schema["routes"])
     assert {"TaskRow", "TaskDetail", "Overview", "Problem"} <= schema["definitions"].keys()
 

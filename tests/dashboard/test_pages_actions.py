@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from machinery_py import group
 from machinery_py.cli.http import serve
 from machinery_py.dashboard.web import DashboardWSGI
 from machinery_py.tasks.states import State
 from machinery_py.testing.waiting import HANG, wait_until
-from tests.dashboard.shop import Shop
+from tests.dashboard.shop import Shop, with_failure
 from tests.support.browser import Browser
 
 PREFIX = "/ops/machinery"
@@ -183,3 +184,35 @@ def test_worker_is_changed_and_shut_down(shop: Shop, browser: Browser) -> None:
         del bob
     browser.see_no("bob", css="tbody")
     assert shop.server.backend.get_state(shop.uuids["paid"]).state is State.SUCCESS
+
+
+def test_workflow_is_retried_and_cancelled(shop: Shop, browser: Browser) -> None:
+    broken = {"on"}
+
+    def fragile(part: str) -> str:
+        if broken and part == "b":
+            raise ConnectionError("refused")
+        return part
+
+    part = shop.server.task("report.part")(fragile)
+    whole = shop.server.task("report.whole")(lambda *parts: "".join(parts))
+    night = (group(part.signature(one) for one in "abc") | whole.partial()).send()
+    with_failure(night)
+    browser.open("#/workflows")
+    browser.press("report.part ×3 | report.whole")
+    browser.see("2 Success", "1 Failure", "ConnectionError", "refused", "4 of 4")
+    broken.clear()
+    browser.press("Retry what failed")
+    browser.see("1 task sent again.")
+    wait_until(lambda: shop.server.workflow(night.workflow).state is State.SUCCESS, HANG)
+    browser.see("Success", css=".title")
+
+    later = (part.options(delay=3600).signature("a") | whole.partial()).send()
+    browser.open(f"#/task?uuid={later.steps[0].uuid}")
+    browser.press(later.workflow.removeprefix("flow_")[:8])
+    browser.see("Pending", css=".title")
+    browser.press("Cancel …")
+    browser.press("Cancel it")
+    browser.see("Cancelled: 2 tasks.")
+    browser.see("cancelled", css=".title")
+    assert shop.server.workflow(later.workflow).is_cancelled

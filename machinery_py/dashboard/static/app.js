@@ -13,20 +13,23 @@ import { Schedules } from "./pages/schedules.js";
 import { Task } from "./pages/task.js";
 import { Tasks } from "./pages/tasks.js";
 import { Worker, Workers } from "./pages/workers.js";
+import { Workflow, Workflows } from "./pages/workflows.js";
 
 // name of the page: [its component, its word in the navigation, the key after "g"]
 const PAGES = {
   "": [Overview, "Overview", "o"],
   queues: [Queues, "Queues", "q"],
   tasks: [Tasks, "Tasks", "t"],
+  workflows: [Workflows, "Workflows", "f"],
   errors: [Errors, "Errors", "e"],
   dead: [Dead, "Dead letters", "d"],
   schedules: [Schedules, "Schedules", "s"],
   workers: [Workers, "Workers", "w"],
   task: [Task],
   worker: [Worker],
+  workflow: [Workflow],
 };
-const WITHIN = { task: "tasks", worker: "workers" }; // pages without a place of their own
+const WITHIN = { task: "tasks", worker: "workers", workflow: "workflows" }; // pages without a place of their own
 const THEMES = { auto: "system", light: "light", dark: "dark" };
 
 function route() {
