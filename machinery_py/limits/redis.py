@@ -53,6 +53,7 @@ ENTER = _lua.script(
             "LATE",
             "LOOK_AGAIN",
             "SHORTEST_WAIT",
+            "HANDOVER",
             "LONGEST_WAIT",
             "PLACE_WAIT",
         )

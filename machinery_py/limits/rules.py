@@ -36,6 +36,7 @@ LOOK_AGAIN = 300 * SECOND  # the longest wait: so long is a changed limit not no
 EARLY = SECOND // 100  # before its turn, at most half an interval: another trip takes longer
 LATE = SECOND // 4  # after its turn, without delaying those behind it
 SHORTEST_WAIT = SECOND // 20  # for a slot
+HANDOVER = SECOND // 50  # from the end of a run to the begin of the next
 LONGEST_WAIT = 30 * SECOND  # for a slot; two seconds for each place in line
 PLACE_WAIT = 2 * SECOND
 LONG_AGO = -(10**15)  # before every moment of a store, and its burst
@@ -181,7 +182,7 @@ def _wait(record: LimitRecord, rule: Rule, asking: Asking, now: int) -> int:
         if place is not None and record.back_at[place] <= now + EARLY:
             return 0
         # What those ahead may take whose turn has come is left to them, but not for ever.
-        due = sum(1 for moment in record.back_at[:ahead] if moment <= now)
+        due = sum(1 for moment in record.back_at[:ahead] if moment <= now + EARLY)
         if free_at + min(due * record.interval, OVERDUE) <= now + early:
             return 0
     turn = max(free_at, now) + ahead * record.interval
@@ -204,7 +205,7 @@ def _wait_for_slot(record: LimitRecord, who: str, ahead: int, now: int) -> int:
     oldest = max((now - one.began_at for one in record.running), default=0)
     each = max(record.mean, SHORTEST_WAIT)
     before = ahead - max(free, 0)
-    expected = max(each - oldest, 0) + before * each // max(record.limit, 1)
+    expected = max(each - oldest, 0) + before * (each + HANDOVER) // max(record.limit, 1)
     wait = max(expected, oldest // 4, SHORTEST_WAIT)
     return min(wait, PLACE_WAIT * (before + 1), LONGEST_WAIT)
 

@@ -39,7 +39,7 @@ local function wait_for_slot(one, ahead)
   local free = one.limit - #one.running
   if ahead < free then return 0 end
   local each, before = max(one.mean, $SHORTEST_WAIT), ahead - max(free, 0)
-  local expected = max(each - oldest, 0) + floor(before * each / max(one.limit, 1))
+  local expected = max(each - oldest, 0) + floor(before * (each + $HANDOVER) / max(one.limit, 1))
   local wait = max(expected, floor(oldest / 4), $SHORTEST_WAIT)
   return min(wait, $PLACE_WAIT * (before + 1), $LONGEST_WAIT)
 end
@@ -54,7 +54,7 @@ local function wait_of(one, strict)
     if at and one.back_at[at] <= now + $EARLY then return 0 end
     local due = 0
     for i = 1, ahead do
-      if one.back_at[i] <= now then due = due + 1 end
+      if one.back_at[i] <= now + $EARLY then due = due + 1 end
     end
     if begins_at + min(due * one.interval, $OVERDUE) <= now + early then return 0 end
   end

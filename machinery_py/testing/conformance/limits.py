@@ -137,6 +137,14 @@ class LimitsConformance:
         assert ask(limits, "new", RATE).wait > 0.0
         assert ask(limits, "b", RATE, again=True).wait == 0.0
 
+    def test_newcomer_does_not_overtake_by_being_early(
+        self, limits: Limits, clock: ManualClock
+    ) -> None:
+        waits(limits, "ab", RATE)
+        clock.advance(0.195)
+
+        assert ask(limits, "new", RATE).wait > 0.0
+
     def test_strict_interval_counts_from_the_begin(
         self, limits: Limits, clock: ManualClock
     ) -> None:

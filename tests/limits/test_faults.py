@@ -1,0 +1,72 @@
+"""Limits in a Redis that forgets, restarts empty, or holds what is not ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from machinery_py.connections.redis.client import RedisDriver
+from machinery_py.errors import BackendUnavailable, NameRefused
+from machinery_py.limits import Limits, Rule
+from machinery_py.limits.redis import RedisLimits
+from machinery_py.testing.conformance.limits import LEASE, ask, slot, waits
+from tests.support.servers import RedisServer
+
+TWO = Rule(name="running", limit=2)
+RATE = Rule(name="rate", interval=60.0)
+
+
+@pytest.fixture
+def limits(empty_redis: RedisServer) -> Iterator[Limits]:
+    with closing(RedisDriver(empty_redis.url, timeout=1.0)) as driver:
+        yield RedisLimits(driver)
+
+
+def test_limits_start_anew_in_a_redis_that_restarts_empty(
+    empty_redis: RedisServer, limits: Limits
+) -> None:
+    held = [slot(limits, who, TWO) for who in "ab"]
+    waits(limits, "cd", RATE)
+    limits.change("s", [Rule(name="rate", interval=3600.0)])
+
+    empty_redis.stop()
+    with pytest.raises(BackendUnavailable):
+        ask(limits, "e", TWO)
+    empty_redis.start()
+
+    assert limits.renew(held, ttl=LEASE) == [True, True]
+    assert ask(limits, "e", TWO).wait > 0.0
+    assert [wait > 0.0 for wait in waits(limits, "dc", RATE)] == [False, True]
+    limits.leave(held)
+    assert ask(limits, "e", TWO, again=True).wait == 0.0
+
+
+def test_slot_is_lost_when_others_took_it_after_its_key_was_deleted(
+    empty_redis: RedisServer, limits: Limits
+) -> None:
+    held = [slot(limits, who, TWO) for who in "ab"]
+    empty_redis.cli("FLUSHALL")
+    slot(limits, "c", TWO)
+
+    assert sorted(limits.renew(held, ttl=LEASE)) == [False, True]
+
+
+@pytest.mark.parametrize("value", ["garbage", b"\x91\x01", b"\x80"], ids=repr)
+def test_value_that_is_not_ours_is_written_over(
+    empty_redis: RedisServer, limits: Limits, value: str | bytes
+) -> None:
+    empty_redis.cli("SET", "mpy:limit:{s}:rate:", value)
+
+    assert [wait > 0.0 for wait in waits(limits, "ab", RATE)] == [False, True]
+
+
+def test_key_of_another_type_is_an_error_and_stays(
+    empty_redis: RedisServer, limits: Limits
+) -> None:
+    empty_redis.cli("LPUSH", "mpy:limit:{s}:rate:", "x")
+
+    with pytest.raises(NameRefused, match="a key holds something else"):
+        ask(limits, "a", RATE)
+    assert ask(limits, "a", TWO).wait == 0.0
