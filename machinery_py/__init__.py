@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from machinery_py.tasks.signature import Arg, Chain, Signature
     from machinery_py.tasks.states import State, TaskState
     from machinery_py.tasks.workflow import Group, chain, chord, group
+    from machinery_py.values.json_values import Failure
     from machinery_py.version import __version__
     from machinery_py.worker.worker import Worker
 
@@ -72,6 +73,7 @@ __all__ = [
     "Context",
     "DecodeError",
     "DuplicateTask",
+    "Failure",
     "Group",
     "GroupResult",
     "LockLost",
@@ -125,6 +127,7 @@ _HOMES = {
     "machinery_py.tasks.signature": "Arg Chain Signature",
     "machinery_py.tasks.states": "State TaskState",
     "machinery_py.tasks.workflow": "Group chain chord group",
+    "machinery_py.values.json_values": "Failure",
     "machinery_py.version": "__version__",
     "machinery_py.worker.worker": "Worker",
 }

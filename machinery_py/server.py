@@ -39,8 +39,10 @@ from machinery_py.results.workflow_results import (
 from machinery_py.revocation import revoke
 from machinery_py.schedules.api import PeriodicOptions, Schedules, definition_of
 from machinery_py.schedules.scheduler import Declared
+from machinery_py.tasks.linking import link
 from machinery_py.tasks.signature import HEADER_UNIQUE, Chain, Signature, Step
-from machinery_py.tasks.workflow import Group, chain, chord, group, link
+from machinery_py.tasks.states import GroupMeta
+from machinery_py.tasks.workflow import Group, chain, chord, group
 from machinery_py.texts import get_logger
 from machinery_py.unique import send_unique
 from machinery_py.worker.chords import settle_ready_groups
@@ -226,19 +228,18 @@ class Server(TaskRegistrar):
             PublishUnknown: it may have been stored.
         """
         self._note_loop()
+        groups: Sequence[GroupMeta] = ()
         if needs_check(signature):
-            self.app.registry.check((signature,))
+            signature, groups = self.app.registry.linked(signature, self.now())
         signature = signature.with_uuid()
         task = self.app.registry.find(signature.name)
-        if HEADER_UNIQUE in signature.headers:
-            is_unique = bool(signature.headers[HEADER_UNIQUE])
-        else:
-            is_unique = task is not None and task.settings.unique is not False
+        is_unique = task is not None and task.settings.unique is not False
+        is_unique = bool(signature.headers.get(HEADER_UNIQUE, is_unique))
         uuid, duplicate = signature.uuid, False
         if is_unique:
-            uuid, duplicate = send_unique(self.app, task, signature)
+            uuid, duplicate = send_unique(self.app, task, signature, groups)
         else:
-            self.app.submit((signature,))
+            self.app.submit((signature,), groups)
         queue = signature.routing_key or self.config.default_queue
         return AsyncResult(self, uuid, name=signature.name, queue=queue, duplicate=duplicate)
 
@@ -286,7 +287,7 @@ class Server(TaskRegistrar):
             self._noted_memory = True
             note_memory(self.backend.features)
         self.app.submit(plan.first, plan.groups, plan.awaited)
-        return result_of(plan, self, plan.first[0].routing_key or self.config.default_queue)
+        return result_of(plan, self, self.config.default_queue)
 
     def _note_loop(self) -> None:
         # Not there while another thread is still loading asyncio.

@@ -9,7 +9,7 @@ crash points and limits: docs/explanation/unique.md.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -42,7 +42,7 @@ from machinery_py.tasks.signature import (
     Signature,
     new_uuid,
 )
-from machinery_py.tasks.states import State, TaskState
+from machinery_py.tasks.states import GroupMeta, State, TaskState
 from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
@@ -51,9 +51,15 @@ _BY_DEFAULT = TaskSettings(unique=True)
 
 
 def send_unique(
-    app: Application, task: Task[..., Any] | None, signature: Signature[Any]
+    app: Application,
+    task: Task[..., Any] | None,
+    signature: Signature[Any],
+    groups: Sequence[GroupMeta] = (),
 ) -> tuple[str, bool]:
     """Publish it, unless another call holds its key; return the holder, and if it is another.
+
+    Args:
+        groups: in its callbacks.
 
     Raises:
         DuplicateTask: another call holds the key, and the task says that this is an error.
@@ -62,7 +68,7 @@ def send_unique(
     """
     app.check_lives((signature,))
     with app.sending((signature,)) as [signature]:
-        sending = _Sending(app, task, app.completed(signature))
+        sending = _Sending(app, task, app.completed(signature), groups)
         try:
             duplicate = app.patiently(sending.attempt, block=block_of(signature))
         except BackendUnavailable as error:
@@ -78,13 +84,18 @@ class _Sending:
     """Sending of one call of a unique task; `holder` is the UUID that has the key."""
 
     def __init__(
-        self, app: Application, task: Task[..., Any] | None, signature: Signature[Any]
+        self,
+        app: Application,
+        task: Task[..., Any] | None,
+        signature: Signature[Any],
+        groups: Sequence[GroupMeta],
     ) -> None:
         settings = (
             task.settings if task is not None and task.settings.unique is not False else _BY_DEFAULT
         )
         headers = dict(signature.headers)
         self._app = app
+        self._groups = groups
         self._on_duplicate = headers.pop(HEADER_ON_DUPLICATE, settings.on_duplicate)
         self._window = settings.unique_for
         self._key = headers.get(HEADER_UNIQUE) or unique_key(
@@ -208,6 +219,7 @@ class _Sending:
                 self._app.pending(self.signature, now),
                 *([replaced] if replaced is not None else ()),
             ],
+            groups=self._groups,
             outbox_key=sending_key(self._key, self._token),
         )
         try:

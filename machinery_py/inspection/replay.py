@@ -9,10 +9,10 @@ from machinery_py.brokers.base import DeadLetter, Message
 from machinery_py.errors import MachineryError, PublishRefused, PublishUnknown
 from machinery_py.registry.outcomes import STEP_FAILED
 from machinery_py.stores.base import REASON_FAILED, Submission
+from machinery_py.tasks.lineage import lasts_of
 from machinery_py.tasks.signature import (
     HEADER_ATTEMPT,
     HEADER_ATTEMPTS,
-    HEADER_LAST,
     HEADER_LOST,
     HEADER_LOST_HOW,
     HEADER_POSTPONED,
@@ -100,7 +100,7 @@ def _replay_batch(
 
 def _mended(app: Application, signatures: Sequence[Signature[object]]) -> list[TaskState]:
     """Return new states of the tasks that failed only because a step before them had failed."""
-    lasts = {str(one.headers[HEADER_LAST]) for one in signatures if one.headers.get(HEADER_LAST)}
+    lasts = {uuid for one in signatures for uuid, _ in lasts_of(one)}
     states = app.store.backend.get_states(sorted(lasts)).values() if lasts else ()
     return [
         TaskState(

@@ -17,10 +17,11 @@ from machinery_py.errors import NameRefused
 from machinery_py.names import check_uuid
 from machinery_py.tasks.attempts import Attempt, with_attempt
 from machinery_py.tasks.backoff import MAX_DELAY, Backoff, delay_for
+from machinery_py.tasks.lineage import Last, lasts_of
 from machinery_py.tasks.signature import (
     COUNTED,
     HEADER_ATTEMPT,
-    HEADER_LAST,
+    HEADER_FAILED,
     HEADER_LOST,
     HEADER_LOST_HOW,
     HEADER_POSTPONED,
@@ -32,6 +33,7 @@ from machinery_py.tasks.signature import (
     Signature,
 )
 from machinery_py.tasks.states import State, TaskState
+from machinery_py.tasks.workflow import is_tolerant
 from machinery_py.texts import MAX_ERROR, cut, get_logger
 from machinery_py.wire.signatures import decode_signature, encode_signature
 
@@ -53,12 +55,14 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=True):
     Attributes:
         error: cut to MAX_ERROR, so that whoever it is sent to can get it.
         retryable: a counted retry may follow; False for bad arguments, NoRetry and the like.
+        cause: name, UUID and error type of the task that it is due to; None: itself.
     """
 
     error: str
     error_type: str = ""
     traceback: str = ""
     retryable: bool = True
+    cause: tuple[str, str, str] | None = None
 
     def __post_init__(self) -> None:
         force_setattr(self, "error", cut(self.error, MAX_ERROR))
@@ -117,7 +121,7 @@ NOT_ITS_FAILURE = ("Revoked", "Expired")  # somebody ended it, or it ended as it
 
 
 class Arrived(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A member of a chord's group that is over."""
+    """A member of a chord's group that is over. `ok`: the chord goes on, if without its result."""
 
     member: Signature[Any]
     ok: bool
@@ -130,7 +134,8 @@ class FollowUp(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         retry: the same task, to be run again.
         send: callbacks.
         arrived: members of groups that are over: this task, and those after it that never run now.
-        breaks: the last task of the chain, which will never run now; its state says why.
+        breaks: the last task of the chain, and what that stands for, which will never run now;
+            their states say why.
     """
 
     state: State
@@ -141,7 +146,7 @@ class FollowUp(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     retry: Signature[Any] | None = None
     send: Sequence[Signature[Any]] = ()
     arrived: Sequence[Arrived] = ()
-    breaks: str = ""
+    breaks: Sequence[Last] = ()
 
 
 def follow_up(
@@ -228,9 +233,9 @@ def _failure(signature: Signature[Any], failed: Failed) -> FollowUp:
         error=failed.error,
         error_type=failed.error_type,
         traceback=failed.traceback,
-        send=_error_callbacks(signature, failed.error),
+        send=_error_callbacks(signature, failed),
         arrived=tuple(_never_to_arrive(signature)),
-        breaks=_last_of(signature),
+        breaks=lasts_of(signature),
     )
 
 
@@ -242,17 +247,21 @@ def _success_callbacks(
         return ()
     if signature.immutable or not results:
         return tuple(callbacks)
-    return tuple(callback.with_args(after=results) for callback in callbacks)
+    return tuple(one if one.is_fixed else one.with_args(after=results) for one in callbacks)
 
 
-def _error_callbacks(signature: Signature[Any], error: str) -> Sequence[Signature[Any]]:
+def _error_callbacks(signature: Signature[Any], failed: Failed) -> Sequence[Signature[Any]]:
     if not signature.on_error:
         return ()
-    text = Arg(type="string", value=error)
-    callbacks = [callback.with_args(before=(text,)) for callback in signature.on_error]
+    text = Arg(type="string", value=failed.error)
+    cause = failed.cause or (signature.name, signature.uuid, failed.error_type)
+    headers = {HEADER_FAILED: msgspec.json.encode(cause).decode()}
     if signature.root:  # they are no part of the workflow: if it is cancelled, they are run
-        return [one.with_headers(**{HEADER_ROOT: signature.uuid}) for one in callbacks]
-    return callbacks
+        headers[HEADER_ROOT] = signature.uuid
+    return tuple(
+        (one if one.is_fixed else one.with_args(before=(text,))).with_headers(**headers)
+        for one in signature.on_error
+    )
 
 
 def tries_left(signature: Signature[Any], retries: int | None) -> int:
@@ -322,23 +331,35 @@ def _struck(signature: Signature[Any], how: str, now: dt.datetime) -> Signature[
 
 
 def _never_to_arrive(signature: Signature[Any]) -> Iterator[Arrived]:
-    """Yield the chord members among this task and all that would have followed: they fail, too."""
-    return (Arrived(member=one, ok=False) for one in _members(signature, callbacks=False))
+    """Yield the chord members among this task and all that would have followed.
+
+    They fail, too. A chord that goes on without a failed member does so if this task is the member,
+    or in front of it inside the group, so that the member's state says why. (One in front of the
+    group would have started all members.)
+    """
+    inside = {signature.uuid, *(uuid for uuid, _ in lasts_of(signature))}
+    for one, callback in _members(signature, callbacks=False):
+        yield Arrived(member=one, ok=one.uuid in inside and is_tolerant(callback))
 
 
-def followers(signature: Signature[Any]) -> Iterator[Signature[Any]]:
-    """Yield the chord members among this task and all that follow it, also behind chords."""
+def followers(signature: Signature[Any]) -> Iterator[tuple[Signature[Any], Signature[Any]]]:
+    """Yield the chord members among this task and all that follow it, also behind chords.
+
+    With each comes its chord's callback.
+    """
     return _members(signature, callbacks=True)
 
 
-def _members(signature: Signature[Any], *, callbacks: bool) -> Iterator[Signature[Any]]:
+def _members(
+    signature: Signature[Any], *, callbacks: bool
+) -> Iterator[tuple[Signature[Any], Signature[Any]]]:
     waiting = [signature]
     while waiting:
         member = waiting.pop()
-        if member.chord_callback is not None:
-            yield member
+        if (callback := member.chord_callback) is not None:
+            yield member, callback
             if callbacks:
-                waiting.append(member.chord_callback)
+                waiting.append(callback)
         if _may_hold_members(member.on_success):
             waiting.extend(member.on_success)
 
@@ -346,11 +367,6 @@ def _members(signature: Signature[Any], *, callbacks: bool) -> Iterator[Signatur
 def _may_hold_members(callbacks: Sequence[Signature[Any]]) -> bool:
     # A chain of thousands is not unpacked to find out that it has no group in it.
     return b'"ChordCallback":{' in callbacks.raw if isinstance(callbacks, Lazy) else bool(callbacks)
-
-
-def _last_of(signature: Signature[Any]) -> str:
-    last = signature.headers.get(HEADER_LAST, "") if signature.headers else ""
-    return last if isinstance(last, str) else ""
 
 
 # What the failure of a waiting task takes along. Its state keeps that, since its message is with
@@ -364,7 +380,7 @@ def failing(signature: Signature[Any]) -> bytes:
     on_success: Sequence[Signature[Any]] = ()
     if signature.on_success and any(any(_never_to_arrive(one)) for one in signature.on_success):
         on_success = signature.on_success
-    if not (on_success or signature.on_error or signature.chord_callback or _last_of(signature)):
+    if not (on_success or signature.on_error or signature.chord_callback or lasts_of(signature)):
         return ALONE
     bare = signature.replace(uuid="", eta=None, args=(), on_success=on_success)
     # The members of a chord are sent together, and are mostly alike in this.
@@ -388,22 +404,24 @@ def failing_of(kept: bytes, name: str, uuid: str) -> Signature[Any]:
 
 
 def broken(then: FollowUp, signature: Signature[Any], now: dt.datetime) -> Sequence[TaskState]:
-    """The state of the last task of a chain in which this step has failed."""
-    if not then.breaks:
-        return ()
-    try:
-        check_uuid(then.breaks, signature.routing_key)  # a header says it
-    except NameRefused as error:
-        logger.error("the last task of the chain of %s cannot be: %s", signature.uuid, error)
-        return ()
-    return (
-        TaskState(
-            task_uuid=then.breaks,
-            state=State.FAILURE,
-            error=f"step {signature.name} {signature.uuid} failed: {then.error}",
-            error_type=STEP_FAILED,
-            root=signature.root,
-            created_at=now,
-            finished_at=now,
-        ),
-    )
+    """The states of the tasks that fail with this step: see `lasts_of`."""
+    states: list[TaskState] = []
+    for uuid, run in then.breaks:
+        try:
+            check_uuid(uuid, signature.routing_key)  # a header says it
+        except NameRefused as error:
+            logger.error("the last task of the chain of %s cannot be: %s", signature.uuid, error)
+            continue
+        states.append(
+            TaskState(
+                task_uuid=uuid,
+                state=State.FAILURE,
+                error=f"step {signature.name} {signature.uuid} failed: {then.error}",
+                error_type=STEP_FAILED,
+                root=signature.root,
+                created_at=now,
+                finished_at=now,
+                run=run,
+            )
+        )
+    return states

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,9 @@ from machinery_py.errors import TaskAlreadyRegistered, TaskNotRegistered
 from machinery_py.registry.calls import needs_check
 from machinery_py.registry.options import TaskOptions
 from machinery_py.registry.task import AsyncTask, BatchTask, Task, TaskSender
+from machinery_py.tasks.linking import link_callbacks
 from machinery_py.tasks.signature import Arg, Signature
+from machinery_py.tasks.states import GroupMeta
 
 _ERROR_TEXT = Arg(type="string", value="")  # what an error callback gets in front of its arguments
 
@@ -66,6 +69,18 @@ class Registry:
             raise TaskNotRegistered(name, self._tasks)
         return task
 
+    def linked(
+        self, signature: Signature[Any], now: dt.datetime
+    ) -> tuple[Signature[Any], Sequence[GroupMeta]]:
+        """Check a single call, and link its callbacks; return it with their groups.
+
+        Raises:
+            ArgumentError: as `check`.
+        """
+        signature, groups = link_callbacks(signature, now=now)
+        self.check((signature,))
+        return signature, groups
+
     def check(self, signatures: Sequence[Signature[Any]]) -> None:
         """Check calls and their callbacks against the parameters of the tasks known here.
 
@@ -84,13 +99,19 @@ class Registry:
             callback = signature.chord_callback
             if callback is not None and id(callback) not in seen:
                 seen.add(id(callback))
-                todo.append((callback, callback.args, not callback.immutable))
+                todo.append(
+                    (callback, callback.args, not (callback.immutable or callback.is_fixed))
+                )
             if type(signature.on_success) is tuple and signature.on_success:
                 todo.extend(
-                    (one, one.args, not signature.immutable) for one in signature.on_success
+                    (one, one.args, not (signature.immutable or one.is_fixed))
+                    for one in signature.on_success
                 )
             if type(signature.on_error) is tuple and signature.on_error:
-                todo.extend((one, (_ERROR_TEXT, *one.args), False) for one in signature.on_error)
+                todo.extend(
+                    (one, one.args if one.is_fixed else (_ERROR_TEXT, *one.args), False)
+                    for one in signature.on_error
+                )
 
     def parameters(self, name: str) -> Sequence[str]:
         """Return the names of a task's positional parameters; empty if it is not known here."""

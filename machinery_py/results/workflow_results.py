@@ -14,8 +14,9 @@ from machinery_py.results.async_results import (
     Waitable,
     raise_if_failed,
 )
+from machinery_py.tasks.linking import Plan
 from machinery_py.tasks.states import State
-from machinery_py.tasks.workflow import Plan
+from machinery_py.tasks.workflow import OnFailure, failure_of
 
 LOOK = 250  # members of a group that are read at once
 
@@ -39,9 +40,12 @@ class GroupResult(Waitable[R]):
         queue: str = "",
         leading: Sequence[str] = (),
         workflow: str = "",
+        on_failure: OnFailure = "abort",
     ) -> None:
         super().__init__(source)
         self.uuid = uuid
+        self._queue = queue
+        self._on_failure = on_failure
         self.workflow = workflow
         self.results = [
             AsyncResult[Any](source, one, name=name, queue=queue)
@@ -129,6 +133,8 @@ class GroupResult(Waitable[R]):
         for uuid in some:
             state = found.get(uuid)
             if state is not None and state.state is State.FAILURE:
+                if self._on_failure != "abort":
+                    continue
                 for one in (*self._read(self._leading).values(), state):  # the cause first
                     raise_if_failed(one)
             elif state is None and self._sent and not self._leading:
@@ -138,7 +144,14 @@ class GroupResult(Waitable[R]):
         return len(still)
 
     def _value(self) -> R:
-        return cast(R, [self._result_of(self._states[uuid]) for uuid in self._uuids])
+        states = [self._states[uuid] for uuid in self._uuids]
+        if self._on_failure == "skip":
+            states = [state for state in states if state.state is not State.FAILURE]
+        values = [
+            failure_of(state) if state.state is State.FAILURE else self._result_of(state)
+            for state in states
+        ]
+        return cast(R, values)
 
     def _awaited(self) -> Sequence[str]:
         return self._open
@@ -148,7 +161,7 @@ class GroupResult(Waitable[R]):
         return (
             f"{self.uuid or 'the group'}",
             f"{done} of {len(self._uuids)} finished",
-            self.results[0].queue,
+            self._queue,
         )
 
 
@@ -237,7 +250,8 @@ class ChainResult(Waitable[R]):
     def _look(self) -> bool:
         last = self.steps[-1]
         failed = False
-        if self._at < len(self.steps) - 1:
+        # An empty group at the end is over with the step before it.
+        if self._at < len(self.steps) - 1 and last._awaited():
             try:
                 if _alone(last):
                     self._at = len(self.steps) - 1
@@ -246,7 +260,7 @@ class ChainResult(Waitable[R]):
         while self._at < len(self.steps):
             step = self.steps[self._at]
             try:
-                if isinstance(step, GroupResult) and step is not last:
+                if isinstance(step, GroupResult) and isinstance(self._after(), AsyncResult):
                     # Its callback says when it is over, and that a member has failed.
                     is_over = step._glance(len(step._open) if failed else LOOK)
                 else:
@@ -268,9 +282,12 @@ class ChainResult(Waitable[R]):
     def _value(self) -> R:
         return cast(R, self.steps[-1]._value())
 
+    def _after(self) -> AsyncResult[Any] | GroupResult[Any]:
+        return self.steps[min(self._at + 1, len(self.steps) - 1)]
+
     def _awaited(self) -> Sequence[str]:
         at = min(self._at, len(self.steps) - 1)
-        if isinstance(self.steps[at], GroupResult) and self.steps[at] is not self.steps[-1]:
+        if isinstance(self.steps[at], GroupResult) and isinstance(self._after(), AsyncResult):
             # The callback ends also when a member fails (the next look finds a failure in Go): so
             # the members, perhaps a thousand, need not be watched.
             at += 1
@@ -295,7 +312,8 @@ class ChordResult(ChainResult[R]):
 
 
 def result_of(plan: Plan, source: ResultSource, queue: str) -> ChainResult[Any]:
-    """Return the result of a workflow that was sent to this queue."""
+    """Return the result of a workflow. `queue`: the default one."""
+    queue = plan.queue or queue
     steps: list[AsyncResult[Any] | GroupResult[Any]] = []
     for step in plan.steps:
         if step.is_group:
@@ -308,6 +326,7 @@ def result_of(plan: Plan, source: ResultSource, queue: str) -> ChainResult[Any]:
                     queue=queue,
                     leading=step.leading,
                     workflow=plan.uuid,
+                    on_failure=step.on_failure,
                 )
             )
         else:

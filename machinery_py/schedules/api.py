@@ -21,13 +21,11 @@ from machinery_py.schedules.definition import (
     ScheduleEntry,
     decode_entry,
     encode_entry,
-    pack_step,
-    task_names,
-    unpack_step,
 )
 from machinery_py.schedules.scheduler import Declared, amend, new_entry, redefined, sending
 from machinery_py.schedules.timetable import Dst
 from machinery_py.tasks.signature import Step
+from machinery_py.wire.steps import pack_step, task_names, unpack_step
 
 NEXT = 3  # times that a listing shows
 TRIES = 100  # at a change that others are always faster with

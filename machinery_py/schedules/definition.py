@@ -11,12 +11,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from machinery_py.errors import DecodeError, ScheduleError
+from machinery_py.errors import DecodeError
 from machinery_py.schedules.timetable import Dst, Schedule
-from machinery_py.tasks.signature import Chain, Signature, Step
+from machinery_py.tasks.linking import PlannedStep
 from machinery_py.tasks.states import State, TaskState
-from machinery_py.tasks.workflow import Group, PlannedStep
-from machinery_py.wire.signatures import decode_signature, encode_signature
 
 CatchUp = Literal["skip", "latest", "all"]
 Overlap = Literal["allow", "skip", "queue"]
@@ -34,7 +32,7 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Definition of a schedule.
 
     Attributes:
-        work: what is sent, from `pack_step`.
+        work: what is sent, from `wire.steps.pack_step`.
         catch_up, window, overlap: see PeriodicOptions.
     """
 
@@ -105,64 +103,6 @@ def decode_entry(body: bytes) -> ScheduleEntry:
         return _decode_entry(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DecodeError(f"this is no schedule of this version: {error}") from error
-
-
-def pack_step(step: Step[Any]) -> msgspec.Raw:
-    """Encode the step without UUIDs: each run has its own. (In Go a given UUID stays the same.)
-
-    Raises:
-        ArgumentError: something in it cannot be sent.
-    """
-    return msgspec.Raw(msgspec.json.encode(_packed(step)))
-
-
-def _packed(step: Step[Any]) -> object:
-    if isinstance(step, Signature):
-        return {
-            "task": msgspec.Raw(encode_signature(step.replace(uuid="", group_uuid="", sender=None)))
-        }
-    return {"group" if isinstance(step, Group) else "chain": [_packed(one) for one in _inner(step)]}
-
-
-def _inner(step: Step[Any]) -> Sequence[Step[Any]]:
-    if not isinstance(step, Group | Chain):
-        raise ScheduleError(
-            f"{step!r} cannot be sent by a schedule (expected a signature, chain, group or chord)"
-        )
-    return step.steps
-
-
-class _Packed(msgspec.Struct):
-    task: msgspec.Raw = msgspec.Raw()
-    group: list[msgspec.Raw] | None = None
-    chain: list[msgspec.Raw] | None = None
-
-
-_decode_packed = msgspec.json.Decoder(_Packed).decode
-
-
-def unpack_step(body: msgspec.Raw | bytes) -> Step[Any]:
-    """Read what `pack_step` wrote.
-
-    Raises:
-        DecodeError: it is something else.
-    """
-    try:
-        packed = _decode_packed(body)
-    except msgspec.DecodeError as error:
-        raise DecodeError(f"what a schedule sends cannot be read: {error}") from error
-    if task := bytes(packed.task):
-        return decode_signature(task)
-    if packed.group is not None:
-        return Group([unpack_step(one) for one in packed.group])
-    return Chain([unpack_step(one) for one in packed.chain or ()])
-
-
-def task_names(step: Step[Any]) -> list[str]:
-    """Return the names of all tasks in it, in order."""
-    if isinstance(step, Signature):
-        return [step.name]
-    return [name for one in _inner(step) for name in task_names(one)]
 
 
 class Due(msgspec.Struct, frozen=True, kw_only=True):

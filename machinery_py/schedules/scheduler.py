@@ -36,12 +36,12 @@ from machinery_py.schedules.definition import (
     encode_entry,
     is_over,
     run_of,
-    unpack_step,
 )
 from machinery_py.schedules.timetable import Schedule
+from machinery_py.tasks.linking import link
 from machinery_py.tasks.signature import HEADER_SCHEDULE, HEADER_TICK
-from machinery_py.tasks.workflow import link
 from machinery_py.texts import get_logger
+from machinery_py.wire.steps import unpack_step
 
 logger = get_logger(__name__)
 

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from machinery_py.errors import ArgumentError, MachineryError, TimeLimitExceeded
-from machinery_py.tasks.signature import Signature
+from machinery_py.tasks.signature import HEADER_FAILED, Signature
 from machinery_py.texts import quoted
-from machinery_py.values.json_values import NeedsTags, pack, shown
+from machinery_py.values.json_values import Failure, NeedsTags, pack, shown
 
 INTERRUPTIBLE = True  # calls user code and takes no lock, see worker/executors.py
 
@@ -29,6 +29,7 @@ Report = Callable[[tuple[float, float] | None], None]
 NO_STATE: Mapping[str, Any] = {}
 
 _encode = msgspec.json.Encoder().encode
+_read_failed = msgspec.json.Decoder(tuple[str, str, str]).decode
 
 
 class Context:
@@ -112,6 +113,23 @@ class Context:
     @property
     def eta(self) -> dt.datetime | None:
         return self.signature.eta
+
+    @property
+    def failed(self) -> Failure | None:
+        """Return the task that failed, in an error callback; else None.
+
+        Of a chord it is the member. None also where a Go worker sent the callback.
+        """
+        text = self.signature.headers.get(HEADER_FAILED)
+        if text is None:
+            return None
+        try:
+            name, uuid, error_type = _read_failed(text)
+        except (msgspec.DecodeError, TypeError):  # no worker of ours has written it
+            return None
+        has_text = self.signature.args and not self.signature.is_fixed
+        error = str(self.signature.args[0].value) if has_text else ""
+        return Failure(task=name, uuid=uuid, error=error, error_type=error_type)
 
     @property
     def is_redelivery(self) -> bool:

@@ -1,11 +1,19 @@
-"""Headers that a signature gets from the task that sends it."""
+"""Headers by which tasks are related: who sent them, and who fails with whom."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from machinery_py.tasks.context import Context
-from machinery_py.tasks.signature import HEADER_ORIGIN, HEADER_PARENT, HEADER_ROOT, Signature
+from machinery_py.tasks.signature import (
+    HEADER_LAST,
+    HEADER_ORIGIN,
+    HEADER_PARENT,
+    HEADER_ROOT,
+    Signature,
+)
 
 TRACE_CONTEXT = frozenset({"traceparent", "tracestate", "baggage"})  # headers of the W3C
 OURS = "machinery_"  # how the headers of tasks/signature.py begin
@@ -43,3 +51,30 @@ def inheriting(
     if task.worker:
         found[HEADER_ORIGIN] = task.worker
     return signature.replace(headers={**found, **signature.headers})
+
+
+Last = tuple[str, int]
+"""A task that fails with a step before it: its UUID, and the run that does."""
+
+_read_lasts = msgspec.json.Decoder(list[Last]).decode
+
+
+def lasts_of(signature: Signature[Any]) -> list[Last]:
+    """Return the tasks that fail with this one: the last of its chain, and what that stands for."""
+    text = signature.headers.get(HEADER_LAST) if signature.headers else None
+    if not isinstance(text, str) or not text:
+        return []
+    if not text.startswith("[["):
+        return [(text, 0)]
+    try:
+        return _read_lasts(text)
+    except msgspec.DecodeError:  # no sender of ours has written it
+        return []
+
+
+def last_header(last: Signature[Any]) -> str:
+    """Return what the steps before the last one have in HEADER_LAST."""
+    more = lasts_of(last)
+    if not more and not last.run:
+        return last.uuid
+    return msgspec.json.encode([(last.uuid, last.run), *more]).decode()

@@ -6,7 +6,6 @@ A Signature is a value: it never changes. `replace`, `then` and `catch` return n
 from __future__ import annotations
 
 import datetime as dt
-import itertools
 import os
 from collections.abc import Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast, overload
@@ -39,10 +38,13 @@ HEADER_UNIQUE_START = "machinery_unique_start"  # the key when the task starts: 
 HEADER_ON_DUPLICATE = "machinery_on_duplicate"  # for the sender: what to do when the key is held
 HEADER_BLOCK = "machinery_block"  # unsent: seconds that its sender waits for room in the queue
 HEADER_COLLECT = "machinery_collect"  # on a chord's callback: all results as one list
-HEADER_LAST = "machinery_last"  # in a chain: UUID of its last step, which fails with this one
 HEADER_ROOT = "machinery_root"  # the workflow that it belongs to, or the task that began all of it
 HEADER_PARENT = "machinery_parent"  # the task or group in front of it, which had it sent
 HEADER_ORIGIN = "machinery_origin"  # the worker that sent it
+HEADER_ON_FAILURE = "machinery_on_failure"  # on a chord's callback: of members; "skip", "collect"
+HEADER_FIXED = "machinery_fixed"  # a step or callback that takes no results, and no error text
+HEADER_FAILED = "machinery_failed"  # on an error callback: name, UUID, error type of what failed
+HEADER_LAST = "machinery_last"  # in a chain: the tasks that fail with this one, see `lasts_of`
 HEADER_SCHEDULE = "machinery_schedule"  # the name of the schedule that sent it
 HEADER_LOST = "machinery_lost"  # how many task processes were lost while they ran it
 HEADER_LOST_HOW = "machinery_lost_how"  # what became of the last of them
@@ -124,11 +126,11 @@ class Step(Generic[R]):
 class Chain(Step[R]):
     """Steps that run one after the other, each result going to the end of the next one's arguments.
 
-    A step may be a group: each member gets the result of the step before, and the step behind the
-    group gets the results of all members.
+    A step may be a group: each member gets the result of the step before, and the step behind it
+    gets the results of all members; if that is a group too, each of its members gets them all.
 
     Raises:
-        WorkflowError: it has no step, or a group directly behind a group.
+        WorkflowError: it has no step.
     """
 
     __slots__ = ("steps",)
@@ -141,12 +143,29 @@ class Chain(Step[R]):
         ]
         if not flat:
             raise WorkflowError("a chain needs at least one step: this one is empty")
-        if any(step.is_group and after.is_group for step, after in itertools.pairwise(flat)):
-            raise WorkflowError(
-                "a group stands directly behind a group: "
-                "put a task between them, to gather the results"
-            )
         self.steps: tuple[Step[Any], ...] = tuple(flat)
+
+    def then(self, *callbacks: Step[Any] | Iterable[Step[Any]]) -> Chain[R]:
+        """With further callbacks for its success; each gets the result as its last argument.
+
+        Raises:
+            WorkflowError: one is no signature, chain or group.
+        """
+        last = cast("Chain[Any]", self.steps[-1])
+        return Chain((*self.steps[:-1], last.then(*callbacks)))
+
+    def catch(self, *callbacks: Step[Any] | Iterable[Step[Any]]) -> Chain[R]:
+        """With further callbacks for its failure, sent once, whichever step fails.
+
+        Each gets the error text as its first argument. Raises as `then`.
+        """
+        steps = [cast("Chain[Any]", step) for step in self.steps]
+        # What fails in front of a group fails the group, and that the step behind it: so the last
+        # group and all behind it are enough, and any step before would send them twice.
+        groups = [at for at, step in enumerate(steps) if step.is_group and step.steps]
+        behind = groups[-1] + 1 if groups else 0
+        told = {at for at in range(behind, len(steps)) if not steps[at].is_group} or groups[-1:]
+        return Chain([one.catch(*callbacks) if at in told else one for at, one in enumerate(steps)])
 
     def send(self) -> ChainedResult[R]:
         """Publish it through the Server whose tasks it is made of."""
@@ -181,36 +200,17 @@ def steps_of(given: Iterable[Any]) -> list[Step[Any]]:
     return steps
 
 
-def callbacks_of(given: Iterable[Any]) -> Iterator[Signature[Any]]:
-    """Yield the signatures that a worker sends for these callbacks.
-
-    Of a chain that is the first step, with the others as its callbacks; of a group, the members.
+def callbacks_of(given: Iterable[Any]) -> Iterator[Step[Any]]:
+    """Yield the callbacks, which may be given in lists. A chain or group is linked when it is sent.
 
     Raises:
-        WorkflowError: one is no step, or waits for a group.
+        WorkflowError: one is no step.
     """
-    for step in given:
-        if isinstance(step, Signature):
-            yield step
-        elif isinstance(step, Iterable) and not isinstance(step, str | bytes):
-            yield from callbacks_of(step)
+    for one in given:
+        if isinstance(one, Iterable) and not isinstance(one, str | bytes):
+            yield from callbacks_of(one)
         else:
-            after: tuple[Signature[Any], ...] = ()
-            [checked] = steps_of([step])
-            inner = checked.steps if isinstance(checked, Chain) else [checked]
-            for one in reversed(inner):
-                if one.is_group and after:
-                    raise WorkflowError(
-                        f"{step!r} cannot be a callback: a task in it waits for a group "
-                        "(put all of it into one chain: chain(task, group(…), …))"
-                    )
-                heads = tuple(
-                    callbacks_of(cast("Chain[Any]", one).steps)
-                    if one.is_group
-                    else callbacks_of((one,))
-                )
-                after = tuple(head.then(*after) for head in heads) if after else heads
-            yield from after
+            yield from steps_of([one])
 
 
 def sender_of(steps: Sequence[Step[Any]]) -> Sender:
@@ -222,10 +222,10 @@ def sender_of(steps: Sequence[Step[Any]]) -> Sender:
     waiting = list(reversed(steps))
     while waiting:
         step = waiting.pop()
-        if isinstance(step, Signature):
-            if step.sender is not None:
-                return step.sender
-        else:
+        sender: Sender | None = getattr(step, "sender", None)  # a Chain has none
+        if sender is not None:
+            return sender
+        if not isinstance(step, Signature):
             waiting.extend(reversed(cast("Chain[Any]", step).steps))  # or a Group's
     raise WorkflowError(
         "these signatures belong to no Server (use server.send_chain, send_group or send_chord)"
@@ -293,7 +293,8 @@ class Signature(msgspec.Struct, Step[R], frozen=True, kw_only=True, gc=False):
             results are added.
         retry_count: tries left after the first; UNLIMITED: until it works.
         retry_timeout: seconds waited before this try; Go's Fibonacci goes on from it.
-        on_success: sent when the task succeeds, its results as their last arguments.
+        on_success: sent when the task succeeds, its results as their last arguments. Until it is
+            sent, chains and groups may be among them (and in `on_error`), see `then`.
         on_error: sent when the task fails for good, the error text as their first argument.
         chord_callback: sent when every member of this task's group has succeeded.
         extra: keys that a newer or other program put into the message, kept as they came.
@@ -351,16 +352,20 @@ class Signature(msgspec.Struct, Step[R], frozen=True, kw_only=True, gc=False):
         """With further callbacks for success; each gets the results as its last arguments.
 
         Raises:
-            WorkflowError: one is no signature, chain or group, or a chain that waits for a group.
+            WorkflowError: one is no signature, chain or group.
         """
         return self.replace(on_success=(*self.on_success, *callbacks_of(callbacks)))
 
     def catch(self, *callbacks: Step[Any] | Iterable[Step[Any]]) -> Signature[R]:
         """Return the signature with further callbacks for the final failure. Raises as `then`.
 
-        Each gets the error text as its first argument.
+        Each gets the error text as its first argument; `current_task().failed` names the task.
         """
         return self.replace(on_error=(*self.on_error, *callbacks_of(callbacks)))
+
+    def fixed(self) -> Signature[R]:
+        """As a step or callback that gets nothing: neither results nor an error text."""
+        return self.with_headers(**{HEADER_FIXED: "1"})
 
     def with_args(self, *, before: Sequence[Arg] = (), after: Sequence[Arg] = ()) -> Signature[R]:
         """With more arguments around those it has."""
@@ -385,6 +390,10 @@ class Signature(msgspec.Struct, Step[R], frozen=True, kw_only=True, gc=False):
     async def send_async(self) -> Result[R]:
         """`send` for coroutines."""
         return await sender_of((self,)).send_async(self)
+
+    @property
+    def is_fixed(self) -> bool:
+        return HEADER_FIXED in self.headers
 
     @property
     def attempt(self) -> int:

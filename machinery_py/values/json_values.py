@@ -1,8 +1,8 @@
 """Values inside of values: the types `json` and `py`, and the checks that every sent value passes.
 
 `json` is plain JSON. `py` is JSON in which {"$": kind, "v": value} stands for what JSON lacks:
-bytes, datetime, date, timedelta, decimal, uuid, set, frozenset, and dict (with keys that are no
-strings, or with a key "$" of its own).
+bytes, datetime, date, timedelta, decimal, uuid, set, frozenset, failure, chunk, and dict (with
+keys that are no strings, or with a key "$" of its own).
 """
 
 from __future__ import annotations
@@ -25,6 +25,24 @@ from machinery_py.errors import ArgumentError
 from machinery_py.values.go_conversions import INT64_MAX, INT64_MIN, UINT64_MAX, read_base64, single
 
 MAX_DEPTH = 200  # levels of JSON in a value; far below the recursion limit of any Python
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """A task that failed, as a value: in place of its result, or `current_task().failed`.
+
+    Attributes:
+        task: its name, as far as it is known.
+        error, error_type: as in its TaskState.
+    """
+
+    task: str
+    uuid: str
+    error: str
+    error_type: str = ""
+
+
+class Chunk(list[Any]):
+    """Results of the calls of one chunk, see `Task.chunks`."""
 
 
 class NeedsTags(Exception):
@@ -117,6 +135,7 @@ _KEPT = (
     dt.timedelta,
     decimal.Decimal,
     uuid.UUID,
+    Failure,
 )  # tagged by us
 
 
@@ -149,6 +168,10 @@ def pack(value: Any, depth: int, tags: bool) -> Any:
             "dict",
             [[_pack_key(key, depth + 3), pack(item, depth + 3, True)] for key, item in pairs],
             tags,
+        )
+    if isinstance(value, Chunk):
+        return _tagged(
+            "chunk", [pack(item, depth + 2, True) for item in value] if tags else [], tags
         )
     if isinstance(value, (list, tuple)):
         return [pack(item, depth + 1, tags) for item in value]
@@ -225,6 +248,7 @@ _TAGS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (dt.timedelta, "timedelta", lambda value: [value.days, value.seconds, value.microseconds]),
     (decimal.Decimal, "decimal", str),
     (uuid.UUID, "uuid", str),
+    (Failure, "failure", msgspec.structs.asdict),
 )
 _UNTAG: dict[str, Callable[[Any], Any]] = {
     "bytes": read_base64,
@@ -236,6 +260,8 @@ _UNTAG: dict[str, Callable[[Any], Any]] = {
     "set": set,
     "frozenset": frozenset,
     "dict": dict,
+    "failure": lambda fields: msgspec.convert(fields, Failure),
+    "chunk": Chunk,
 }
 
 

@@ -6,19 +6,30 @@ loses nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
+
+import msgspec
 
 from machinery_py.app import Application
 from machinery_py.backends.base import ReadyGroup
 from machinery_py.errors import DecodeError, MachineryError, NameRefused, StateNotFound
 from machinery_py.names import check_uuid
-from machinery_py.registry.outcomes import CHORD_FAILED, Failed
+from machinery_py.registry.outcomes import (
+    CHORD_FAILED,
+    STEP_FAILED,
+    Arrived,
+    Failed,
+    Succeeded,
+    follow_up,
+)
 from machinery_py.revocation import end_unheld, fire
 from machinery_py.stores.base import AWAY, Firing
-from machinery_py.tasks.signature import Signature
+from machinery_py.tasks.lineage import lasts_of
+from machinery_py.tasks.signature import HEADER_COLLECT, Signature
 from machinery_py.tasks.states import TaskState
-from machinery_py.tasks.workflow import chord_callback
+from machinery_py.tasks.workflow import JOIN, chord_callback, chord_results
 from machinery_py.texts import get_logger
 from machinery_py.wire.signatures import decode_signature
 from machinery_py.worker.hooks import text_of
@@ -26,6 +37,7 @@ from machinery_py.worker.hooks import text_of
 logger = get_logger(__name__)
 
 BATCH = 100  # groups that are asked for at once
+_STEP = re.compile(r"step .+? (\S+) failed: ", re.DOTALL)  # as outcomes.broken writes it
 
 
 def settle_ready_groups(app: Application) -> list[str]:
@@ -65,62 +77,123 @@ def _firing(app: Application, ready: ReadyGroup) -> tuple[Firing, Sequence[Signa
     """Return what the store is to commit for this group, and the signatures sent by it."""
     try:
         callback = decode_signature(ready.callback).with_uuid("chord_")
-        # Its state is written in any case.
-        check_uuid(callback.uuid, callback.routing_key, app.config.default_queue)
+        callbacks = callback.on_success if _is_bundle(callback) else (callback,)
+        for one in callbacks:  # its state is written in any case
+            check_uuid(one.uuid, one.routing_key, app.config.default_queue)
     except (DecodeError, NameRefused) as error:
         # The members carried bytes that are no callback; the group must end all the same.
         logger.error("the callback of %s cannot be sent: %s", ready.group_uuid, error)
         return Firing(group_uuid=ready.group_uuid), ()
     if ready.failed_member:
-        return _failed(app, ready, callback, _why(app, ready.failed_member))
+        return _failed(app, ready, callback, _why(app, ready.failed_member, callback))
     try:
         states = app.store.backend.group_task_states(ready.group_uuid)
-        filled = chord_callback(callback, [state.results for state in states])
-        out = app.outgoing([filled])
+        results = chord_results(callback, states)
+        return _succeeded(app, ready, [chord_callback(one, results) for one in callbacks])
     except StateNotFound as error:
-        return _failed(
-            app,
-            ready,
-            callback,
-            f"the results of the chord's members are not there any more: {error}",
-        )
+        text = f"the results of the chord's members are not there any more: {error}"
     except NameRefused as error:
-        return _failed(app, ready, callback, f"the chord's callback cannot be sent: {error}")
+        text = f"the chord's callback cannot be sent: {error}"
     except AWAY:
         raise
     except Exception as error:  # the pre-publish hook is user code; the chord must end all the same
-        return _failed(
-            app, ready, callback, f"the chord's callback cannot be sent: {text_of(error)}"
+        text = f"the chord's callback cannot be sent: {text_of(error)}"
+    return _failed(
+        app, ready, callback, Failed(error=text, error_type=CHORD_FAILED, retryable=False)
+    )
+
+
+def _is_bundle(callback: Signature[Any]) -> bool:
+    """Return whether it stands for several callbacks: not one that gathers, which is a member."""
+    return callback.name == JOIN and HEADER_COLLECT not in callback.headers
+
+
+def _succeeded(
+    app: Application, ready: ReadyGroup, filled: Sequence[Signature[Any]]
+) -> tuple[Firing, Sequence[Signature[Any]]]:
+    """Send the callbacks. One that gathers succeeds here and now, with the list it has got."""
+    now = app.now()
+    sends: list[Signature[Any]] = []
+    states: list[TaskState] = []
+    arrived: list[Arrived] = []
+    for one in filled:
+        if one.name != JOIN:
+            sends.append(one)
+            continue
+        then = follow_up(one, Succeeded(one.args), now=now)
+        state = app.pending(one, now)
+        states.append(
+            msgspec.structs.replace(
+                state, state=then.state, results=then.results, finished_at=now, message=b""
+            )
         )
+        sends += then.send
+        arrived += then.arrived
+    out = app.outgoing(sends)
     firing = Firing(
-        group_uuid=ready.group_uuid, states=out.states, send=out.messages, groups=out.groups
+        group_uuid=ready.group_uuid,
+        states=(*states, *out.states),
+        send=out.messages,
+        groups=out.groups,
+        arrivals=app.arrivals(arrived),
     )
     return firing, out.signatures
 
 
-def _why(app: Application, member: str) -> str:
-    state = app.store.backend.get_states([member]).get(member)
+def _why(app: Application, member: str, callback: Signature[Any]) -> Failed:
+    """Return the failure of a chord, which names the member, or the task in front of it."""
+    # When a task in front of the whole group failed, only the last step of the chain says so.
+    after = (callback, *callback.on_success) if _is_bundle(callback) else (callback,)
+    lasts = [uuid for one in after for uuid in (one.uuid, *(uuid for uuid, _ in lasts_of(one)))]
+    states = app.store.backend.get_states([member, *lasts])
+    broken = [states[uuid] for uuid in lasts if uuid in states and _STEP.match(states[uuid].error)]
+    state = states.get(member) or next(iter(broken), None)
     if state is None:
-        # A step in front of the member failed, so the member itself never ran.
-        return f"chord member {member} never ran, because a task in front of it failed"
-    return f"chord member {state.task_name} {member} failed: {state.error}"
+        text = f"chord member {member} never ran, because a task in front of it failed"
+        return Failed(error=text, error_type=CHORD_FAILED, retryable=False, cause=("", member, ""))
+    ran = member in states and state.error_type != STEP_FAILED
+    named = f"{state.task_name} {member} failed" if ran else f"{member} never ran"
+    text = f"chord member {named}: {state.error}"
+    if state.error_type == STEP_FAILED and (step := _STEP.match(state.error)):
+        state = app.store.backend.get_states([step[1]]).get(step[1], state)
+    cause = state.task_name, state.task_uuid, state.error_type
+    return Failed(error=text, error_type=CHORD_FAILED, retryable=False, cause=cause)
 
 
 def _failed(
-    app: Application, ready: ReadyGroup, callback: Signature[Any], error: str
+    app: Application, ready: ReadyGroup, callback: Signature[Any], outcome: Failed
 ) -> tuple[Firing, Sequence[Signature[Any]]]:
-    outcome = Failed(error=error, error_type=CHORD_FAILED, retryable=False)
-    state = app.store.backend.get_states([callback.uuid]).get(callback.uuid)
-    if state is not None and state.is_finished:  # revoked: its end was settled then
-        return Firing(group_uuid=ready.group_uuid), ()
-    queue = callback.routing_key or app.config.default_queue
-    stands = TaskState(
-        task_uuid=callback.uuid,
-        run=callback.run,
-        attempt=callback.attempt,
-        queue=queue,
-        keep_for=app.life_of(callback),
-        root=callback.root,
-        parent=callback.parent,
+    """Fail all callbacks that it stands for, and send what the group catches."""
+    firings: list[Firing] = []
+    sent: list[Signature[Any]] = []
+    callbacks: Sequence[Signature[Any]] = (callback,)
+    if _is_bundle(callback):
+        callbacks, bare = callback.on_success, callback.replace(on_success=())
+        _, out = app.failed_unheld(bare, outcome, queue=app.config.default_queue)
+        firings.append(Firing(states=out.states, send=out.messages))
+        sent += out.signatures
+    known = app.store.backend.get_states([one.uuid for one in callbacks])
+    for one in callbacks:
+        state = known.get(one.uuid)
+        if state is not None and state.is_finished and state.error_type != STEP_FAILED:
+            continue  # revoked: its end was settled then
+        queue = one.routing_key or app.config.default_queue
+        stands = TaskState(
+            task_uuid=one.uuid,
+            run=one.run,
+            attempt=one.attempt,
+            queue=queue,
+            keep_for=app.life_of(one),
+            root=one.root,
+            parent=one.parent,
+        )
+        firing, signatures = end_unheld(app, one, outcome, stands, group_uuid=ready.group_uuid)
+        firings.append(firing)
+        sent += signatures
+    whole = Firing(
+        group_uuid=ready.group_uuid,
+        states=[state for one in firings for state in one.states],
+        send=[message for one in firings for message in one.send],
+        arrivals=[arrival for one in firings for arrival in one.arrivals],
     )
-    return end_unheld(app, callback, outcome, stands, group_uuid=ready.group_uuid)
+    return whole, sent

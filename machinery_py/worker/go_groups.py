@@ -22,13 +22,18 @@ from dataclasses import dataclass
 import msgspec
 
 from machinery_py.backends.base import Backend, Change
+from machinery_py.errors import DecodeError
+from machinery_py.tasks.signature import HEADER_ON_FAILURE
 from machinery_py.tasks.states import Arrival, State
+from machinery_py.tasks.workflow import is_tolerant
+from machinery_py.wire.signatures import decode_signature
 
 SOON = 0.05  # seconds from a change of a group to its next poll, and as much for 5,000 members
 AGAIN = 5.0  # seconds between two polls of a group that has not changed, and one for 1,000 members
 AHEAD = 64  # states read at once
 BATCH = 1000  # of a large group, states read and arrivals written at once
 MOST = 10_000  # groups that are remembered
+_ON_FAILURE = HEADER_ON_FAILURE.encode()
 ADOPTED = 100  # groups of other workers that are polled together
 
 
@@ -41,6 +46,16 @@ class _PolledGroup:
     members: Sequence[str] = ()
     place: int = 0  # the members before it are over
     full_at: float = 0.0  # all were seen to be over; 0: not yet
+
+    @property
+    def tolerant(self) -> bool:
+        """Return whether its chord goes on without members that failed."""
+        if _ON_FAILURE not in self.arrival.callback:
+            return False  # as nearly always
+        try:
+            return is_tolerant(decode_signature(self.arrival.callback))
+        except DecodeError:
+            return False
 
 
 class GoGroupPoller:
@@ -166,7 +181,7 @@ class GoGroupPoller:
                 state = states.get(member)
                 if state is None or not state.is_finished:
                     return None
-                if state.state is State.FAILURE:
+                if state.state is State.FAILURE and not group.tolerant:
                     return _change(group, [member], ok=False)
                 group.place += 1
         return _change(group, group.members, ok=True)

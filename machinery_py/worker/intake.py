@@ -11,9 +11,10 @@ from machinery_py.brokers.base import Fate
 from machinery_py.errors import DecodeError, NameRefused
 from machinery_py.names import REASON as REASON_NAME
 from machinery_py.names import check_call, check_message, is_made
-from machinery_py.registry.outcomes import Failed
-from machinery_py.tasks.signature import HEADER_EXPIRES, HEADER_LOST_HOW, Signature
+from machinery_py.registry.outcomes import Failed, Succeeded
+from machinery_py.tasks.signature import HEADER_EXPIRES, HEADER_LOST_HOW, Arg, Signature
 from machinery_py.tasks.states import State
+from machinery_py.tasks.workflow import JOIN
 from machinery_py.texts import cut, get_logger
 from machinery_py.wire.signatures import decode_signature
 from machinery_py.worker.execution import Execution
@@ -101,6 +102,11 @@ def accept(execution: Execution, revoked: Mapping[str, bool]) -> bool:
         execution.finish(
             Failed(error="expired before it was started", error_type="Expired", retryable=False)
         )
+    elif signature.name == JOIN:
+        # A Go worker ended the last member, or it stands for an empty group: its results are those.
+        execution.phase = State.RECEIVED
+        results = [Arg(type=one.type, value=one.value) for one in signature.args]
+        execution.finish(Succeeded(results))
     elif execution.task is None:
         _unknown(execution)
     else:

@@ -29,6 +29,7 @@ from machinery_py.registry.outcomes import CHORD_FAILED, STEP_FAILED, Arrived, f
 from machinery_py.tasks.context import on_behalf_of
 from machinery_py.tasks.signature import Signature, new_uuid
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
+from machinery_py.tasks.workflow import JOIN, is_tolerant
 from machinery_py.texts import get_logger
 from machinery_py.wire.signatures import decode_signature
 
@@ -100,19 +101,21 @@ def _retry(app: Application, uuid: str, states: Sequence[TaskState]) -> list[str
 
 
 def _went_on(app: Application, signature: Signature[Any], gone: set[str]) -> bool:
-    """Return whether the task's chord has gone on without it."""
-    callback = signature.chord_callback
-    if callback is None or callback.uuid in gone:
-        return False
-    group = app.store.backend.get_group(signature.group_uuid)
-    return group is not None and group.chord_triggered
+    """Return whether a chord has gone on without the task, or without what follows it."""
+    for member, callback in followers(signature):
+        called = [callback, *(callback.on_success if callback.name == JOIN else ())]
+        if is_tolerant(callback) and not any(one.uuid in gone for one in called):
+            group = app.store.backend.get_group(member.group_uuid)
+            if group is not None and group.chord_triggered:
+                return True
+    return False
 
 
 def _arrivals_after(app: Application, signature: Signature[Any]) -> Iterator[Arrival]:
     """Yield the arrival of each member of a chord that this task is, or that follows it."""
     seen: set[str] = set()
     with on_behalf_of(signature, queue=signature.routing_key):
-        for member in followers(signature):
+        for member, _ in followers(signature):
             if member.group_uuid not in seen:
                 seen.add(member.group_uuid)
                 yield from app.arrivals([Arrived(member=member, ok=True)])

@@ -71,14 +71,14 @@ class App:
     def wait_until_idle(self) -> None:
         """Return when nothing waits, is delayed or runs, and no group waits for its callback."""
         store = self.server.app.store
+
+        def is_idle() -> bool:
+            queues = self.server.inspect.queues()
+            return not any(one.waiting + one.delayed + one.running for one in queues)
+
+        # Queues first and last: the end of a task makes a group ready, which then fills a queue.
         wait_until(
-            lambda: (
-                not store.ready_groups(1)
-                and not any(
-                    one.waiting + one.delayed + one.running for one in self.server.inspect.queues()
-                )
-            ),
-            what="empty queues",
+            lambda: is_idle() and not store.ready_groups(1) and is_idle(), what="empty queues"
         )
 
     def wait_for(self, tag: str) -> list[tuple[Any, ...]]:

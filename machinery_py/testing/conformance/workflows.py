@@ -12,7 +12,7 @@ the part for `eager`. Tests of single tasks are in tasks.py, of chains in chains
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -29,6 +29,7 @@ from machinery_py import (
     group,
 )
 from machinery_py.testing.conformance.application import App
+from machinery_py.testing.conformance.callbacks import CallbackConformance
 from machinery_py.testing.conformance.chains import ChainConformance
 from machinery_py.testing.conformance.workers import WorkerConformance
 from machinery_py.testing.waiting import HANG, wait_until
@@ -36,7 +37,7 @@ from machinery_py.testing.waiting import HANG, wait_until
 __all__ = ["App", "LinkedConformance", "WorkflowConformance"]
 
 
-class LinkedConformance(ChainConformance):
+class LinkedConformance(ChainConformance, CallbackConformance):
     """Chains, groups, chords, and their nesting."""
 
     # Groups
@@ -234,11 +235,8 @@ class LinkedConformance(ChainConformance):
         task = app.add.partial()
         for make in (
             chain,
-            group,
-            lambda: group([]),
-            lambda: chain(group(task), group(task)),
-            lambda: group(group(task), task),
-            lambda: group(task | group(task)),
+            lambda: chord(cast(Any, task), task),
+            lambda: chord([task], task, on_failure=cast(Any, "never")),
         ):
             with pytest.raises(WorkflowError):
                 make()
