@@ -10,6 +10,7 @@
     ├── ScheduleNotFound (LookupError)        no schedule has this name
     ├── LockNotAcquired (TimeoutError)        somebody else has the lock
     ├── LockLost                              a lock is not held any more
+    ├── LimitNotAcquired (TimeoutError)       the turn under a limit did not come in time
     ├── WorkflowError (ValueError)            a chain, group or chord that could never work
     ├── DecodeError (ValueError)              bytes that are no signature or no state
     ├── PublishRefused                        nothing was stored; sending again is safe
@@ -154,6 +155,14 @@ class LockLost(MachineryError):
             f"lock {name!r} is not held (any more); "
             "somebody else may have done the same work beside this"
         )
+
+
+class LimitNotAcquired(MachineryError, TimeoutError):
+    """The turn under a limiter did not come in time."""
+
+    def __init__(self, name: str, waited: float | None) -> None:
+        self.name = name
+        super().__init__(f"limiter {name!r}: its turn did not come in {waited or 0.0:g} s")
 
 
 class WorkflowError(MachineryError, ValueError):

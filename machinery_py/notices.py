@@ -1,4 +1,4 @@
-"""Notes in the log on how a program uses this library."""
+"""Notices to a programmer on how calls are sent; each is logged once."""
 
 from __future__ import annotations
 
@@ -8,12 +8,30 @@ from machinery_py.texts import get_logger
 logger = get_logger(__name__)
 
 
-def note_memory(features: BackendFeatures) -> None:
-    """Warn that the members of a chord are counted where they may be forgotten."""
-    if features.keeps and not features.durable and not features.embedded:
-        logger.warning(
-            "a chord was sent whose members are counted in %s, which forgets when it restarts "
-            "or is full: then its callback is never called "
-            "(name another result backend for chords that matter)",
-            features.name,
+class SendingNotices:
+    """Notices of one Server."""
+
+    def __init__(self) -> None:
+        self._noted_loop = self._noted_chord = False
+
+    def sent_in_loop(self) -> None:
+        """Note that a call was sent in a running event loop, which it blocks."""
+        if self._noted_loop:
+            return
+        self._noted_loop = True
+        logger.debug(
+            "send() was called in a running event loop; it blocks it for one write (use send_async)"
         )
+
+    def sent_chord(self, features: BackendFeatures) -> None:
+        """Note that a chord was sent whose members are counted where they may be forgotten."""
+        if self._noted_chord:
+            return
+        self._noted_chord = True
+        if features.keeps and not features.durable and not features.embedded:
+            logger.warning(
+                "a chord was sent whose members are counted in %s, which forgets when it restarts "
+                "or is full: then its callback is never called "
+                "(name another result backend for chords that matter)",
+                features.name,
+            )

@@ -6,13 +6,14 @@ It opens nothing and starts no thread before that is needed.
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, Unpack, cast
 
 from machinery_py.app import Application
 from machinery_py.async_twins import twin
-from machinery_py.backends.base import Backend, Listener
+from machinery_py.backends.base import Backend
 from machinery_py.brokers.base import Broker
 from machinery_py.clock import SYSTEM_CLOCK, Clock
 from machinery_py.config.config import Config, resolve
@@ -20,8 +21,11 @@ from machinery_py.control.client import Control
 from machinery_py.dashboard.dashboard import Dashboard
 from machinery_py.dashboard.fleet import Fleet
 from machinery_py.inspection import Inspector, worker_hint
+from machinery_py.inspection.limits import change_limit, limiter_of
+from machinery_py.limits.limiter import Limiter
+from machinery_py.limits.settings import LimiterOptions
 from machinery_py.locks.named import NamedLock
-from machinery_py.notices import note_memory
+from machinery_py.notices import SendingNotices
 from machinery_py.queues import Queues
 from machinery_py.registry.calls import needs_check
 from machinery_py.registry.options import TaskOptions
@@ -43,15 +47,12 @@ from machinery_py.tasks.linking import link
 from machinery_py.tasks.signature import HEADER_UNIQUE, Chain, Signature, Step
 from machinery_py.tasks.states import GroupMeta
 from machinery_py.tasks.workflow import Group, chain, chord, group
-from machinery_py.texts import get_logger
 from machinery_py.unique import send_unique
 from machinery_py.worker.chords import settle_ready_groups
 from machinery_py.worker.frames import setup_of
 from machinery_py.worker.inline import Inline
 from machinery_py.worker.worker import Worker
 from machinery_py.workflows.workflow import Workflow, find_workflow
-
-logger = get_logger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -105,7 +106,8 @@ class Server(TaskRegistrar):
         self.on_failure, self.worker_part = hooks.on_failure, hooks.worker_part
         self.inspect = Inspector(self.app)
         self.events = self.app.events
-        self.control = Control(lambda: self.broker, self.app.lamport, self.revoke)
+        limit = functools.partial(change_limit, self.app)
+        self.control = Control(lambda: self.broker, self.app.lamport, self.revoke, limit)
         self.declared = Declared()
         self.schedules = Schedules(self.app, self.declared)
         self.dashboard = Dashboard(
@@ -119,7 +121,7 @@ class Server(TaskRegistrar):
         )
         self._waiters: AsyncWaiters | None = None
         self._inline = Inline(self.app, self._all_queues, name="eager")
-        self._noted_loop = self._noted_memory = False
+        self._notes = SendingNotices()
         self.app.attach(self._inline.drain)
 
     # What it consists of
@@ -283,25 +285,15 @@ class Server(TaskRegistrar):
         self._note_loop()
         plan = link(chain, now=self.now())
         self.app.registry.check(plan.first)
-        if not self._noted_memory and any(step.is_group for step in plan.steps[:-1]):
-            self._noted_memory = True
-            note_memory(self.backend.features)
+        if any(step.is_group for step in plan.steps[:-1]):
+            self._notes.sent_chord(self.backend.features)
         self.app.submit(plan.first, plan.groups, plan.awaited)
         return result_of(plan, self, self.config.default_queue)
 
     def _note_loop(self) -> None:
-        # Not there while another thread is still loading asyncio.
-        running_loop = getattr(sys.modules.get("asyncio"), "get_running_loop", None)
-        if self._noted_loop or running_loop is None:
-            return
-        try:
-            running_loop()
-        except RuntimeError:
-            return
-        self._noted_loop = True
-        logger.debug(
-            "send() was called in a running event loop; it blocks it for one write (use send_async)"
-        )
+        loop = getattr(sys.modules.get("asyncio"), "_get_running_loop", None)  # as far as loaded
+        if loop is not None and loop() is not None:
+            self._notes.sent_in_loop()
 
     # Results
 
@@ -318,11 +310,8 @@ class Server(TaskRegistrar):
     def waiters(self) -> AsyncWaiters:
         """Waiters of the coroutines that wait for results."""
         if self._waiters is None or not self._waiters.is_ours:
-            self._waiters = AsyncWaiters(self._listener)
+            self._waiters = AsyncWaiters(lambda: self.backend.listener())  # noqa: PLW0108
         return self._waiters
-
-    def _listener(self) -> Listener:
-        return self.backend.listener()  # of the stores at that time
 
     def group_result(self, uuid: str) -> GroupResult[Any]:
         """Return the result of a group that any process sent.
@@ -373,6 +362,18 @@ class Server(TaskRegistrar):
             blocking: False: do not wait at all.
         """
         return NamedLock(self.app.locks, name, timeout=timeout, blocking=blocking)
+
+    def limiter(
+        self,
+        name: str,
+        rate: str = "",
+        *,
+        key: str = "",
+        timeout: float | None = None,
+        **limits: Unpack[LimiterOptions],
+    ) -> Limiter:
+        """Return a limit across processes: `with server.limiter("smtp", "20/s"):`."""
+        return limiter_of(self.app, name, {"rate": rate, **limits}, key=key, timeout=timeout)
 
     # Schedules
 

@@ -33,6 +33,7 @@ from machinery_py import (
 from machinery_py.async_twins import twin
 from machinery_py.control.client import ChosenWorkers, Control
 from machinery_py.inspection import Inspector
+from machinery_py.limits.limiter import Limiter
 from machinery_py.locks.named import NamedLock
 from machinery_py.schedules.api import Schedules
 from machinery_py.testing.waiting import HANG, wait_until
@@ -53,6 +54,7 @@ CLASSES = (
     ChosenWorkers,
     Schedules,
     NamedLock,
+    Limiter,
     Worker,
 )
 
@@ -64,6 +66,7 @@ OFFLINE: dict[type, set[str]] = {
         "get_registered_task_names",
         "include",
         "is_task_registered",
+        "limiter",
         "lock",
         "new_custom_queue_worker",
         "new_worker",

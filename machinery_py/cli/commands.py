@@ -212,6 +212,29 @@ _MODULES: Mapping[str, Sequence[Command]] = {
             "resume", "take from these queues again", words="QUEUE …", examples=("tasks mail",)
         ),
     ),
+    "limits": (
+        Command(
+            "limits",
+            "list limits of tasks, and what runs and waits by them",
+            examples=("tasks", "set tasks call_api rate=10/s"),
+        ),
+        Command(
+            "limits set",
+            "change limits for all workers, until they are reset",
+            words="NAME LIMIT=VALUE …",
+            examples=(
+                "tasks call_api rate=10/s burst=20",
+                "tasks import_feed max_running=3",
+                "tasks limiter:smtp min_interval=500ms",
+            ),
+        ),
+        Command(
+            "limits reset",
+            "let the limits of the code count again",
+            words="NAME …",
+            examples=("tasks call_api",),
+        ),
+    ),
     "watch": (
         Command(
             "events",
@@ -352,6 +375,7 @@ COMMANDS = {command.name: command for commands in _MODULES.values() for command 
 MODULE_OF = {one.name: module for module, commands in _MODULES.items() for one in commands}
 
 GROUPS: Mapping[str, str] = {
+    "limits": "limits of tasks, and what runs and waits by them; set, reset",
     "dead": "dead letters: messages that no worker could run",
     "periodic": "schedules with their last and next runs; pause, resume, run, change, remove",
 }

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import msgspec
 
@@ -46,6 +46,7 @@ from machinery_py.control.orders import (
     matches,
 )
 from machinery_py.errors import ArgumentError, MachineryError, Unsupported
+from machinery_py.limits.settings import LimitOptions
 from machinery_py.names import check_encodable
 from machinery_py.texts import get_logger
 
@@ -331,10 +332,12 @@ class Control:
         broker: Callable[[], Broker],
         lamport: LamportClock,
         revoke: Callable[[Sequence[str]], None],
+        limit: Callable[[str, LimitOptions], None],
     ) -> None:
         self._broker = broker
         self._lamport = lamport
         self._revoke = revoke
+        self._limit = limit
 
     def workers(self, *names: str, timeout: float = TIMEOUT) -> ChosenWorkers:
         """Return the workers with these names, to ask or to change them; without names: all.
@@ -401,6 +404,27 @@ class Control:
         return _ended(workers, uuids if terminate else (), uuids, [])
 
     revoke_async = twin(revoke)
+
+    def limit(self, name: str, **limits: Unpack[LimitOptions]) -> None:
+        """Let these limits of a task or `limiter:NAME` win over those of the code.
+
+        Counts for all processes from the next run on, until `reset_limit`; no worker is asked.
+        Limits that are not named stay as they were.
+
+        Raises:
+            ArgumentError: no limit is named, or one that the code lacks; a value makes no sense.
+        """
+        if not limits:
+            raise ArgumentError(f"{name}: no limit is named")
+        self._limit(name, limits)
+
+    limit_async = twin(limit)
+
+    def reset_limit(self, name: str) -> None:
+        """Let the limits of the code count again. Raises as `limit`."""
+        self._limit(name, {})
+
+    reset_limit_async = twin(reset_limit)
 
     def _revoke_by_headers(
         self, workers: ChosenWorkers, headers: Mapping[str, Any], *, terminate: bool

@@ -2,6 +2,7 @@
 
 from machinery_py.backends.listings import Count
 from machinery_py.inspection.inspector import Inspector, worker_hint
+from machinery_py.inspection.limits import LimitReport
 from machinery_py.inspection.reports import (
     ChildTask,
     ErrorGroup,
@@ -19,6 +20,7 @@ __all__ = [
     "ErrorGroup",
     "ErrorSummary",
     "Inspector",
+    "LimitReport",
     "QueueReport",
     "TaskPage",
     "TaskReport",

@@ -17,6 +17,7 @@ from machinery_py.errors import (
     StateNotFound,
     Unsupported,
 )
+from machinery_py.inspection.limits import LimitReport, limit_reports
 from machinery_py.inspection.replay import anew, replay, replayed
 from machinery_py.inspection.reports import (
     ErrorSummary,
@@ -115,6 +116,16 @@ class Inspector:
         ]
 
     queues_async = twin(queues)
+
+    def limits(self) -> list[LimitReport]:
+        """Return the limits of tasks and limiters: what runs and waits by them.
+
+        Raises:
+            ConfigError, Unsupported: there is no lock store, or it keeps no limits.
+        """
+        return limit_reports(self._app)
+
+    limits_async = twin(limits)
 
     def workers(self) -> list[WorkerInfo]:
         """Return the live workers."""

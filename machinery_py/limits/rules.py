@@ -161,6 +161,9 @@ def enter(records: Sequence[LimitRecord], asking: Asking, now: int) -> Admission
 def _refresh(record: LimitRecord, rule: Rule, now: int) -> None:
     """Drop what is over, and take over the rule's numbers."""
     record.limit, record.interval = rule.limit, micros_of(rule.interval)
+    if record.interval:
+        # A clock was set back, or the interval was longer: from now on it is this one.
+        record.tat = min(record.tat, now + EARLY + record.interval)
     record.running = [one for one in record.running if one.ends_at > now]
     if min(record.back_at, default=now) <= now - OVERDUE:
         kept = [at for at, moment in enumerate(record.back_at) if moment > now - OVERDUE]
@@ -177,7 +180,7 @@ def _wait(record: LimitRecord, rule: Rule, asking: Asking, now: int) -> int:
     if record.last == asking.token:
         return 0  # a repeat
     early = 0 if rule.strict else min(record.interval // 2, EARLY)
-    free_at = _free_at(record, now)
+    free_at = record.tat
     if free_at <= now + early:
         if place is not None and record.back_at[place] <= now + EARLY:
             return 0
@@ -189,11 +192,6 @@ def _wait(record: LimitRecord, rule: Rule, asking: Asking, now: int) -> int:
     if _has_no_place(record, asking, place, now):
         turn = max(turn, record.tail + record.interval)
     return min(max(turn - now, 1), LOOK_AGAIN)
-
-
-def _free_at(record: LimitRecord, now: int) -> int:
-    """Return `tat`, unless a clock was set back since, or the interval was longer then."""
-    return min(record.tat, now + EARLY + record.interval)
 
 
 def _wait_for_slot(record: LimitRecord, who: str, ahead: int, now: int) -> int:
@@ -239,7 +237,7 @@ def _begin(record: LimitRecord, rule: Rule, asking: Asking, now: int) -> None:
         lag = (max(record.limit, 1) - 1) * record.interval
         if waited:
             lag = max(lag, LATE)
-        begins_at = now if rule.strict else max(_free_at(record, now), now - lag)
+        begins_at = now if rule.strict else max(record.tat, now - lag)
         record.tat = begins_at + record.interval
         record.last = asking.token
 

@@ -25,19 +25,26 @@ RATE, RUNNING, INTERVAL, EXCLUSIVE = "rate", "running", "interval", "exclusive"
 _RATE = re.compile(r"(\d{1,12}(?:\.\d{1,9})?)/([smhd])", re.ASCII)
 
 
-class LimitOptions(TypedDict, total=False):
-    """Limits of a task or a limiter.
+class LimiterOptions(TypedDict, total=False):
+    """Limits besides the rate.
 
-    rate: begins in a time, as "5/s", "100/m", "1000/h", "0.5/s" or "10/d".
-    burst: how many of them may begin at once after a pause; by default one.
+    burst: how many may begin at once after a pause; by default one.
     max_running: runs at a time.
     min_interval: seconds (or a timedelta) from a begin to the next one, at least.
     """
 
-    rate: str
     burst: int | str
     max_running: int
     min_interval: float | dt.timedelta
+
+
+class LimitOptions(LimiterOptions, total=False):
+    """Limits of a task or a limiter. Those of LimiterOptions, and:
+
+    rate: begins in a time, as "5/s", "100/m", "1000/h", "0.5/s" or "10/d".
+    """
+
+    rate: str
 
 
 LIMIT_OPTIONS = frozenset(LimitOptions.__annotations__)
@@ -149,16 +156,16 @@ def options_of(rules: Iterable[Rule]) -> LimitOptions:
     return options
 
 
-def scope_of(kind: str, name: str, *, owner: str) -> str:
-    """Return the scope of a "task" or a "limiter" of an application.
+def scope_of(name: str, *, owner: str) -> str:
+    """Return the scope of a task, or of "limiter:" and a name, in an application.
 
     Args:
         owner: see `registry.unique_keys.owner`.
     """
-    return f"{owner}|{kind}|{name}"
+    return f"{owner}|{name}"
 
 
-def named_by(scope: str, *, owner: str) -> tuple[str, str] | None:
-    """Return the kind and the name whose scope this is; None: another application's."""
-    kind, _, name = scope.removeprefix(f"{owner}|").partition("|")
-    return (kind, name) if scope == scope_of(kind, name, owner=owner) else None
+def named_by(scope: str, *, owner: str) -> str | None:
+    """Return the name whose scope this is; None: another application's."""
+    mine = scope_of("", owner=owner)
+    return scope.removeprefix(mine) if scope.startswith(mine) else None

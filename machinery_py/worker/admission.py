@@ -36,8 +36,10 @@ from machinery_py.stores.base import Settlement
 from machinery_py.tasks.signature import HEADER_UNIQUE_START, Signature
 from machinery_py.texts import get_logger
 from machinery_py.unique import start
+from machinery_py.worker.asking import AskingOrder
 
 logger = get_logger(__name__)
+_order = AskingOrder()
 
 # Seconds to the next try where the lock is another task's or `server.lock`'s, at first and at most.
 WAITS = 0.05, 2.0
@@ -45,7 +47,10 @@ STORE_PAUSE = 1.0  # seconds to the next try when the lock store does not answer
 
 
 class ExecutionGuard:
-    """Guard of one execution. `enter` is called by the thread that is to run it, `leave` by any."""
+    """Guard of one execution, made in the order of claims.
+
+    `enter` is called by the thread that is to run it, `leave` by any.
+    """
 
     def __init__(
         self, app: Application, task: Task[..., Any], signature: Signature[Any], delivery: Delivery
@@ -54,8 +59,11 @@ class ExecutionGuard:
         self._task = task
         self._signature = signature
         self._delivery = delivery
+        self._owner = owner(app.config)
         self._lease: LockLease | None = None
         self._slots: SlotLease | None = None
+        is_in_line = bool(task.rules) or task.settings.exclusive == "wait"
+        self._ticket = _order.ticket(task.name) if is_in_line else None
 
     def enter(self, on_lost: Callable[[], object]) -> Failed | Settlement | None:
         """Let the task run (None), or return what becomes of it instead.
@@ -86,6 +94,8 @@ class ExecutionGuard:
 
     def leave(self) -> None:
         """Give lock and slots back, without waiting for the store. Twice is fine, in any thread."""
+        if self._ticket is not None:
+            self._ticket.end()
         lease, self._lease = self._lease, None
         slots, self._slots = self._slots, None
         if slots is not None and lease is not None:
@@ -97,9 +107,8 @@ class ExecutionGuard:
             self._app.locks.give_back_soon(lease)
 
     def _lock_name(self) -> str:
-        task, whose = self._task, owner(self._app.config)
-        how = task.settings.exclusive_key
-        return lock_name(task.name, task.call, self._signature.args, how, owner=whose)
+        task, how = self._task, self._task.settings.exclusive_key
+        return lock_name(task.name, task.call, self._signature.args, how, owner=self._owner)
 
     def _rules(self, lock: str) -> list[Rule]:
         """Return the rules by which it runs. `lock`: of an exclusive task."""
@@ -120,18 +129,19 @@ class ExecutionGuard:
         self, rules: Sequence[Rule], on_lost: Callable[[], object]
     ) -> Failed | Settlement | None:
         """Get in line for what holds it back; None: it is its turn."""
-        if not rules:
+        if self._ticket is None:
             return None
-        slots, name = self._app.slots, self._task.name
+        slots, scope = self._app.slots, scope_of(self._task.name, owner=self._owner)
         try:
-            answer, self._slots = slots.enter(
-                scope_of("task", name, owner=owner(self._app.config)),
-                self._signature.uuid,
-                mark_of(self._delivery),
-                rules,
-                again=self._delivery.redelivered,
-                on_lost=on_lost,
-            )
+            with self._ticket.turn((scope, *[rule.key for rule in rules])):
+                answer, self._slots = slots.enter(
+                    scope,
+                    self._signature.uuid,
+                    mark_of(self._delivery),
+                    rules,
+                    again=self._delivery.redelivered,
+                    on_lost=on_lost,
+                )
         except Unsupported:
             if self._task.rules:
                 raise

@@ -33,6 +33,7 @@ from machinery_py.worker.executors import Executors
 from machinery_py.worker.hooks import WorkerHooks
 from machinery_py.worker.intake import accept, peek
 from machinery_py.worker.reconnect import Reconnect
+from machinery_py.worker.runner import set_guard
 from machinery_py.worker.settler import Settler
 
 logger = get_logger(__name__)
@@ -392,6 +393,8 @@ class Receiver:
                 if execution.settings.batch:
                     self._gather(execution)
                 else:
+                    if execution.task is not None and execution.task.is_guarded:
+                        set_guard(execution)
                     self._executors.submit(execution)
             else:
                 self._settler.put(execution)

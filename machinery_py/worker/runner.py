@@ -136,6 +136,14 @@ def _is_guarded(execution: Execution) -> bool:
     return bool(headers and HEADER_UNIQUE_START in headers and headers.get(HEADER_UNIQUE))
 
 
+def set_guard(execution: Execution) -> ExecutionGuard:
+    """Give it a guard: before it is submitted, if those of its key are to run in order."""
+    assert execution.task is not None
+    guard = ExecutionGuard(execution.app, execution.task, execution.signature, execution.delivery)
+    execution.guard = guard
+    return guard
+
+
 def _pass_guard(execution: Execution) -> bool:
     """Let it in by its limits, lock and key, and commit an early start. False: it is settled.
 
@@ -151,9 +159,7 @@ def _pass_guard(execution: Execution) -> bool:
 
 
 def _pass_own_guard(execution: Execution, run: Execution) -> bool:
-    assert execution.task is not None
-    guard = ExecutionGuard(execution.app, execution.task, execution.signature, execution.delivery)
-    execution.guard = guard
+    guard = execution.guard or set_guard(execution)
     stop = guard.enter(run.cancel)
     is_early = execution.settings.ack == "early"
     if stop is None and not execution.is_over and (not is_early or begin_once(execution)):

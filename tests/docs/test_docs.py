@@ -30,6 +30,7 @@ from machinery_py.config.urls import SCHEMES
 from machinery_py.control.stream import EventStream, ServerEvents
 from machinery_py.dashboard.dashboard import Dashboard
 from machinery_py.inspection import Inspector
+from machinery_py.limits.limiter import Limiter
 from machinery_py.locks.named import NamedLock
 from machinery_py.registry.hooks import Hooks
 from machinery_py.schedules.api import Schedules
@@ -267,6 +268,7 @@ def test_the_methods_of_the_api_have_these_parameters() -> None:
     }
     owners |= {"Inspector": Inspector, "Schedules": Schedules, "NamedLock": NamedLock}
     owners |= {"Dashboard": Dashboard, "Workflow": Workflow}
+    owners |= {"Limiter": Limiter}
     owners |= {"ServerEvents": ServerEvents, "EventStream": EventStream}
     wrong, count = [], 0
     for shown in re.findall(r"^\| `([^`]+)` \|", read("docs/reference/api.md"), re.MULTILINE):

@@ -14,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from zoneinfo import ZoneInfo
@@ -245,6 +246,31 @@ def test_the_digest_comes_by_the_clock_from_the_command_line(tmp_path: Path) -> 
     assert re.search(
         r"^digest +\* \* \* \* \* \* +Europe/Berlin +digest +on +\d{4}-", listing, re.MULTILINE
     ), listing
+
+
+def test_two_workers_are_polite_to_an_api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = EXAMPLES / "polite_api"
+    monkeypatch.syspath_prepend(str(place))
+    monkeypatch.chdir(tmp_path)
+    # Less than the rate of the task: it is also told to wait.
+    api, taken, refused = importlib.import_module("api").serve(0, limit=6)
+    monkeypatch.setenv("API_URL", url := f"http://127.0.0.1:{api.server_port}")
+    orders = importlib.import_module("orders")
+    with api, contextlib.closing(orders.server):
+        threading.Thread(target=api.serve_forever, daemon=True).start()
+        for order in range(8):
+            for tenant in ("acme", "globex"):
+                orders.tell.send(tenant, order)
+
+        two = [worker("orders", place, tmp_path, API_URL=url) for _ in range(2)]
+        with two[0], two[1]:
+            wait_until(lambda: sum(map(len, taken.values())) == 16, HANG, "all orders")
+        api.shutdown()
+
+    assert {tenant: len(times) for tenant, times in taken.items()} == {"acme": 8, "globex": 8}
+    assert set(refused) == {"acme", "globex"}
+    for times in taken.values():
+        assert times[5] - times[0] >= 0.4  # ten a second
 
 
 def test_the_file_store_passes_the_conformance_suites(tmp_path: Path) -> None:

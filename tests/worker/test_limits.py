@@ -26,13 +26,13 @@ def running(server: Server) -> int:
 
 def run_all(machinery: Harness, ran: list[Any], count: int) -> float:
     """Let time pass until so many have run, and return the seconds that it took."""
-    start = machinery.clock.now()
+    start = machinery.clock.monotonic()
     machinery.drain(raise_failures=False)
     while len(ran) < count:
-        assert (machinery.clock.now() - start).total_seconds() < 600
+        assert machinery.clock.monotonic() - start < 600
         machinery.advance(seconds=0.05)
         machinery.drain(raise_failures=False)
-    return (machinery.clock.now() - start).total_seconds()
+    return machinery.clock.monotonic() - start
 
 
 def test_fifty_calls_at_five_a_second_take_ten_seconds(server: Server) -> None:

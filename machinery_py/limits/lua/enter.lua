@@ -9,6 +9,7 @@ local text, scope, who, token, ttl, again, rules = unpack(unpacked)
 local now = now_of(text)
 
 local function refresh(one)
+  if one.interval > 0 then one.tat = min(one.tat, now + $EARLY + one.interval) end
   local running, overdue = {}, false
   for _, run in ipairs(one.running) do
     if run[4] > now then running[#running + 1] = run end
@@ -28,7 +29,6 @@ local function has_no_place(one, at)
   if at then return false end
   return #one.waiting >= $MOST_WAITING or (one.tail > now and again == 0)
 end
-local function free_at(one) return min(one.tat, now + $EARLY + one.interval) end
 local function wait_for_slot(one, ahead)
   local oldest
   for _, run in ipairs(one.running) do
@@ -49,7 +49,7 @@ local function wait_of(one, strict)
   if one.interval == 0 then return wait_for_slot(one, ahead) end
   if one.last == token then return 0 end
   local early = strict == 1 and 0 or min(floor(one.interval / 2), $EARLY)
-  local begins_at = free_at(one)
+  local begins_at = one.tat
   if begins_at <= now + early then
     if at and one.back_at[at] <= now + $EARLY then return 0 end
     local due = 0
@@ -74,7 +74,7 @@ local function begin(one, strict)
   elseif one.last ~= token then
     local lag = (max(one.limit, 1) - 1) * one.interval
     if waited then lag = max(lag, $LATE) end
-    local begins_at = strict == 1 and now or max(free_at(one), now - lag)
+    local begins_at = strict == 1 and now or max(one.tat, now - lag)
     one.tat, one.last = begins_at + one.interval, token
   end
 end

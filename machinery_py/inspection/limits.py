@@ -1,0 +1,132 @@
+"""Limits of tasks and limiters: looked at, and changed, for all processes at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from machinery_py.app import Application
+from machinery_py.errors import ArgumentError, nearest
+from machinery_py.limits.base import ScopeReport, UsageReport, stored_name
+from machinery_py.limits.limiter import Limiter
+from machinery_py.limits.settings import (
+    LIMIT_OPTIONS,
+    check_limits,
+    named_by,
+    options_of,
+    rules_of,
+    scope_of,
+)
+from machinery_py.registry.unique_keys import owner
+
+LIMITER = "limiter:"  # in front of the name of a limiter
+
+
+class LimitReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The limits of a task or a limiter.
+
+    Attributes:
+        name: of the task, or `limiter:NAME`.
+        options: of the code, as far as this process knows it: `{"rate": "5/s"}`.
+        changed: what was set since, and wins over them.
+        usage: what is counted under each key, those who were asked for last.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    changed: Mapping[str, Any]
+    usage: Sequence[UsageReport] = ()
+
+
+def limit_reports(app: Application) -> list[LimitReport]:
+    """Return what is limited, known or in use, sorted by name."""
+    whose = owner(app.config)
+    known = {task.name: options_of(task.rules) for task in app.registry if task.rules}
+    scopes = {stored_name(scope_of(name, owner=whose)): name for name in known}
+    found: dict[str, ScopeReport] = {}
+    for one in app.stores.limits.read():
+        name = scopes.get(one.scope) or named_by(one.scope, owner=whose)
+        if name is not None:
+            found[name] = one
+    return [
+        LimitReport(
+            name=name,
+            options={**known.get(name, {})},
+            changed={**options_of(found[name].changed)} if name in found else {},
+            usage=found[name].usage if name in found else (),
+        )
+        for name in sorted({*known, *found})
+    ]
+
+
+def change_limit(app: Application, name: str, options: Mapping[str, Any]) -> None:
+    """Let these limits win over those of the code; none: those of the code count again.
+
+    Raises:
+        ArgumentError: there is no such task, its code has no such limit, or a value is wrong.
+    """
+    unknown = options.keys() - LIMIT_OPTIONS
+    if unknown:
+        known = ", ".join(sorted(LIMIT_OPTIONS))
+        raise ArgumentError(f"{name}: no limit {min(unknown)!r} (known: {known})")
+    limits, scope = app.stores.limits, scope_of(name, owner=owner(app.config))
+    if not options:
+        limits.change(scope, ())
+        return
+    before = next((one for one in limits.read() if one.scope == stored_name(scope)), None)
+    coded = _coded(app, name, before)
+    given = {option: value for option, value in options.items() if value is not None}
+    changed = {**options_of(before.changed)} if before is not None else {}
+    if "burst" in given and "rate" not in {**changed, **given}:
+        changed |= {option: coded[option] for option in ("rate",) if option in coded}
+    try:
+        check_limits(name, changed | given)
+    except ValueError as error:
+        raise ArgumentError(str(error)) from None
+    if name.startswith(LIMITER) or (before is not None and not app.registry.find(name)):
+        missing = set[str]()
+    else:
+        missing = given.keys() - coded.keys() - {"burst"}
+    if missing:
+        there = ", ".join(sorted(coded)) or "none"
+        raise ArgumentError(
+            f"{name}: {min(missing)} cannot be changed, since the code sets none: its workers do "
+            f"not ask for it (its limits: {there})"
+        )
+    limits.change(scope, rules_of(changed | given))
+
+
+def _coded(app: Application, name: str, before: ScopeReport | None) -> Mapping[str, Any]:
+    """Return the limits of a task in the code, as far as it is known here."""
+    task = app.registry.find(name)
+    if task is None and before is None and not name.startswith(LIMITER):
+        names = [one.name for one in app.registry if one.rules]
+        raise ArgumentError(
+            f"no task {name!r} is known here{nearest(name, names)} "
+            f"(with limits: {', '.join(sorted(names)) or 'none'}; a limiter: {LIMITER}NAME)"
+        )
+    return {} if task is None else options_of(task.rules)
+
+
+def limiter_of(
+    app: Application, name: str, options: Mapping[str, Any], *, key: str, timeout: float | None
+) -> Limiter:
+    """Return a limiter; see `Server.limiter`.
+
+    Args:
+        options: see LimitOptions; rate="" is none.
+        key: counts apart from other keys.
+        timeout: seconds to wait at most; then LimitNotAcquired.
+
+    Raises:
+        ValueError: a limit makes no sense, or there is none.
+    """
+    name, options = LIMITER + name, {**options, "rate": options.get("rate") or None}
+    check_limits(name, options)
+    rules = [msgspec.structs.replace(rule, key=key) for rule in rules_of(options)]
+    if not rules:
+        raise ValueError(f"{name}: found no limit (expected a rate, max_running or min_interval)")
+    scope = scope_of(name, owner=owner(app.config))
+    return Limiter(app.slots, scope, name, rules, timeout=timeout)

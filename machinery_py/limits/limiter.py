@@ -1,0 +1,141 @@
+"""`server.limiter(name, "20/s")`: a limit by hand, across processes."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+
+from machinery_py.async_twins import twin
+from machinery_py.errors import LimitNotAcquired, MachineryError
+from machinery_py.limits.base import Admission, Rule
+from machinery_py.limits.keeper import SlotKeeper, SlotLease
+from machinery_py.tasks.context import check_time
+
+
+class Limiter:
+    """A limit, made by `server.limiter`. Threads and coroutines may share it.
+
+    with server.limiter("smtp", "20/s"):                 waits for its turn
+    with server.limiter("smtp", "20/s", timeout=5):      LimitNotAcquired after 5 s
+    async with server.limiter("db", max_running=3):      the same in a coroutine; at most three
+    """
+
+    def __init__(
+        self,
+        keeper: SlotKeeper,
+        scope: str,
+        name: str,
+        rules: Sequence[Rule],
+        *,
+        timeout: float | None,
+    ) -> None:
+        self.name = name
+        self._keeper = keeper
+        self._scope = scope
+        self._rules = rules
+        self._timeout = timeout
+        self._held: list[SlotLease] = []  # whoever leaves gives back one of them
+
+    def acquire(self, *, timeout: float | None = None) -> bool:
+        """Wait for the turn of one. False: it did not come in time.
+
+        Args:
+            timeout: seconds to wait; by default those of the limiter.
+        """
+        asking, deadline = self._asking(), self._deadline(timeout)
+        while (wait := asking()) > 0:
+            check_time()
+            left = deadline - time.monotonic()
+            if left <= 0:
+                asking(last=True)
+                return False
+            time.sleep(min(wait, left))
+        return True
+
+    async def acquire_async(self, *, timeout: float | None = None) -> bool:
+        """`acquire` for coroutines."""
+        import asyncio  # loaded by now: we are in a coroutine
+
+        asking, deadline = self._asking(), self._deadline(timeout)
+        while True:
+            attempt = asyncio.ensure_future(asyncio.to_thread(asking))
+            try:
+                wait = await asyncio.shield(attempt)
+                left = deadline - time.monotonic()
+                if wait > 0 and left > 0:
+                    await asyncio.sleep(min(wait, left))
+                    continue
+            except asyncio.CancelledError:
+                if await attempt <= 0:  # nobody would ever give it back
+                    await asyncio.to_thread(self.release)
+                else:
+                    await asyncio.to_thread(asking, last=True)
+                raise
+            if wait > 0:
+                await asyncio.to_thread(asking, last=True)
+            return wait <= 0
+
+    def release(self) -> bool:
+        """Give back what a run of `max_running` holds. False: nothing was held."""
+        try:
+            lease = self._held.pop()
+        except IndexError:
+            return False
+        return self._keeper.give_back(lease)
+
+    release_async = twin(release)
+
+    def _deadline(self, timeout: float | None) -> float:
+        timeout = self._timeout if timeout is None else timeout
+        return time.monotonic() + (float("inf") if timeout is None else timeout)
+
+    def _asking(self) -> Callable[..., float]:
+        """Return a function that asks for one run, and says how long to wait; 0.0: it has it.
+
+        `last`: it waits no more, and gives its place in line back.
+        """
+        who, answer = secrets.token_hex(8), Admission()
+
+        def ask(*, last: bool = False) -> float:
+            nonlocal answer
+            if last:
+                self._keeper.forget(answer)
+                return answer.wait
+            again = answer.wait > 0
+            answer, lease = self._keeper.enter(self._scope, who, who, self._rules, again=again)
+            if lease is not None:
+                self._held.append(lease)
+            return answer.wait
+
+        return ask
+
+    def __enter__(self) -> Limiter:
+        """
+        Raises:
+            LimitNotAcquired: its turn did not come in time.
+        """
+        if not self.acquire():
+            raise LimitNotAcquired(self.name, self._timeout)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._leave()
+
+    async def __aenter__(self) -> Limiter:
+        if not await self.acquire_async():
+            raise LimitNotAcquired(self.name, self._timeout)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        import asyncio
+
+        if self._held:
+            await asyncio.shield(asyncio.to_thread(self._leave))
+
+    def _leave(self) -> None:
+        try:
+            self.release()
+        except MachineryError as error:
+            # What the block did was done under the limit; the slot ends by itself.
+            self._keeper.log_unreleased(repr(self.name), error)
