@@ -35,7 +35,7 @@ from machinery_py.limits.keeper import SlotKeeper
 from machinery_py.locks.named import LockKeeper
 from machinery_py.names import check_call, check_message, check_uuid, is_made
 from machinery_py.registry.hooks import Hooks
-from machinery_py.registry.options import TaskSettings, settings_of_call
+from machinery_py.registry.options import TaskSettings, block_of, settings_of_call
 from machinery_py.registry.outcomes import (
     ALONE,
     Arrived,
@@ -46,6 +46,7 @@ from machinery_py.registry.outcomes import (
     follow_up,
 )
 from machinery_py.registry.registry import Registry
+from machinery_py.registry.tenants import tenant_of
 from machinery_py.stores.base import Refusal, Store, Submission
 from machinery_py.stores.open import Stores
 from machinery_py.tasks.backoff import full_jitter
@@ -53,7 +54,6 @@ from machinery_py.tasks.context import RUNNING, check_time, on_behalf_of
 from machinery_py.tasks.lineage import inheriting
 from machinery_py.tasks.signature import (
     HEADER_ATTEMPTS,
-    HEADER_BLOCK,
     Lazy,
     Signature,
     counted,
@@ -269,7 +269,14 @@ class Application:
             body=body,
             eta=signature.eta,
             priority=signature.priority,
+            tenant=self.tenant_of(signature) if self.config.fair_queues else None,
         )
+
+    def tenant_of(self, signature: Signature[Any]) -> str | None:
+        """Return whose turn it takes in its queue; None if that is not fair."""
+        field = self.config.fair_queues.get(signature.routing_key)
+        task = self.registry.find(signature.name)
+        return tenant_of(signature, task.call if task else None, field) if field else None
 
     def refusal(self, message: Message, error: Exception) -> Refusal:
         """Return what replaces a message that is refused for good: the failure of its task."""
@@ -489,12 +496,3 @@ class Application:
 
     def now(self) -> dt.datetime:
         return self.clock.now()
-
-
-def block_of(signature: Signature[Any]) -> float:
-    """Return the seconds that the sender of a call waits for room in its queue."""
-    text = signature.headers.get(HEADER_BLOCK)
-    try:
-        return float(text) if text else 0.0
-    except (TypeError, ValueError):
-        return 0.0

@@ -113,6 +113,16 @@ def limits_problem(limits: Mapping[str, object]) -> str:
     return ""
 
 
+def fair_problem(fields: Mapping[str, object]) -> str:
+    """Return what is wrong with such names of tenants in a setting; "" if nothing."""
+    for queue, field in fields.items():
+        if problem := queue_problem(queue):
+            return problem
+        if not isinstance(field, str) or not field:
+            return f"queue {queue!r}: found {field!r} (expected the name of an argument or header)"
+    return ""
+
+
 def _split(part: str) -> tuple[str, float | None]:
     name, colon, number = (piece.strip() for piece in part.rpartition(":"))
     if not colon:

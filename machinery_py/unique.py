@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from machinery_py.app import Application, block_of
+from machinery_py.app import Application
 from machinery_py.backends.base import Amendment, sending_key
 from machinery_py.errors import (
     BackendUnavailable,
@@ -24,7 +24,7 @@ from machinery_py.errors import (
     PublishUnknown,
     Unsupported,
 )
-from machinery_py.registry.options import TaskSettings
+from machinery_py.registry.options import TaskSettings, block_of
 from machinery_py.registry.task import Task
 from machinery_py.registry.unique_keys import (
     KeyClaim,

@@ -36,9 +36,8 @@ class BrokerFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     # A token is known to all processes; else to the one that used it, unless a reply was lost.
     deduplicates: bool = True
     whole_batches: bool = True  # nobody sees a part of what one call has put
-    exact_limits: bool = (
-        False  # `put_within` looks and puts in one step; else others may come first
-    )
+    exact_limits: bool = False  # `put_within` looks and puts in one step
+    fair: bool = False  # tenants take turns in a queue
     counts_returns: bool = True  # else the fence counts the first return alone
     tells_age: bool = True  # QueueStats.oldest_at is known
     beats: bool = False  # a consumer lives as long as it beats; another process can do so, too
@@ -46,7 +45,7 @@ class BrokerFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     keeps_topics: bool = False  # a subscription can begin with what was sent before
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Message(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
     """Bytes on their way to a queue. The app alone knows what they mean.
 
     Attributes:
@@ -54,6 +53,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         eta: not handed out before; None or past is at once.
         priority: 0 to 255, the higher first, within one queue.
         parks: how often a worker that did not know the task has put it back.
+        tenant: whose turn it takes in a fair queue; None: it waits in the queue's own order.
     """
 
     uuid: str
@@ -63,6 +63,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     eta: dt.datetime | None = None
     priority: int = 0
     parks: int = 0
+    tenant: str | None = None
 
 
 class Delivery(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -39,7 +39,7 @@ LEASE = 10.0  # seconds without a beat until a consumer is given up
 class _Entry(Entry, eq=False):
     """A message and its place in its queue, which it keeps until it is done."""
 
-    order: tuple[int, int] = (0, 0)
+    order: tuple[int, int, int] = (0, 0, 0)  # priority, turn, number; the least is the next
 
     def __lt__(self, other: _Entry) -> bool:
         return self.order < other.order
@@ -87,6 +87,7 @@ class MemoryBroker(Broker):
         topics=True,
         keeps_topics=True,
         exact_limits=True,
+        fair=True,
     )
 
     def __init__(self, hub: MemoryHub, *, lease: float = LEASE) -> None:
@@ -99,6 +100,8 @@ class MemoryBroker(Broker):
         self._holds: dict[str, _Hold] = {}
         self._dead: dict[str, DeadLetter] = {}
         self._paused: set[str] = set()
+        #: Of fair queues, by name and priority: the turn that is served, the last of each tenant.
+        self._turns: dict[tuple[str, int], tuple[int, dict[str, int]]] = {}
         self._topics: dict[str, _Topic] = {}
 
     def put(self, messages: Sequence[Message], *, token: str) -> bool:
@@ -107,7 +110,7 @@ class MemoryBroker(Broker):
                 return False
             now = self.hub.clock.now()
             for message in messages:
-                entry = _Entry(message, now, order=(-message.priority, next(self._sequence)))
+                entry = _Entry(message, now, order=(-message.priority, 0, next(self._sequence)))
                 self._place(entry, message.eta, now)
             self.hub.notify()
             return True
@@ -128,7 +131,17 @@ class MemoryBroker(Broker):
         if eta is not None and eta > now:
             heapq.heappush(self._delayed, (eta, entry))
         else:
-            heapq.heappush(queue, entry)
+            heapq.heappush(queue, self._seated(entry))
+
+    def _seated(self, entry: _Entry) -> _Entry:
+        """Return it with the next turn of its tenant, which is not before the one now served."""
+        message = entry.message
+        if message.tenant is not None:
+            key = message.queue, message.priority
+            served, last = self._turns.setdefault(key, (1, {}))
+            last[message.tenant] = turn = max(served, last.get(message.tenant, 0) + 1)
+            entry.order = -message.priority, turn, next(self._sequence)
+        return entry
 
     def consume(self, queues: Sequence[str], *, worker: str) -> MemoryConsumer:
         return MemoryConsumer(self, tuple(queues), worker)
@@ -145,7 +158,7 @@ class MemoryBroker(Broker):
         found = False
         while self._delayed and self._delayed[0][0] <= now:
             _, entry = heapq.heappop(self._delayed)
-            heapq.heappush(self._queues[entry.message.queue], entry)
+            heapq.heappush(self._queues[entry.message.queue], self._seated(entry))
             found = True
         return found
 
@@ -181,6 +194,10 @@ class MemoryBroker(Broker):
             queue = self._queues.get(name) if name not in self._paused else None
             while queue and len(deliveries) < limit:
                 entry = heapq.heappop(queue)
+                if entry.message.tenant is not None:
+                    key = name, entry.message.priority
+                    served, last = self._turns.get(key, (1, {}))
+                    self._turns[key] = max(served, entry.order[1]), last if queue else {}
                 receipt = next(self._sequence)
                 hold.entries[receipt] = entry
                 deliveries.append(entry.deliver(receipt))
@@ -269,6 +286,8 @@ class MemoryBroker(Broker):
             kept = [item for item in self._delayed if item[1].message.queue != queue]
             count = len(waiting) + len(self._delayed) - len(kept)
             waiting.clear()
+            for key in [key for key in self._turns if key[0] == queue]:
+                self._turns[key] = self._turns[key][0], {}
             heapq.heapify(kept)
             self._delayed = kept
             return count

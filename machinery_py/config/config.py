@@ -37,7 +37,7 @@ from machinery_py.config.sections import NOT_PORTED, AMQPConfig, MongoDBConfig, 
 from machinery_py.config.urls import Role
 from machinery_py.errors import ConfigError, nearest
 from machinery_py.names import queue_problem
-from machinery_py.queues import Queues, limits_problem, parse_queues, problem_of
+from machinery_py.queues import Queues, fair_problem, limits_problem, parse_queues, problem_of
 from machinery_py.tasks.backoff import SCHEDULES
 from machinery_py.texts import get_logger
 
@@ -98,6 +98,9 @@ class Config(Section):
     )
     queue_limits: Mapping[str, int] = option(
         {}, "most tasks that may wait in a queue: `mail:10000`", check=limits_problem
+    )
+    fair_queues: Mapping[str, str] = option(
+        {}, "queues in which the values of an argument (or header) take turns", check=fair_problem
     )
     results_expire_in: int = option(
         3600, "life of states and results; 0 = 3600", "s", empty_is_default=True

@@ -66,6 +66,7 @@ def _replay_batch(
                 queue=one.routing_key,
                 body=body,
                 priority=one.priority,
+                tenant=app.tenant_of(one),
             )
             for one, body in pairs
         ],

@@ -31,6 +31,7 @@ from machinery_py.tasks.signature import (
     HEADER_TIME_LIMIT,
     LONGEST,
     UNLIMITED,
+    Signature,
 )
 
 Key = str | Callable[..., str]
@@ -285,6 +286,15 @@ def headers_of_call(options: Mapping[str, Any]) -> dict[str, str]:
         else:
             headers[_HEADERS[option]] = repr(float(_seconds(value)))
     return headers
+
+
+def block_of(signature: Signature[Any]) -> float:
+    """Return the seconds that the sender of a call waits for room in its queue."""
+    text = signature.headers.get(HEADER_BLOCK)
+    try:
+        return float(text) if text else 0.0
+    except (TypeError, ValueError):
+        return 0.0
 
 
 def settings_of_call(settings: TaskSettings, headers: Mapping[str, Any]) -> TaskSettings:

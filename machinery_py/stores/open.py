@@ -169,6 +169,12 @@ class Stores:
         backend = self._families[config.backend_url]
         together = broker.together() if broker is backend else None
         self.store: Store = together or TwoStores(broker.broker(), backend.backend(), clock)
+        features = self.store.broker.features
+        if config.fair_queues and not features.fair:
+            raise Unsupported(
+                f"fair_queues: tenants cannot take turns in queues of the {features.name} broker "
+                "(take another broker, or a queue for each tenant, and weights)"
+            )
         self._lock_family = self._families.get(config.lock_url)
         self._lock: Lock | None = None
         self._limits: Limits | None = None

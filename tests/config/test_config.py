@@ -233,6 +233,8 @@ def test_all_wrong_values_are_told_at_once() -> None:
         ({"redis": {"wait": 1}}, "redis.wait: found 1 (expected true or false)"),
         ({"queue_limits": {"mail": "many"}},
          "queue_limits: queue 'mail': found 'many' (expected a whole number, 1 or more)"),
+        ({"fair_queues": {"mail": 7}},
+         "fair_queues: queue 'mail': found 7 (expected the name of an argument or header)"),
         ({"queue_limits": {"mail": 0}},
          "queue_limits: queue 'mail': found 0 (expected a whole number, 1 or more)"),
         ({"amqp": {"queue_declare_args": "x"}},

@@ -86,7 +86,7 @@ class RedisBroker(Broker):
     """Queues on the driver's server. The driver belongs to its creator."""
 
     features = BrokerFeatures(
-        name="redis", beats=True, topics=True, keeps_topics=True, exact_limits=True
+        name="redis", beats=True, topics=True, keeps_topics=True, exact_limits=True, fair=True
     )
 
     def __init__(self, driver: RedisDriver, *, lease: float = LEASE) -> None:

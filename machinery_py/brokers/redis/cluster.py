@@ -94,7 +94,7 @@ class ClusterBroker(Broker):
     """Queues in a cluster, which belongs to its creator."""
 
     features = BrokerFeatures(
-        name="redis", beats=True, topics=True, keeps_topics=True, exact_limits=True
+        name="redis", beats=True, topics=True, keeps_topics=True, exact_limits=True, fair=True
     )
 
     def __init__(self, cluster: RedisClusterDriver, *, lease: float = LEASE) -> None:

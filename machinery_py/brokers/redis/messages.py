@@ -26,8 +26,11 @@ from machinery_py.wire.signatures import encode
 Packed = tuple[int, int, int, msgspec.Raw, int, msgspec.Raw]
 
 EMPTY = raw(b"")
+#: Times priority and one, less the turn: the place of a message of a fair queue, in place of a
+#: priority. 256 of these are numbers of 14 digits, the most that Lua writes out.
+FAIR = 2**38
 
-_label = msgspec.msgpack.Decoder(tuple[str, str]).decode
+_label = msgspec.msgpack.Decoder(list[str]).decode
 
 
 @functools.lru_cache(maxsize=4096)
@@ -56,9 +59,10 @@ def packed(message: Message, queues: Queues) -> Packed:
     """Pack a message: (queue, priority, due in µs or 0, label, parks, body)."""
     due = 0 if message.eta is None else max(0, micros(message.eta))
     label = label_of(message)
+    level = message.priority if message.tenant is None else (message.priority + 1) * FAIR
     return (
         queues.place(message.queue),
-        message.priority,
+        level,
         due,
         raw(label) if label else EMPTY,
         message.parks,
@@ -89,7 +93,9 @@ def full(answer: bytes, limits: Sequence[QueueLimit], keys: Sequence[tuple[str, 
 
 
 def label_of(message: Message) -> bytes:
-    """Return uuid and name, or nothing if the bytes say the same."""
+    """Return uuid and name, in a fair queue the tenant, too; nothing if the bytes say the same."""
+    if message.tenant is not None:
+        return pack((printable(message.uuid), printable(message.name), printable(message.tenant)))
     try:
         start = b'{"UUID":"' + message.uuid.encode() + _name_and_queue(message.name, message.queue)
         if message.body.startswith(start):
@@ -110,8 +116,10 @@ def message_of(
 ) -> Message:
     """Return the message as it was put. `due`: the moment in µs, if it is delayed."""
     eta = None if due is None else moment_of(due)
+    tenant: str | None = None
     if label:
-        uuid, name = _label(label)
+        uuid, name, *others = _label(label)
+        tenant = others[0] if others else None
     else:
         said = known_fields(body) or KnownFields()
         uuid, name = said.UUID, said.Name
@@ -122,9 +130,15 @@ def message_of(
         queue=queue,
         body=body,
         eta=eta,
-        priority=priority,
+        priority=priority_of(priority),
         parks=parks,
+        tenant=tenant,
     )
+
+
+def priority_of(level: int) -> int:
+    """Return the priority of a message with this level, which may be a place in a fair queue."""
+    return level if level < FAIR // 2 else -(-level // FAIR) - 1
 
 
 # Messages in Go's delayed set

@@ -6,6 +6,7 @@ Each takes one msgpack array; its file in `lua/` says what is in it (In) and wha
 
 from __future__ import annotations
 
+from machinery_py.brokers.redis.messages import FAIR
 from machinery_py.brokers.topics import TOPIC_LENGTH
 from machinery_py.connections.redis.keys import DELAYED
 from machinery_py.connections.redis.scripts import Folder
@@ -19,7 +20,12 @@ MARKS = 4096  # of these notes
 MOVE_LIFE = 1800  # seconds that a cluster remembers the name under which a message was put once
 
 #: Constants of putting.lua and messages.lua.
-CONSTANTS: dict[str, object] = {"DELAYED": DELAYED, "EVERY": MARK_EVERY, "MARKS": MARKS}
+CONSTANTS: dict[str, object] = {
+    "DELAYED": DELAYED,
+    "EVERY": MARK_EVERY,
+    "MARKS": MARKS,
+    "FAIR": FAIR,
+}
 
 _lua = Folder("brokers/redis/lua", CONSTANTS, away=BrokerUnavailable)
 

@@ -1,7 +1,7 @@
 -- In: now, seconds that finished states are kept, token, number of its steps, limits, their queues, C
 -- of nothing or one change, S. Out: nothing, or what `full` says. From here on the staged steps will
 -- be carried out; a repeat does nothing.
---! include brokers/redis/lua/putting.lua
+--! include brokers/redis/lua/room.lua
 --! include backends/redis/lua/changes.lua
 --! include stores/lua/staged.lua
 

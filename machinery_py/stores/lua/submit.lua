@@ -2,6 +2,7 @@
 -- one change, S. Out: 0 if the token was used before; what `full` says, if a limit is passed; else
 -- connections to be woken.
 --! include brokers/redis/lua/putting.lua
+--! include brokers/redis/lua/room.lua
 --! include backends/redis/lua/changes.lua
 
 local text, expire, token, limits, queues, messages

@@ -30,6 +30,7 @@ _SUITES = (
     "leases",
     "pausing",
     "serving",
+    "fairness",
     "topics",
     "brokers",
     "groups",

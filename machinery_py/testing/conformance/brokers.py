@@ -9,7 +9,7 @@
             ...  # only if its consumers are not found dead by missed beats
 
 Tests of dying consumers are in leases.py, of paused queues and other queue orders in pausing.py, of
-consumers whose queues change in serving.py, of topics in topics.py.
+consumers whose queues change in serving.py, of fair queues in fairness.py, of topics in topics.py.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from machinery_py.brokers.base import (
 )
 from machinery_py.errors import Unsupported
 from machinery_py.testing.clocks import ManualClock
+from machinery_py.testing.conformance.fairness import FairConformance
 from machinery_py.testing.conformance.leases import (
     LeaseConformance,
     OpenBroker,
@@ -61,7 +62,9 @@ AWKWARD = {
 }
 
 
-class BrokerConformance(LeaseConformance, PauseConformance, ServeConformance, TopicConformance):
+class BrokerConformance(
+    LeaseConformance, PauseConformance, ServeConformance, FairConformance, TopicConformance
+):
     """Tests of every promise in brokers/base.py."""
 
     @pytest.mark.parametrize("body", AWKWARD.values(), ids=AWKWARD)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from machinery_py import QueueFull, Server, State, Unsupported, group
+from machinery_py import Arg, QueueFull, Server, Signature, State, Unsupported, group
 from machinery_py.testing.conformance.application import App
 from machinery_py.testing.conformance.messages import MessageConformance
 from machinery_py.testing.waiting import HANG, together, wait_until
@@ -114,9 +114,9 @@ class QueueConformance(MessageConformance):
         with pytest.raises(QueueFull) as caught:
             group(add.signature(1, number) for number in range(3)).send()
         assert caught.value.permanent
+        assert self.waiting(app) == 2
         later = add.options(delay=0.1).send(3, 4)
         other = add.options(queue="other").send(5, 6)
-        assert self.waiting(app) == 2
         solo = App(Server(idle.server.config.replace(queue_limits={"solo": 1})), idle)
         unique = solo.add.options(unique="key", queue="solo")
         assert not unique.send(1, 1).duplicate
@@ -167,4 +167,39 @@ class QueueConformance(MessageConformance):
         accepted = together(8, send)
         assert accepted.count(True) == self.waiting(app) >= 4
         assert accepted.count(True) == 4 or not app.server.broker.features.exact_limits
+        app.server.close()
+
+    # fair_queues
+
+    def test_tenants_of_a_fair_queue_take_turns(self, idle: App) -> None:
+        queue = idle.server.config.default_queue
+        config = idle.server.config.replace(fair_queues={queue: "tenant"})
+        app = App(Server(config), idle)
+        if not idle.server.broker.features.fair:
+            with pytest.raises(Unsupported, match="fair_queues"):
+                app.add.send(1, 2)
+            return
+
+        @app.server.task(retries=1, backoff=[0])
+        def visit(tenant: str, number: int) -> None:
+            app.calls.append((tenant, number))
+            if (tenant, number) == ("x", 0) and len(app.calls) == 1:
+                raise ValueError("once")
+
+        for number in range(5):
+            visit.send("x", number)
+        visit.send("y", 0)
+        elsewhere = Server(config)  # does not know the task
+        args = (Arg.of("z"), Arg.of(0))
+        elsewhere.send_task(Signature(name="visit", args=args, headers={"tenant": "z"}))
+        assert [one.tenant for one in app.server.broker.pending(queue, 3)] == ["x", "y", "z"]
+
+        worker = app.running(burst=True, concurrency=1)
+        assert worker.launch(signals=False) == 0
+        assert app.calls[:3] == [("x", 0), ("y", 0), ("z", 0)]
+        assert [call for call in app.calls if call[0] == "x"][1:5] == [
+            ("x", 1), ("x", 2), ("x", 3), ("x", 4),
+        ]  # fmt: skip
+        assert app.calls.count(("x", 0)) == 2  # its retry took the next turn of its tenant
+        elsewhere.close()
         app.server.close()

@@ -41,3 +41,44 @@ def test_stats_count_a_message_that_comes_due_meanwhile(
 
     assert [(one.waiting, one.delayed) for one in moved] == [(1, 0)]
     assert sum(one.waiting + one.delayed for one in counted) == 1
+
+
+def fair(text: str) -> Message:
+    return Message(uuid=text, name="n", queue="mail", body=text.encode(), tenant=text[0])
+
+
+def test_go_messages_take_turns_as_one_tenant_of_a_fair_queue(open_driver: Drivers) -> None:
+    driver = open_driver()
+    broker = RedisBroker(driver)
+    broker.put([fair(f"a{number}") for number in range(4)], token="")
+    driver.ask(b"RPUSH", b"mail", *(b"g%d" % number for number in range(5)), doing="as Go")
+    consumer = broker.consume(["mail"], worker="w")
+
+    assert broker.waiting("mail") == 9
+    found = [one.body.decode() for _ in range(9) for one in consumer.receive(1, 0)]
+
+    assert [one for one in found if one[0] == "a"] == ["a0", "a1", "a2", "a3"]
+    assert [one for one in found if one[0] == "g"] == ["g0", "g1", "g2", "g3", "g4"]
+    assert {one[0] for one in found[:2]} == {one[0] for one in found[2:4]} == {"a", "g"}
+    consumer.close()
+
+
+def test_tenant_of_a_fair_queue_waits_for_one_turn_of_a_hundred_thousand(
+    open_driver: Drivers,
+) -> None:
+    driver = open_driver()
+    broker = RedisBroker(driver)
+    consumer = broker.consume(["mail"], worker="w")
+    broker.put([fair(chr(300 + number)) for number in range(50)], token="")
+    assert len(consumer.receive(50, 0)) == 50
+    for start in range(0, 100_000, 2000):
+        broker.put([fair(f"a{number}") for number in range(start, start + 2000)], token="")
+    assert len(consumer.receive(100, 0)) == 100
+
+    broker.put([fair("b0"), fair("b1")], token="")
+
+    assert b"b0" in [one.body for one in consumer.receive(2, 0)]
+    assert b"b1" in [one.body for one in consumer.receive(3, 0)]
+    lanes = driver.ask(b"ZRANGE", b"mpy:{mail}:x", b"0", b"-1", doing="looking")
+    assert len(lanes) <= 3  # what is over is forgotten
+    consumer.close()

@@ -14,6 +14,7 @@ local now, to_wake, found, runs, count, with_notes, places, problems = now_of(te
 local function reply() return '\221' .. struct.pack('>I4', runs) .. table.concat(found) end
 local function report(index, receipt, fence, strikes, parks, level, wait, bodies, from, to)
   from, to = from or 1, to or #bodies
+  if level > 255 then level = math.ceil(level / $FAIR) - 1 end
   found[#found + 1] = '\152' .. cmsgpack.pack(places[index] - 1, receipt, fence, strikes, parks, level, wait or -1)
     .. '\221' .. struct.pack('>I4', to - from + 1)
   for i = from, to do
@@ -95,7 +96,9 @@ local function read_queue(index, q)
   local beat = call('ZSCORE', p .. 's', session)
   arrived[index] = call('LRANGE', p .. 'i:' .. session, 0, -1)
   levels[index] = call('ZREVRANGE', p .. 'l', 0, -1)
-  for _, level in ipairs(levels[index]) do key_type(p .. 'p:' .. level, 'list') end
+  for _, level in ipairs(levels[index]) do
+    if level == 'fair' then can_give(q, $FAIR) else key_type(p .. 'p:' .. level, 'list') end
+  end
   firsts[index] = call('ZRANGE', p .. 'z', 0, 0, 'WITHSCORES')
   stopped[index] = key_type(p .. 'u', 'set')
   if #arrived[index] > 0 and (stopped[index] or not beat) then usable(q, {}) end
@@ -166,7 +169,34 @@ for index, q in ipairs(queues) do
   end
   if count < limit and not stopped[index] then
     for _, level in ipairs(levels[index]) do
-      if count < limit then
+      if count < limit and level == 'fair' then
+        local p, most, entries, served = q[2], limit - count, {}, {}
+        -- What Go has put on the list waits with the others, as of tenant '': no more than may be claimed.
+        local last, turn = call('ZSCORE', p .. 'x', '1:'), call('ZSCORE', p .. 'x', '1')
+        if not last or not turn or last - turn < most then
+          for _, body in ipairs(call('LPOP', q[1], most) or {}) do
+            local note = call('HGET', p .. 'a', redis.sha1hex(body)) or '0 0 0\n'
+            local fence, strikes, parks, at = string.match(note, '^(%d+) (%d+) (%d+)\n()')
+            call('HDEL', p .. 'a', redis.sha1hex(body))
+            place(q, {level = $FAIR, fence = fence, strikes = strikes, parks = parks, label = string.sub(note, at), body = body}, false, now, {})
+          end
+        end
+        local all = call('ZPOPMIN', p .. 'y', most)
+        local first = call('INCRBY', p .. 'n', #all / 2) - #all / 2
+        for i = 1, #all, 2 do
+          local m, receipt = unwrap(all[i]), first + (i + 1) / 2
+          entries[i] = int(receipt)
+          entries[i + 1] = wrap(claim, m.level, m.fence + 1, m.strikes, m.parks, m.label, m.body)
+          report(index, receipt, m.fence + 1, m.strikes, m.parks, m.level, -1, {m.body})
+          served[math.ceil(m.level / $FAIR)] = -m.level
+        end
+        rows('HSET', p .. 'f:' .. session, entries)
+        for top, now_served in pairs(served) do
+          call('ZADD', p .. 'x', 'GT', now_served, int(top))
+          call('ZREMRANGEBYSCORE', p .. 'x', -top * $FAIR, '(' .. int(now_served))
+        end
+        if call('EXISTS', p .. 'y') == 0 then call('ZREM', p .. 'l', 'fair') end
+      elseif count < limit then
         local list = q[2] .. 'p:' .. level
         deliver(index, q, tonumber(level), call('LPOP', list, limit - count) or {})
         if call('EXISTS', list) == 0 then call('ZREM', q[2] .. 'l', level) end

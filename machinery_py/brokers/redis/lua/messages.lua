@@ -26,8 +26,8 @@ local function back(q, entries, guilty, now, to_wake)
   table.sort(entries, function(a, b) return tonumber(a[1]) > tonumber(b[1]) end)
   for _, entry in ipairs(entries) do
     local m = unwrap(entry[2])
-    give(q, m.level, {m.body}, true, now, to_wake)
-    note(q, m.body, m.fence, m.strikes + (guilty[entry[1]] or 0), m.parks, m.label)
+    m.strikes = m.strikes + (guilty[entry[1]] or 0)
+    place(q, m, true, now, to_wake)
   end
 end
 local used = {}
@@ -99,9 +99,7 @@ local function parked(q, now, to_wake, first)
   end
   for _, text in ipairs(texts) do
     call('ZREM', z, text)
-    local m = unwrap(text)
-    give(q, m.level, {m.body}, false, now, to_wake)
-    note(q, m.body, m.fence, m.strikes, m.parks, m.label)
+    place(q, unwrap(text), false, now, to_wake)
   end
   return true
 end
@@ -140,8 +138,7 @@ local function end_delivery(q, flight, number, raw, fate, due, head, backs, now,
     if due > now then
       park(q, due, m, to_wake, now)
     else
-      give(q, m.level, {m.body}, false, now, to_wake)
-      note(q, m.body, m.fence, m.strikes, m.parks, m.label)
+      place(q, m, false, now, to_wake)
     end
   end
 end

@@ -1,6 +1,7 @@
 -- In: now, token, limits, queues, messages. Out: 0 if the token was used before; what `full` says, if
 -- a limit is passed; else the connections to be woken.
 --! include brokers/redis/lua/messages.lua
+--! include brokers/redis/lua/room.lua
 
 local text, token, limits, queues, messages = unpack(unpacked)
 local now, to_wake = now_of(text), {}

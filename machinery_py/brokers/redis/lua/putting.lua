@@ -4,14 +4,18 @@
 -- 0, label, parks, body); a label is what only we can say of bytes that are no signature. Bodies
 -- are never decoded.
 --
+-- In a fair queue tenants take turns: a message waits in `y`, scored by its place, and in place of a
+-- priority its level is (priority + 1) * FAIR - turn; turn 0: it has none yet. `x` has the last place
+-- that each tenant was given (`<priority + 1>:<tenant>`), and the one that is served (`<priority + 1>`).
+-- `l` has the member `fair` while `y` has messages.
+-- place: puts a message on its list, or there: at the head with the turn that it has, else with the
+-- next one of its tenant. That is none that is over: a tenant waits for one turn of each other at most.
+--
 -- give: puts bodies on a queue's list, at its head or tail, and marks when; the first that a queue
 -- ever gets, that it is there. What comes back to an empty list has a mark only if none is left.
 -- check: raises, before anything is written, if a key that these messages come to is something
 -- else.
 -- put: stores messages; returns connections of blocked clients that must be woken.
--- waiting_in: how many messages wait in a queue.
--- full: of limits (index of a queue, how many may wait there at most), the first that is passed, as
--- a text: index and how many wait; nothing if all hold, or the token was used: then it is a repeat.
 --! include connections/redis/lua/prelude.lua
 
 local DELAYED = '$DELAYED'
@@ -44,13 +48,36 @@ local function give(q, level, bodies, at_head, now, to_wake)
   end
   wake(q, 'w', #bodies, to_wake)
 end
+local function wrap(number, level, fence, strikes, parks, label, body)
+  return table.concat({number, level, fence, strikes, parks, #label}, ' ') .. '\n' .. label .. body
+end
 local function note(q, body, fence, strikes, parks, label)
   if fence > 0 or strikes > 0 or parks > 0 or label ~= '' then
     call('HSET', q[2] .. 'a', redis.sha1hex(body), fence .. ' ' .. strikes .. ' ' .. parks .. '\n' .. label)
   end
 end
-local function wrap(number, level, fence, strikes, parks, label, body)
-  return table.concat({number, level, fence, strikes, parks, #label}, ' ') .. '\n' .. label .. body
+local function place(q, m, at_head, now, to_wake)
+  local p, level = q[2], m.level
+  if level <= 255 then
+    give(q, level, {m.body}, at_head, now, to_wake)
+    note(q, m.body, m.fence, m.strikes, m.parks, m.label)
+    return
+  end
+  if not at_head or level % $FAIR == 0 then
+    local top = math.ceil(level / $FAIR)
+    local lane = int(top) .. ':' .. (m.label ~= '' and cmsgpack.unpack(m.label)[3] or '')
+    local first = 1 - top * $FAIR
+    local turn = math.max(tonumber(call('ZSCORE', p .. 'x', lane) or first - 1) + 1,
+                           tonumber(call('ZSCORE', p .. 'x', int(top)) or first))
+    call('ZADD', p .. 'x', turn, lane)
+    level = -turn
+  end
+  local number = string.format('%016d', call('INCR', p .. 'n'))
+  call('ZADD', p .. 'y', -level, wrap(number, level, m.fence, m.strikes, m.parks, m.label, m.body))
+  call('ZADD', p .. 'l', 0, 'fair')
+  try('SADD', 'mpy:queues', q[1])
+  wake(q, 'v', 1, to_wake)
+  wake(q, 'w', 1, to_wake)
 end
 local function park(q, due, m, to_wake, now)
   local number = int(call('INCR', q[2] .. 'n'))
@@ -59,7 +86,13 @@ local function park(q, due, m, to_wake, now)
 end
 local parkable = {}
 local function can_give(q, level)
-  key_type(list_of(q, level), 'list')
+  if level > 255 then
+    key_type(q[2] .. 'y', 'zset')
+    key_type(q[2] .. 'x', 'zset')
+    counter(q[2] .. 'n')
+  else
+    key_type(list_of(q, level), 'list')
+  end
   if level > 0 then key_type(q[2] .. 'l', 'zset') end
 end
 local function can_park(q)
@@ -82,23 +115,13 @@ local function check(queues, messages, now)
     end
   end
 end
-local function waiting_in(q)
-  local waiting = call('LLEN', q[1])
-  for _, level in ipairs(call('ZRANGE', q[2] .. 'l', 0, -1)) do waiting = waiting + call('LLEN', q[2] .. 'p:' .. level) end
-  return waiting
-end
-local function full(queues, limits, token)
-  if #limits == 0 or (token ~= '' and call('EXISTS', 'mpy:p:' .. token) == 1) then return end
-  for _, one in ipairs(limits) do
-    local waiting = waiting_in(queues[one[1] + 1])
-    if waiting > one[2] then return int(one[1]) .. ' ' .. int(waiting) end
-  end
-end
 local function put(queues, messages, now, to_wake)
   local order, lists = {}, {}
   for _, m in ipairs(messages) do
     local q, level, due, label, parks, body = queues[m[1] + 1], m[2], m[3], m[4], m[5], m[6]
-    if due <= now then
+    if due <= now and level > 255 then
+      place(q, {level = level, fence = 0, strikes = 0, parks = parks, label = label, body = body}, false, now, to_wake)
+    elseif due <= now then
       local list = list_of(q, level)
       if not lists[list] then
         lists[list] = {}

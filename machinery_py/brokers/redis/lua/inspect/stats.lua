@@ -3,6 +3,7 @@
 -- of its keys; connections to be woken; `late_names` from the start, in the same step: a retry that
 -- goes from one to the other is counted once; texts that name such keys.
 --! include brokers/redis/lua/messages.lua
+--! include brokers/redis/lua/room.lua
 --! include brokers/redis/lua/inspect/late_count.lua
 
 local now, queues, lines, to_wake, problems = now_of(unpacked[1]), unpacked[2], {}, {}, {}
@@ -13,6 +14,7 @@ local function line_of(q)
   counter(p .. 'c')
   key_type(p .. 'o', 'list')
   key_type(p .. 's', 'zset')
+  key_type(p .. 'y', 'zset')
   for _, level in ipairs(call('ZRANGE', p .. 'l', 0, -1)) do key_type(p .. 'p:' .. level, 'list') end
   for _, session in ipairs(call('ZRANGE', p .. 's', 0, -1)) do key_type(p .. 'f:' .. session, 'hash') end
   parked(q, now, to_wake)

@@ -1,4 +1,4 @@
 -- In: queue. Out: how many messages wait in it.
---! include brokers/redis/lua/putting.lua
+--! include brokers/redis/lua/room.lua
 
 return waiting_in(unpacked[1])
