@@ -72,9 +72,9 @@ local function deliver(index, q, level, bodies, has_arrived)
       if noted then report(index, first + i, 1, 0, 0, level, waits[i], {body}) end
     end
   end
-  local from = 1
-  for i = 1, noted and 0 or #bodies do
-    if i == #bodies or waits[i] ~= waits[i + 1] then
+  local from, last = 1, noted and 0 or #bodies
+  for i = waits[1] and 1 or math.max(1, last), last do
+    if i == last or waits[i] ~= waits[i + 1] then
       report(index, first + from, 1, 0, 0, level, waits[i], bodies, from, i)
       from = i + 1
     end
