@@ -133,3 +133,12 @@ def test_lua_answers_as_the_pure_rules_when_the_line_is_full(driver: RedisDriver
     for who in range(MOST_WAITING + 30):
         both.do(Step(0.03, "enter", who, rules=(RULES[0],), again=who % 3 > 0))
     both.compare()
+
+
+def test_lua_plans_by_the_same_mean_run(driver: RedisDriver) -> None:
+    both = Both(driver)
+    for length in (2.0, 0.2, 0.3, 11.0, 0.05):
+        both.do(Step(0.0, "enter", 0, rules=RULES[3:4]))
+        both.do(Step(0.01, "enter", 1, rules=RULES[3:4]))
+        both.do(Step(0.0, "leave", 1))
+        both.do(Step(length, "leave", 0))

@@ -204,6 +204,11 @@ class LimitsConformance:
     def test_slot_ends_with_its_lease_unless_renewed(
         self, limits: Limits, clock: ManualClock
     ) -> None:
+        slot(limits, "before", ONE)
+        clock.advance(LEASE)
+        slot(limits, "after", ONE)
+        clock.advance(LEASE)
+
         rule = Rule(name="running", limit=2)
         dead, alive = slot(limits, "dead", rule), slot(limits, "alive", rule)
         for _ in range(3):
@@ -227,13 +232,17 @@ class LimitsConformance:
         limits.leave([new])
         assert ask(limits, "b", ONE, again=True).wait == 0.0
 
-    def test_forgotten_slot_is_taken_again_if_there_is_room(self, limits: Limits) -> None:
+    def test_forgotten_slot_is_taken_again_if_there_is_room(
+        self, limits: Limits, clock: ManualClock
+    ) -> None:
         slots = [Slot(scope="s", name="running", key="", who=who, token=who) for who in "ab"]
 
         assert limits.renew(slots, ttl=LEASE) == [True, True]
         assert ask(limits, "c", ONE).wait > 0.0
-        limits.leave(slots)
-        assert ask(limits, "c", ONE, again=True).wait == 0.0
+        clock.advance(LEASE)
+        limits.leave(slots[:1])
+        third = Slot(scope="s", name="running", key="", who="c", token="c")
+        assert limits.renew([third], ttl=LEASE) == [True]
 
     # Places in line, repeats, several rules
 
@@ -284,6 +293,14 @@ class LimitsConformance:
 
         assert ask(limits, "f", shared, other).wait == 0.0
         assert limits.enter("another scope", "g", "g", [full], ttl=LEASE).wait == 0.0
+
+    def test_line_has_so_many_places_and_turns_go_on(self, limits: Limits) -> None:
+        names = [str(number) for number in range(MOST_WAITING + 10)]
+
+        told = waits(limits, names, Rule(name="rate", interval=0.1))
+
+        assert told == pytest.approx([number / 10 for number in range(len(names))])
+        assert limits.read()[0].usage[0].waiting == MOST_WAITING
 
     def test_more_wait_than_there_are_places(self, limits: Limits, clock: ManualClock) -> None:
         names = [str(number) for number in range(MOST_WAITING + 40)]
