@@ -43,11 +43,11 @@ from machinery_py.results.workflow_results import (
 from machinery_py.revocation import revoke
 from machinery_py.schedules.api import PeriodicOptions, Schedules, definition_of
 from machinery_py.schedules.scheduler import Declared
-from machinery_py.tasks.linking import link
 from machinery_py.tasks.signature import HEADER_UNIQUE, Chain, Signature, Step
 from machinery_py.tasks.states import GroupMeta
 from machinery_py.tasks.workflow import Group, chain, chord, group
 from machinery_py.unique import send_unique
+from machinery_py.wire.long_chains import link_any
 from machinery_py.worker.chords import settle_ready_groups
 from machinery_py.worker.frames import setup_of
 from machinery_py.worker.inline import Inline
@@ -283,7 +283,7 @@ class Server(TaskRegistrar):
 
     def _send_workflow(self, chain: Chain[R]) -> ChainResult[R]:
         self._note_loop()
-        plan = link(chain, now=self.now())
+        plan = link_any(chain, now=self.now(), are_kept=self.backend.features.keeps)
         self.app.registry.check(plan.first)
         if any(step.is_group for step in plan.steps[:-1]):
             self._notes.sent_chord(self.backend.features)

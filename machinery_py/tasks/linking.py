@@ -26,6 +26,7 @@ from machinery_py.tasks.signature import (
     HEADER_COLLECT,
     HEADER_LAST,
     HEADER_ON_FAILURE,
+    HEADER_REST,
     HEADER_ROOT,
     HEADER_UNIQUE,
     Chain,
@@ -35,6 +36,9 @@ from machinery_py.tasks.signature import (
 )
 from machinery_py.tasks.states import GroupMeta
 from machinery_py.tasks.workflow import JOIN, Group, OnFailure, chord_callback
+
+LONG = 5000  # steps of a chain; Go reads no more signatures inside of each other
+PIECE = 500  # steps of a longer one that travel together
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +51,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         steps: for each step of the outermost chain, the UUIDs of its tasks, whose states are the
             state of the step, and whether the step is a group.
         uuid: of the workflow; the last of `groups` is its record.
+        rests: what is in none of `first`, and is kept beside: the later pieces of a long chain.
     """
 
     first: Sequence[Signature[Any]]
@@ -54,11 +59,20 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     awaited: Sequence[Signature[Any]]
     steps: Sequence[PlannedStep]
     uuid: str = ""
+    rests: Sequence[Rest] = ()
 
     @property
     def queue(self) -> str:
         """The queue that it begins in; empty: the default one."""
         return self.first[0].routing_key if self.first else ""
+
+
+class Rest(msgspec.Struct, frozen=True, kw_only=True):
+    """The steps behind a step of a long chain, and the tasks whose states keep their record."""
+
+    uuid: str
+    steps: Sequence[Signature[Any]]
+    tasks: Sequence[str]
 
 
 class PlannedStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,13 +90,20 @@ class PlannedStep(msgspec.Struct, frozen=True, kw_only=True):
     on_failure: OnFailure = "abort"
 
 
-def link(step: Step[Any], *, now: dt.datetime, role: Signature[Any] | None = None) -> Plan:
+def link(
+    step: Step[Any],
+    *,
+    now: dt.datetime,
+    role: Signature[Any] | None = None,
+    may_cut: bool = False,
+) -> Plan:
     """Link a workflow for sending. UUIDs that are missing are made; those given are kept.
 
     Args:
         role: a task that its last task takes the place of, see `_taking_over`.
+        may_cut: leave the later pieces of a long chain to `rests`.
     """
-    linker = _Linker(now)
+    linker = _Linker(now, may_cut=may_cut)
     steps = step.steps if isinstance(step, Chain) else (step,)
     first, planned = linker.link_steps(steps, role, begins=True)
     sent = {one.uuid for one in first}
@@ -91,6 +112,7 @@ def link(step: Step[Any], *, now: dt.datetime, role: Signature[Any] | None = Non
         groups=tuple(linker.groups),
         awaited=tuple(one for one in linker.awaited if one.uuid not in sent),
         steps=planned,
+        rests=linker.rests,
     )
     return plan if role is not None else _recorded(plan, now)
 
@@ -147,8 +169,10 @@ _GATHER: Signature[Any] = Signature(name=JOIN, headers={HEADER_COLLECT: "1"})
 class _Linker:
     """Goes through a workflow from its end to its start."""
 
-    def __init__(self, now: dt.datetime) -> None:
+    def __init__(self, now: dt.datetime, *, may_cut: bool = False) -> None:
         self.now = now
+        self.rests: list[Rest] = []
+        self._may_cut = may_cut
         self.groups: list[GroupMeta] = []
         self.awaited: list[Signature[Any]] = []
         self._errors: dict[int, Sequence[Signature[Any]]] = {}
@@ -184,7 +208,16 @@ class _Linker:
                     f"{step!r} cannot be a step (expected a signature, group or chain)"
                 )
             planned.append(plan)
+            is_end = index and not (len(steps) - index) % PIECE
+            if is_end and self._may_cut and len(steps) > LONG and isinstance(step, Signature):
+                after = (self._cut(after[0], planned[0].uuids[:1]),)
         return after, tuple(reversed(planned))
+
+    def _cut(self, task: Signature[Any], last: Sequence[str]) -> Signature[Any]:
+        """Keep what follows this task beside it: so no message has more than a piece."""
+        rest = Rest(uuid=new_uuid("rest_"), steps=task.on_success, tasks=(task.uuid, *last))
+        self.rests.append(rest)
+        return task.replace(on_success=()).with_headers(**{HEADER_REST: rest.uuid})
 
     def _link_task(
         self,

@@ -38,6 +38,7 @@ HEADER_UNIQUE_START = "machinery_unique_start"  # the key when the task starts: 
 HEADER_ON_DUPLICATE = "machinery_on_duplicate"  # for the sender: what to do when the key is held
 HEADER_BLOCK = "machinery_block"  # unsent: seconds that its sender waits for room in the queue
 HEADER_COLLECT = "machinery_collect"  # on a chord's callback: all results as one list
+HEADER_REST = "machinery_rest"  # in a long chain: UUID of the record that has the steps behind it
 HEADER_ROOT = "machinery_root"  # the workflow that it belongs to, or the task that began all of it
 HEADER_PARENT = "machinery_parent"  # the task or group in front of it, which had it sent
 HEADER_ORIGIN = "machinery_origin"  # the worker that sent it

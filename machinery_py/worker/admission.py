@@ -33,9 +33,10 @@ from machinery_py.registry.outcomes import Failed
 from machinery_py.registry.task import Task
 from machinery_py.registry.unique_keys import key_text, lock_name, owner
 from machinery_py.stores.base import Settlement
-from machinery_py.tasks.signature import HEADER_UNIQUE_START, Signature
+from machinery_py.tasks.signature import HEADER_REST, HEADER_UNIQUE_START, Signature
 from machinery_py.texts import get_logger
 from machinery_py.unique import start
+from machinery_py.wire.long_chains import with_rest
 from machinery_py.worker.asking import AskingOrder
 
 logger = get_logger(__name__)
@@ -50,6 +51,9 @@ class ExecutionGuard:
     """Guard of one execution, made in the order of claims.
 
     `enter` is called by the thread that is to run it, `leave` by any.
+
+    Attributes:
+        signature: of the task; once it was let in, with all that follows it.
     """
 
     def __init__(
@@ -57,7 +61,7 @@ class ExecutionGuard:
     ) -> None:
         self._app = app
         self._task = task
-        self._signature = signature
+        self.signature = signature
         self._delivery = delivery
         self._owner = owner(app.config)
         self._lease: LockLease | None = None
@@ -77,11 +81,13 @@ class ExecutionGuard:
             stop = self._await_turn(self._rules(name), on_lost)
             if stop is None and settings.exclusive:
                 stop = self._lock(name, on_lost)
-            headers = self._signature.headers or ()
+            headers = self.signature.headers or ()
             if stop is None and HEADER_UNIQUE_START in headers:
-                stop = None if start(self._app, self._signature) else self._settlement()
+                stop = None if start(self._app, self.signature) else self._settlement()
+            if stop is None and HEADER_REST in headers:
+                stop = self._fetch_rest()
         except (BackendUnavailable, BrokerUnavailable) as error:
-            logger.warning("task %s cannot be run now: %s", self._signature.uuid, error)
+            logger.warning("task %s cannot be run now: %s", self.signature.uuid, error)
             stop = self._later(STORE_PAUSE * random.uniform(0.5, 1.0))
         except ArgumentError as error:
             stop = Failed(error=str(error), error_type="ArgumentError", retryable=False)
@@ -106,9 +112,28 @@ class ExecutionGuard:
         if lease is not None:
             self._app.locks.give_back_soon(lease)
 
+    def _fetch_rest(self) -> Failed | None:
+        """Take the steps behind it, in a long chain, from their record."""
+        uuid = str(self.signature.headers[HEADER_REST])
+        try:
+            record = self._app.store.backend.get_group(uuid)
+            if record is not None:
+                self.signature = with_rest(self.signature, record)
+                return None
+            problem = "is not there any more"
+        except BackendUnavailable:
+            raise
+        except MachineryError as error:
+            problem = f"cannot be read: {error}"
+        return Failed(
+            error=f"the record {uuid} of the steps behind it {problem}",
+            error_type="ChainLost",
+            retryable=False,
+        )
+
     def _lock_name(self) -> str:
         task, how = self._task, self._task.settings.exclusive_key
-        return lock_name(task.name, task.call, self._signature.args, how, owner=self._owner)
+        return lock_name(task.name, task.call, self.signature.args, how, owner=self._owner)
 
     def _rules(self, lock: str) -> list[Rule]:
         """Return the rules by which it runs. `lock`: of an exclusive task."""
@@ -122,7 +147,7 @@ class ExecutionGuard:
         how = getattr(task.settings, option)
         if not how:
             return rule
-        key = key_text(task.name, task.call, self._signature.args, how, option)
+        key = key_text(task.name, task.call, self.signature.args, how, option)
         return msgspec.structs.replace(rule, key=key)
 
     def _await_turn(
@@ -136,7 +161,7 @@ class ExecutionGuard:
             with self._ticket.turn((scope, *[rule.key for rule in rules])):
                 answer, self._slots = slots.enter(
                     scope,
-                    self._signature.uuid,
+                    self.signature.uuid,
                     mark_of(self._delivery),
                     rules,
                     again=self._delivery.redelivered,
@@ -197,7 +222,7 @@ class ExecutionGuard:
 
         Read from its state, since few brokers know when a message was sent.
         """
-        signature = self._signature
+        signature = self.signature
         state = self._app.store.backend.get_states([signature.uuid]).get(signature.uuid)
         moments = (state.created_at if state is not None else None, signature.eta)
         known = [moment for moment in moments if moment is not None]
@@ -210,7 +235,7 @@ class ExecutionGuard:
     def _settlement(self, **more: Any) -> Settlement:
         """Return a settlement of the delivery alone."""
         return Settlement(
-            delivery=self._delivery, uuid=self._signature.uuid, name=self._signature.name, **more
+            delivery=self._delivery, uuid=self.signature.uuid, name=self.signature.name, **more
         )
 
 

@@ -22,7 +22,7 @@ from machinery_py.registry.calls import REFLECT
 from machinery_py.registry.outcomes import Failed, Outcome, Succeeded
 from machinery_py.stores.base import Settlement
 from machinery_py.tasks.context import Context, enter, leave
-from machinery_py.tasks.signature import HEADER_UNIQUE, HEADER_UNIQUE_START
+from machinery_py.tasks.signature import HEADER_REST, HEADER_UNIQUE, HEADER_UNIQUE_START
 from machinery_py.tasks.states import State
 from machinery_py.texts import get_logger
 from machinery_py.wire.signatures import decode_exact
@@ -133,7 +133,11 @@ def _is_guarded(execution: Execution) -> bool:
     task, headers = execution.task, execution.signature.headers
     if task is not None and task.is_guarded:
         return True
-    return bool(headers and HEADER_UNIQUE_START in headers and headers.get(HEADER_UNIQUE))
+    if not headers:
+        return False
+    return HEADER_REST in headers or bool(
+        HEADER_UNIQUE_START in headers and headers.get(HEADER_UNIQUE)
+    )
 
 
 def set_guard(execution: Execution) -> ExecutionGuard:
@@ -161,6 +165,7 @@ def _pass_guard(execution: Execution) -> bool:
 def _pass_own_guard(execution: Execution, run: Execution) -> bool:
     guard = execution.guard or set_guard(execution)
     stop = guard.enter(run.cancel)
+    execution.signature = guard.signature
     is_early = execution.settings.ack == "early"
     if stop is None and not execution.is_over and (not is_early or begin_once(execution)):
         return True
