@@ -213,6 +213,4 @@ class Batches:
         missing = max(self._size - 1, 0)
         if self._open:
             missing = sum(calls[0].settings.batch - len(calls) for calls in self._open.values())
-        if not missing or self._share <= 0.0:
-            return free
         return free + int(min(missing, free * self._share / max(1.0 - self._share, 1e-3)))

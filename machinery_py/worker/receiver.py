@@ -276,9 +276,7 @@ class Receiver:
             self._make_changes()
             if self._suspects:
                 self._run_suspects()
-            if self._batches is not None:
-                for batch in self._batches.due(time.monotonic()):
-                    self._executors.submit(batch)
+            self._run_batches(time.monotonic())
             if self._autoscaler is not None:
                 self._scale(self._autoscaler)
             free = self._free() if self._settler.healthy and not self._suspects else 0
@@ -303,7 +301,8 @@ class Receiver:
                 self.loop.pause(self._reconnect.failed(error))
 
     def _scale(self, autoscaler: Autoscaler) -> None:
-        current, gathered = self._executors.concurrency, self._gathered()
+        current = self._executors.concurrency
+        gathered = self._batches.waiting() if self._batches is not None else ()
         held = [one for one in self.held() if id(one) not in gathered]
         waiting = [one.received_at for one in held if not one.call_started]
         wanted = autoscaler.wanted(
@@ -342,8 +341,10 @@ class Receiver:
     def _batch_is_due_in(self) -> float:
         return math.inf if self._batches is None else self._batches.due_in(time.monotonic())
 
-    def _gathered(self) -> set[int]:
-        return set() if self._batches is None else self._batches.waiting()
+    def _run_batches(self, now: float) -> None:
+        if self._batches is not None:
+            for batch in self._batches.due(now):
+                self._executors.submit(batch)
 
     def _gather(self, execution: Execution) -> None:
         if self._batches is None:
@@ -363,6 +364,8 @@ class Receiver:
         if not deliveries:
             if not self._held and self.idle_since is None:
                 self.idle_since = time.monotonic()
+            if self._timeout == BURST_TIMEOUT:
+                self._run_batches(math.inf)  # nobody comes any more
             return
         self.idle_since = None
         size = sum([len(delivery.body) for delivery in deliveries]) / len(deliveries)

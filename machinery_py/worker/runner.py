@@ -158,6 +158,7 @@ def _pass_guard(execution: Execution) -> bool:
             if _is_guarded(one):
                 _pass_own_guard(one, execution)
         execution.placed = [one for one in execution.calls if not one.is_over]
+        execution.acked = any(one.acked for one in execution.placed)
         return bool(execution.placed)
     return _pass_own_guard(execution, execution)
 

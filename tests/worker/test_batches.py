@@ -21,7 +21,9 @@ from machinery_py import (
     State,
     TaskFailed,
     TaskSet,
+    chord,
     current_task,
+    group,
 )
 from machinery_py.brokers.base import Delivery
 from machinery_py.tasks.signature import HEADER_ATTEMPT, Signature
@@ -253,6 +255,25 @@ def test_calls_of_one_key_do_not_share_a_run(server: Server) -> None:
         for one in results:
             one.get(timeout=HANG)
     assert runs == [["a", "b"], ["a"]]
+
+
+def test_chord_of_batch_calls_in_a_worker_that_ends_when_idle(server: Server) -> None:
+    runs: list[int] = []
+
+    @server.task(batch=10, batch_within=HANG)
+    def double(rows: list[int]) -> list[int]:
+        runs.append(len(rows))
+        return [2 * row for row in rows]
+
+    @server.task
+    def total(*numbers: int) -> int:
+        return sum(numbers)
+
+    members = group(double.signature(number) for number in range(12))
+    result = chord(members, total.partial()).send()
+    with server.new_worker(concurrency=1, burst=True):  # it does not wait for more calls
+        assert result.get(timeout=HANG) == 132
+    assert sum(runs) == 12
 
 
 # Without a worker
