@@ -203,7 +203,7 @@ class RedisSession(Session):
                 else 0
             )
             if one.send or one.fate is not Fate.DONE:
-                fate, due, head = end_of(disposal_of(one))
+                fate, due, head = end_of(disposal_of(one), driver.clock.now())
                 send = [packed(message, queues) for message in one.send] if queues else []
                 ends += (*place_of(one.delivery), fate, change, (due, head, send))
             else:

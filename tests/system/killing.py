@@ -40,6 +40,11 @@ def rest(seconds: float) -> None:
     time.sleep(seconds)
 
 
+@server.task(rate="10/s", burst=2)
+def polite(number: int) -> int:
+    return number
+
+
 @server.task
 def nap(seconds: float) -> str:
     import threading

@@ -288,6 +288,7 @@ def test_workers_with_clocks_an_hour_off_take_nothing_over(scene: Scene, tmp_pat
     }
     (tmp_path / "sitecustomize.py").write_text(WRONG_CLOCK)
     work = scene.server.register_task("nap", float)
+    polite = scene.server.register_task("polite", int)
     workers: list[subprocess.Popen[bytes]] = []
     for name, ahead in (("early", "3600"), ("late", "-3600"), ("right", "0")):
         with (tmp_path / name).open("wb") as log:
@@ -305,6 +306,9 @@ def test_workers_with_clocks_an_hour_off_take_nothing_over(scene: Scene, tmp_pat
         soon = scene.server.now()
         results = [work.send(1.5) for _ in range(6)]  # each longer than the lease
         assert [result.get(timeout=HANG) for result in results] == ["rested"] * 6
+        # Those that wait come back when it is their turn, whatever their worker's clock says.
+        waited = [polite.send(number) for number in range(12)]
+        assert [result.get(timeout=HANG) for result in waited] == list(range(12))
         by = {result.get_state().worker for result in results}
         assert len(scene.server.broker.workers()) == 3
     finally:

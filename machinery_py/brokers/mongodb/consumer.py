@@ -22,6 +22,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
 from pymongo import DeleteOne, ReturnDocument
 
 from machinery_py.brokers.base import WAITING, Consumer, Delivery, Disposal, Fate
@@ -255,7 +256,8 @@ class MongoConsumer(DriverUser, Consumer):
 
     @step("ending deliveries", again=False)
     def _end(self, store: Store, disposal: Disposal) -> bool:
-        update = update_at_end(disposal, self.driver.now())
+        end = msgspec.structs.replace(disposal, eta=self.driver.by_server(disposal.eta))
+        update = update_at_end(end, self.driver.now())
         return (
             store.machinery_messages.update_one(held(disposal.delivery), update).matched_count > 0
         )

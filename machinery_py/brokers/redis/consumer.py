@@ -15,7 +15,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Collection, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import msgspec
@@ -274,7 +274,8 @@ class RedisConsumer(Consumer):
     def dispose(self, disposals: Sequence[Disposal]) -> list[bool]:
         if not disposals:
             return []
-        rows = [(*self.place_of(one.delivery), *end_of(one)) for one in disposals]
+        now = self._driver.clock.now()
+        rows = [(*self.place_of(one.delivery), *end_of(one, now)) for one in disposals]
         letters, to_wake = self._driver.run(
             scripts.DISPOSE, self._driver.now(), self.session, self.keys, rows, again=False
         )
@@ -363,12 +364,17 @@ def began_by(session: str, queues: Collection[str]) -> list[list[str]] | None:
     ]
 
 
-def end_of(disposal: Disposal) -> tuple[str, int, msgspec.Raw]:
-    """Return (fate, due, head of a dead letter) as the scripts take it."""
+def end_of(disposal: Disposal, now: datetime) -> tuple[str, int, msgspec.Raw]:
+    """Return (fate, µs until it is due, head of a dead letter) as the scripts take it.
+
+    Args:
+        now: by the clock of the ETA. The script counts from the server's: a worker whose clock is
+            wrong would have its tasks back at once, again and again, or hours too late.
+    """
     fate = disposal.fate._value_
     if fate == "done" or fate == "back":
         return fate, 0, EMPTY
     if disposal.fate is Fate.LATER and disposal.reason == WAITING:
         fate = "wait"
-    due = 0 if disposal.eta is None else micros(disposal.eta)
-    return fate, due, head_of(disposal.uuid, disposal.name, disposal.reason, disposal.error)
+    left = 0 if disposal.eta is None else max(0, micros(disposal.eta) - micros(now))
+    return fate, left, head_of(disposal.uuid, disposal.name, disposal.reason, disposal.error)

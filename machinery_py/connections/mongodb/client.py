@@ -141,6 +141,10 @@ class MongoDriver:
         """
         return self._orders.take(count, micros(SYSTEM_CLOCK.now()) + self._ahead)
 
+    def by_server(self, moment: dt.datetime | None) -> dt.datetime | None:
+        """Return a moment of our clock as the server's clock will show it."""
+        return None if moment is None else moment + dt.timedelta(microseconds=self._ahead)
+
     def _measure(self, store: Store) -> None:
         """Learn how far the server's clock is ahead. Half of the round trip is its error."""
         if self.clock is not SYSTEM_CLOCK or time.monotonic() - self._measured < CLOCK_LIFE:

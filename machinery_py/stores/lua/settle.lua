@@ -1,5 +1,6 @@
 -- In: now, seconds, session, queues, settlements, marks, C, S. Settlements and marks are flat:
---   settlement: queue, receipt, fate, place of its change or 0, false or (due, head of a dead letter, messages)
+--   settlement: queue, receipt, fate, place of its change or 0, false or (µs until it is due, head
+--               of a dead letter, messages)
 --   mark:       queue, receipt, place of its change
 -- Out: a letter for each settlement: s, a or f; connections to be woken. All are decided first;
 -- then the deliveries are removed, which a full Redis allows, and lets the rest pass; then all is

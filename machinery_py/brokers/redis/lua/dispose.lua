@@ -1,5 +1,5 @@
--- In: now, session, queues, disposals (index of the queue, receipt, fate, due, head of the dead
--- letter).
+-- In: now, session, queues, disposals (index of the queue, receipt, fate, µs until it is due, head of
+-- the dead letter).
 -- Out: a letter each, s or f; connections to be woken.
 --! include brokers/redis/lua/messages.lua
 

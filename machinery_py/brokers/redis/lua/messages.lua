@@ -123,7 +123,7 @@ local function bury(q, raw, now, head)
     .. head .. m.label .. m.body)
   call('ZADD', q[2] .. 'e', now, id)
 end
-local function end_delivery(q, flight, number, raw, fate, due, head, backs, now, to_wake)
+local function end_delivery(q, flight, number, raw, fate, left, head, backs, now, to_wake)
   if fate == 'back' then
     backs[q] = backs[q] or {}
     table.insert(backs[q], {number, raw, flight})
@@ -135,8 +135,8 @@ local function end_delivery(q, flight, number, raw, fate, due, head, backs, now,
   elseif fate == 'later' or fate == 'wait' then
     local m = unwrap(raw)
     if fate == 'later' then m.parks = m.parks + 1 end
-    if due > now then
-      park(q, due, m, to_wake, now)
+    if left > 0 then
+      park(q, now + left, m, to_wake, now)
     else
       place(q, m, false, now, to_wake)
     end
