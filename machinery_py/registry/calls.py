@@ -15,6 +15,7 @@ from machinery_py.errors import ArgumentError
 from machinery_py.tasks.context import Context
 from machinery_py.tasks.signature import Arg, Signature
 from machinery_py.values.go_conversions import INT64_MAX, INT64_MIN
+from machinery_py.values.json_values import Chunk
 from machinery_py.values.values import (
     EXACT,
     checker,
@@ -370,6 +371,8 @@ class Call:
             self._learn()
         if self._result_converter is None or value is None:
             return value
+        if type(value) is Chunk:
+            return [self.result(one) for one in value]
         return self._result_converter(value)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import (
     Any,
     Concatenate,
@@ -11,6 +11,7 @@ from typing import (
     Protocol,
     Self,
     TypeVar,
+    TypeVarTuple,
     Unpack,
     cast,
     overload,
@@ -21,6 +22,7 @@ from machinery_py.limits.settings import rules_of
 from machinery_py.names import check_queue, check_task, check_uuid
 from machinery_py.registry import unique_keys
 from machinery_py.registry.calls import Call
+from machinery_py.registry.chunks import chunk_of
 from machinery_py.registry.options import (
     OPTION_NAMES,
     SendOptions,
@@ -33,11 +35,15 @@ from machinery_py.registry.options import (
 from machinery_py.results.async_results import AsyncResult
 from machinery_py.tasks.context import Context
 from machinery_py.tasks.signature import HEADER_UNIQUE, Arg, Signature, Step
+from machinery_py.tasks.workflow import Group
 
 INTERRUPTIBLE = True  # calls user code and takes no lock, see worker/executors.py
 
 P = ParamSpec("P")
 R = TypeVar("R")
+A = TypeVar("A", contravariant=True)
+Out = TypeVar("Out", covariant=True)
+Ts = TypeVarTuple("Ts")
 Row = TypeVar("Row")
 T = TypeVar("T", bound="Task[..., Any]")
 
@@ -49,6 +55,18 @@ class TaskSender(Protocol):
     def config(self) -> Config: ...
     def send(self, step: Step[Any]) -> Any: ...
     def send_async(self, step: Step[Any]) -> Coroutine[Any, Any, Any]: ...
+
+
+class _TakesOne(Protocol[A, Out]):
+    """A task of one argument, or one whose others have defaults."""
+
+    def signature(self, item: A, /) -> Signature[Out]: ...
+
+
+class _Takes(Protocol[*Ts, Out]):
+    """A task of these arguments."""
+
+    def signature(self, *args: *Ts) -> Signature[Out]: ...
 
 
 class Task(Generic[P, R]):
@@ -114,6 +132,39 @@ class Task(Generic[P, R]):
     def partial(self, *args: Any, **kwargs: Any) -> Signature[R]:
         """Return a call to which a chain or chord adds results; so the count is not checked."""
         return self._signature(args, kwargs, partial=True)
+
+    def map(self: _TakesOne[A, R], items: Iterable[A]) -> Group[list[R]]:
+        """Return a group with a call for each item. Raises as `signature`.
+
+        Without an item it is over at once: its result is [].
+        """
+        task = cast("Task[..., R]", self)
+        return Group([task.signature(item) for item in items], sender=task._sender)
+
+    def starmap(self: _Takes[*Ts, R], calls: Iterable[tuple[*Ts]]) -> Group[list[R]]:
+        """Return a group with a call for each tuple of arguments. Else as `map`."""
+        task = cast("Task[..., R]", self)
+        return Group([task.signature(*args) for args in calls], sender=task._sender)
+
+    def chunks(
+        self: _Takes[*Ts, R], calls: Iterable[tuple[*Ts]], size: int
+    ) -> Group[list[list[R]]]:
+        """Return a group in which each task makes `size` calls, one after the other.
+
+        Each is one task with one state, and its result is the list of the calls' results: when a
+        call fails, all of its chunk are made again, or fail. Ours alone: a Go worker fails it.
+
+        Raises:
+            ArgumentError: as `signature`; or the tuples are not of one length.
+            ValueError: the size is not positive, or the task takes batches.
+        """
+        task = cast("Task[..., R]", self)
+        if size < 1 or task.settings.batch:
+            found = "a task with batch=…" if task.settings.batch else f"size={size}"
+            raise ValueError(f"{task.name}: no chunks of {found} (expected a size of 1 or more)")
+        made = [task.signature(*args) for args in calls]
+        chunks = [chunk_of(made[at : at + size]) for at in range(0, len(made), size)]
+        return Group(chunks, sender=task._sender)
 
     def options(self, **options: Unpack[SendOptions]) -> Self:
         """Return the task with options for its calls, besides those that it was given before.

@@ -44,6 +44,7 @@ HEADER_PARENT = "machinery_parent"  # the task or group in front of it, which ha
 HEADER_ORIGIN = "machinery_origin"  # the worker that sent it
 HEADER_ON_FAILURE = "machinery_on_failure"  # on a chord's callback: of members; "skip", "collect"
 HEADER_FIXED = "machinery_fixed"  # a step or callback that takes no results, and no error text
+HEADER_CHUNK = "machinery_chunk"  # of many calls in one: how many arguments each has
 HEADER_FAILED = "machinery_failed"  # on an error callback: name, UUID, error type of what failed
 HEADER_LAST = "machinery_last"  # in a chain: the tasks that fail with this one, see `lasts_of`
 HEADER_SCHEDULE = "machinery_schedule"  # the name of the schedule that sent it

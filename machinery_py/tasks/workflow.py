@@ -74,7 +74,7 @@ class Group(Step[R]):
         if on_failure not in get_args(OnFailure):
             raise WorkflowError(f"on_failure={on_failure!r} (expected abort, skip or collect)")
         self.steps: tuple[Step[Any], ...] = tuple(steps_of(members))
-        self.on_failure = on_failure
+        self.on_failure: OnFailure = on_failure
         self.on_success = tuple(on_success)
         self.on_error = tuple(on_error)
         self.sender = sender

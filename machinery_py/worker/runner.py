@@ -19,6 +19,7 @@ from typing import Any
 
 from machinery_py.errors import ArgumentError, BatchFailed, DecodeError
 from machinery_py.registry.calls import REFLECT
+from machinery_py.registry.chunks import each, each_async, is_chunk, result_of_chunk, rows_of
 from machinery_py.registry.outcomes import Failed, Outcome, Succeeded
 from machinery_py.stores.base import Settlement
 from machinery_py.tasks.context import Context, enter, leave
@@ -194,6 +195,8 @@ def _begin(execution: Execution, report: Report | None) -> _Begun | Outcome:
         args.insert(0, context)
     _has_started(execution, report)
     call = functools.partial(task.function, *args, **kwargs)
+    if execution.signature.headers and is_chunk(execution.signature):
+        call = functools.partial(each_async if task.call.is_async else each, task.function, *args)
     hooks = execution.app.hooks
     if hooks.around:
         wrap = await_around if task.call.is_async else call_around
@@ -207,8 +210,11 @@ def _begin(execution: Execution, report: Report | None) -> _Begun | Outcome:
 def _arguments(execution: Execution) -> tuple[list[Any], dict[str, Any]] | Failed:
     """Return the arguments of the call, or a failure if they are wrong."""
     assert execution.task is not None
+    call, signature = execution.task.call, execution.signature
     try:
-        return execution.task.call.values(execution.signature.args)
+        if signature.headers and is_chunk(signature):
+            return [rows_of(call, signature)], {}
+        return call.values(signature.args)
     except ArgumentError as error:
         # As Go: wrong arguments will not get better, so there is no retry.
         return _misfit(_as_go_says(execution, error))
@@ -302,7 +308,10 @@ def _succeeded(execution: Execution, value: Any) -> Outcome:
     if value is None or (execution.settings.ignore_result and not _passes_on(execution)):
         return Succeeded(())
     try:
-        results = task.call.results(value)
+        if execution.signature.headers and is_chunk(execution.signature):
+            results = result_of_chunk(value)
+        else:
+            results = task.call.results(value)
     except ArgumentError as error:
         return _misfit(str(error))
     if type(value) is not int:

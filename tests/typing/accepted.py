@@ -369,6 +369,12 @@ assert_type(
 chain(report.signature("mon"), report.signature("tue"), pass_results=False).send()
 (report.signature("a") | group(report.partial(), report.partial()) | total.partial()).send()
 group(add.signature(1, 1) | add.partial(2), add.signature(3, 3))
+assert_type(report.map(["mon", "tue"]), Group[list[str]])
+assert_type(charge.starmap([(42, 999)]), Group[list[str]])
+assert_type(charge.chunks([(42, 999)], 100), Group[list[list[str]]])
+assert_type(fetch.map(["x"]).send().get(), list[str])
+assert_type((report.map(["mon"]) | add.partial()).send().get(), int)
+chord(report.map(["mon"]), report.partial(), on_failure="skip").then(add.partial())
 
 
 # 10

@@ -72,6 +72,10 @@ Server(brokr="redis://localhost")  # refused
 Server(5)  # refused
 server.send_task(add)  # refused
 server.send_chain(add.signature(1, 2))  # refused
+send_welcome.map([1])  # refused
+add.starmap([(1, "2")])  # refused
+add.chunks([("1", 2)], 10)  # refused
+chord(group(add.signature(1, 2)), add.partial(), on_failure="stop")  # refused
 server.send_group(add.signature(1, 2))  # refused
 server.send_chord(group(add.signature(1, 2)))  # refused
 add.signature(1, 2).then(add)  # refused

@@ -6,7 +6,16 @@ from typing import Any, cast
 
 import pytest
 
-from machinery_py import GroupResult, State, TaskFailed, chain, chord, current_task, group
+from machinery_py import (
+    ArgumentError,
+    GroupResult,
+    State,
+    TaskFailed,
+    chain,
+    chord,
+    current_task,
+    group,
+)
 from machinery_py.testing.conformance.application import App, AppCase
 from machinery_py.testing.waiting import HANG, wait_until
 
@@ -156,6 +165,27 @@ class CallbackConformance(AppCase):
             expected = [expected, [3]]
         assert flow.send().get(timeout=HANG) == expected
         assert chord(flow, app.echo.partial(), collect=True).send().get(timeout=HANG) == expected
+
+    def test_map_and_chunks_make_groups(self, app: App) -> None:
+        assert app.echo.map(["a", "b"]).send().get(timeout=HANG) == ["a", "b"]
+        assert app.add.starmap([(1, 2), (3, 4)]).send().get(timeout=HANG) == [3, 7]
+        assert (app.echo.map([]) | app.count.partial()).send().get(timeout=HANG) == 0
+        assert app.echo.map([]).send().get(timeout=HANG) == []
+
+        pairs = [(number, number) for number in range(5)]
+        chunks = app.add.chunks(pairs, 2)
+        assert chunks.send().get(timeout=HANG) == [[0, 2], [4, 6], [8]]
+        total = chord(app.add.chunks(pairs, 9), app.total.partial())
+        assert total.send().get(timeout=HANG) == 20
+        fetched = app.fetch.chunks([("a",), ("b",)], 2).send()
+        assert fetched.get(timeout=HANG) == [["fetch a", "fetch b"]]
+        with pytest.raises(ArgumentError, match="of a chunk have different arguments"):
+            app.add.chunks([(1, 2), (1, 2, 3)], 2)
+        app.calls.clear()
+        halves = app.server.send_group(app.fail.chunks([("one",), ("two",)], 2))
+        with pytest.raises(TaskFailed, match="one"):
+            halves.get(timeout=HANG)
+        assert app.calls == [("fail", "one")]
 
     def test_fixed_step_gets_no_results(self, app: App) -> None:
         first = app.add.signature(1, 1).then(app.note.partial("kept"))
