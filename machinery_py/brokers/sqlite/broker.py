@@ -31,6 +31,7 @@ from machinery_py.brokers.liveness import is_suspended
 from machinery_py.brokers.queue_limits import QueueLimit
 from machinery_py.brokers.sqlite.consumer import PROMOTE, RELEASE, SQLiteConsumer
 from machinery_py.brokers.sqlite.topics import SQLiteSubscription, append_records
+from machinery_py.brokers.sqlite.turns import forget_turns, give_turns
 from machinery_py.clock import micros, moment_of
 from machinery_py.connections import session_files
 from machinery_py.connections.session_files import SessionState
@@ -46,6 +47,7 @@ BATCH = 10_000  # tokens forgotten in one step
 
 # In: the message. priority is stored as it is; the waiting index orders by it.
 _PUT = "INSERT INTO messages (queue, uuid, name, priority, status, due_at, parks, sent_at, body)"
+_PUT_FAIR = _PUT.replace(")", ", tenant)")
 
 # Out: a row per queue: name, waiting, id of the oldest, running, delayed, dead, whether paused.
 _STATS = """
@@ -78,7 +80,7 @@ class SQLiteBroker(Broker):
     """Queues in the driver's file. The driver belongs to whoever made it."""
 
     features = BrokerFeatures(
-        name="sqlite", embedded=True, topics=True, keeps_topics=True, exact_limits=True
+        name="sqlite", embedded=True, topics=True, keeps_topics=True, exact_limits=True, fair=True
     )
 
     def __init__(self, driver: SQLiteDriver, *, lease: float = LEASE) -> None:
@@ -104,7 +106,13 @@ class SQLiteBroker(Broker):
                 return False
             self._name_queues(connection, {message.queue for message in messages})
             if rows:
-                insert_rows(connection, _PUT, rows)
+                tenants = [message.tenant for message in messages]
+                if tenants.count(None) == len(tenants):
+                    insert_rows(connection, _PUT, rows)
+                else:
+                    pairs = zip(rows, tenants, strict=True)
+                    insert_rows(connection, _PUT_FAIR, [(*row, _text(one)) for row, one in pairs])
+                    give_turns(connection)
                 # Also for the delayed ones: a sleeper may have to wake earlier than it had planned.
                 driver.notify("q")
             return True
@@ -168,6 +176,7 @@ class SQLiteBroker(Broker):
             return due
         with self.driver.claiming() as connection:
             connection.execute(PROMOTE, (now,))
+            give_turns(connection)
             self.driver.notify("q")
             due = connection.execute(_NEXT_DUE).fetchone()[0]
         return due
@@ -233,7 +242,7 @@ class SQLiteBroker(Broker):
         self._promote_due()
         return self._messages(
             "messages_waiting",
-            "status = 0 AND queue = ? ORDER BY priority DESC, id LIMIT ?",
+            "status = 0 AND queue = ? ORDER BY priority DESC, turn, id LIMIT ?",
             (queue, limit),
         )
 
@@ -243,7 +252,7 @@ class SQLiteBroker(Broker):
         )
 
     def _messages(self, index: str, where: str, parameters: Sequence[object]) -> list[Message]:
-        columns = "uuid, name, queue, body, due_at, priority, parks"
+        columns = "uuid, name, queue, body, due_at, priority, parks, tenant"
         query = f"SELECT {columns} FROM messages INDEXED BY {index} WHERE {where}"
         with self.driver.reading() as connection:
             rows = connection.execute(query, parameters).fetchall()
@@ -256,8 +265,9 @@ class SQLiteBroker(Broker):
                 eta=None if due_at is None else moment_of(due_at),
                 priority=priority,
                 parks=parks,
+                tenant=tenant,
             )
-            for uuid, name, queue, body, due_at, priority, parks in rows
+            for uuid, name, queue, body, due_at, priority, parks, tenant in rows
         ]
 
     def stats(self) -> list[QueueStats]:
@@ -312,6 +322,7 @@ class SQLiteBroker(Broker):
 
     def purge(self, queue: str) -> int:
         with self.driver.transaction() as connection:
+            forget_turns(connection, queue)
             return sum(
                 connection.execute(
                     f"DELETE FROM messages WHERE status = {status} AND queue = ?", (queue,)
@@ -391,6 +402,10 @@ def _row(message: Message, now: int) -> tuple[object, ...]:
         now,
         message.body,
     )
+
+
+def _text(tenant: str | None) -> str | None:
+    return None if tenant is None else printable(tenant)
 
 
 def _letter(row: Sequence[Any]) -> DeadLetter:

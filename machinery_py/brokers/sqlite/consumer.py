@@ -22,6 +22,7 @@ import msgspec
 
 from machinery_py.brokers.base import WAITING, Consumer, Delivery, Disposal, Fate
 from machinery_py.brokers.liveness import place
+from machinery_py.brokers.sqlite.turns import give_turns, serve_turns
 from machinery_py.clock import micros, moment_of
 from machinery_py.connections.session_files import SessionFile
 from machinery_py.connections.sqlite.database import SQLiteDriver
@@ -56,7 +57,7 @@ _SERVE = "UPDATE sessions SET queues = ? WHERE id = ?"
 _CLAIM = """
 UPDATE messages SET status = 2, session = ?1, claim = ?2, fence = fence + 1 WHERE id IN (
     SELECT id FROM messages INDEXED BY messages_waiting WHERE status = 0 AND queue = ?3
-    ORDER BY priority DESC, id LIMIT ?4)
+    ORDER BY priority DESC, turn, id LIMIT ?4)
 AND EXISTS (SELECT 1 FROM sessions WHERE id = ?1)
 AND NOT EXISTS (SELECT 1 FROM paused WHERE paused.queue = ?3)
 """
@@ -65,7 +66,8 @@ AND NOT EXISTS (SELECT 1 FROM paused WHERE paused.queue = ?3)
 # has no bytes: bodies are in hex. Those bigger than size are null, to be fetched one by one.
 _CLAIMED = """
 SELECT json_group_array(json_array(
-    id, queue, fence, strikes, parks, priority, sent_at, iif(length(body) <= ?, hex(body), NULL)))
+    id, queue, fence, strikes, parks, priority, sent_at, iif(length(body) <= ?, hex(body), NULL),
+    turn))
 FROM messages INDEXED BY messages_held WHERE status = 2 AND session = ? AND claim = ?
 """
 
@@ -92,7 +94,8 @@ _BACK = (
 
 # In: eta, 1 if that is to come, 1 if it counts as parked, id.
 _LATER = (
-    "UPDATE messages SET due_at = ?, status = ?, session = NULL, claim = NULL, parks = parks + ?"
+    "UPDATE messages SET due_at = ?, status = ?, session = NULL, claim = NULL, parks = parks + ?,"
+    " turn = 0"
     " WHERE id = ?"
 )
 
@@ -114,7 +117,7 @@ UPDATE messages INDEXED BY messages_held SET status = 0, session = NULL, claim =
 WHERE status = 2 AND session = ?2
 """
 
-_Claimed = tuple[int, str, int, int, int, int, int, str | None]
+_Claimed = tuple[int, str, int, int, int, int, int, str | None, int]
 _claimed = msgspec.json.Decoder(list[_Claimed]).decode
 _ours = msgspec.json.Decoder(list[tuple[int, int]]).decode
 
@@ -207,10 +210,13 @@ class SQLiteConsumer(Consumer):
         left = limit
         with self._driver.claiming() as connection:
             if connection.execute(PROMOTE, (self._driver.now(),)).rowcount:
+                give_turns(connection)
                 self._driver.notify("q")  # some may be for others
             for queue in order:
                 if left > 0:
                     left -= connection.execute(_CLAIM, (number, claim, queue, left)).rowcount
+            if left < limit:
+                serve_turns(connection, number, claim)
         if left == limit:
             self._unread = None
             return []
@@ -227,8 +233,8 @@ class SQLiteConsumer(Consumer):
         place = {queue: index for index, queue in enumerate(order)}
         pairs = [(row, body) for row, body in zip(rows, bodies, strict=True) if body is not None]
         pairs.sort(
-            key=lambda pair: (place.get(pair[0][1], 0), -pair[0][5], pair[0][0])
-        )  # queue, priority, id
+            key=lambda pair: (place.get(pair[0][1], 0), -pair[0][5], pair[0][8], pair[0][0])
+        )  # queue, priority, turn, id
         deliveries = [
             Delivery(
                 body=body,
@@ -240,7 +246,7 @@ class SQLiteConsumer(Consumer):
                 priority=priority,
                 sent_at=moment_of(sent_at),
             )
-            for (id, queue, fence, strikes, parks, priority, sent_at, _), body in pairs
+            for (id, queue, fence, strikes, parks, priority, sent_at, _, _), body in pairs
         ]
         self._unread = None
         return deliveries
@@ -290,6 +296,7 @@ class SQLiteConsumer(Consumer):
                     _LATER,
                     [(at, int(at is not None and at > now), parks, id) for at, parks, id in due],
                 )
+                give_turns(connection)
                 self._driver.notify("q")
             case Fate.DEAD:
                 for id, one in ended:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from machinery_py.connections.stored_items import CLAIM_LIFE, REVOKED_LIFE, StoredItem
 
-VERSION = 8
+VERSION = 9
 APPLICATION_ID = 0x6D636879  # "mchy": tells our file from another program's
 
 # fmt: off
@@ -27,6 +27,9 @@ ITEMS = (
                "for ever", "broker"),
     StoredItem("paused", "table", "queues from which nothing is claimed", "until resumed",
                "broker"),
+    StoredItem("turns", "table",
+               "of a fair queue the turn that is served, and the last one of each tenant",
+               "for ever; a tenant's until it is over", "broker"),
     StoredItem("tokens", "table", "submissions that were carried out", "ten minutes", "broker"),
     StoredItem("tasks", "table", "a row per task: its state, mark and epoch",
                "`results_expire_in` once finished; before, for ever", "backend"),
@@ -52,6 +55,19 @@ ITEMS = (
 )
 # fmt: on
 
+# turn: in a fair queue; 0 in others, so that theirs is the order of the ids.
+_WAITING = (
+    "CREATE INDEX messages_waiting ON messages (queue, status, priority DESC, turn) "
+    "WHERE status = 0"
+)
+# tenant: ':' and its name, with its last turn; '' has the turn that is served.
+_TURNS = (
+    "CREATE INDEX messages_turnless ON messages (id) "
+    "WHERE status = 0 AND turn = 0 AND tenant IS NOT NULL",
+    "CREATE TABLE turns (queue TEXT NOT NULL, priority INTEGER NOT NULL, tenant TEXT NOT NULL, "
+    "turn INTEGER NOT NULL, PRIMARY KEY (queue, priority, tenant)) WITHOUT ROWID",
+    "CREATE INDEX turns_over ON turns (queue, priority, turn)",
+)
 # id: AUTOINCREMENT, so that no change of a record passes unseen.
 _PAUSED = "CREATE TABLE paused (queue TEXT PRIMARY KEY) WITHOUT ROWID"
 _RECORDS = (
@@ -86,9 +102,11 @@ TABLES: tuple[str, ...] = (
         name TEXT NOT NULL, priority INTEGER NOT NULL, status INTEGER NOT NULL, due_at INTEGER,
         parks INTEGER NOT NULL, sent_at INTEGER NOT NULL,
         fence INTEGER NOT NULL DEFAULT 0, strikes INTEGER NOT NULL DEFAULT 0,
-        session INTEGER, claim INTEGER, body BLOB NOT NULL)
+        session INTEGER, claim INTEGER, body BLOB NOT NULL, tenant TEXT,
+        turn INTEGER NOT NULL DEFAULT 0)
     """,
-    "CREATE INDEX messages_waiting ON messages (queue, status, priority DESC) WHERE status = 0",
+    _WAITING,
+    *_TURNS,
     "CREATE INDEX messages_delayed ON messages (due_at) WHERE status = 1",
     "CREATE INDEX messages_held ON messages (session, claim) WHERE status = 2",
     """
@@ -168,4 +186,11 @@ UPGRADES: Mapping[int, tuple[str, ...]] = {
         "ALTER TABLE groups ADD COLUMN plan TEXT NOT NULL DEFAULT ''",
     ),
     7: _LIMITS,
+    8: (
+        "ALTER TABLE messages ADD COLUMN tenant TEXT",
+        "ALTER TABLE messages ADD COLUMN turn INTEGER NOT NULL DEFAULT 0",
+        "DROP INDEX messages_waiting",
+        _WAITING,
+        *_TURNS,
+    ),
 }

@@ -13,6 +13,7 @@ import pytest
 
 from machinery_py.backends.base import Amendment
 from machinery_py.backends.sqlite.backend import SQLiteBackend
+from machinery_py.brokers.base import Message
 from machinery_py.brokers.sqlite.broker import SQLiteBroker
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.connections.sqlite.open import network_kind
@@ -42,10 +43,10 @@ def test_the_file_is_for_its_owner_alone(driver: SQLiteDriver, path: Path) -> No
 
 def test_a_newer_schema_is_refused(driver: SQLiteDriver, path: Path) -> None:
     with driver.transaction() as connection:
-        connection.execute("PRAGMA user_version = 9")
+        connection.execute("PRAGMA user_version = 10")
     driver.close()
 
-    with pytest.raises(StoreUnusable, match=r"newer machinery_py \(schema 9, this one knows 8\)"):
+    with pytest.raises(StoreUnusable, match=r"newer machinery_py \(schema 10, this one knows 9\)"):
         queues(driver)
 
 
@@ -58,6 +59,15 @@ def test_a_file_of_the_first_version_is_brought_up_to_date(
         connection.execute("DROP TABLE claims")
         connection.execute("DROP TABLE topics")
         connection.execute("DROP TABLE limits")
+        connection.execute("DROP TABLE turns")
+        connection.execute("DROP INDEX messages_turnless")
+        connection.execute("DROP INDEX messages_waiting")
+        connection.execute(
+            "CREATE INDEX messages_waiting ON messages (queue, status, priority DESC) "
+            "WHERE status = 0"
+        )
+        for name in ("tenant", "turn"):
+            connection.execute(f"ALTER TABLE messages RENAME COLUMN {name} TO {name}_later")
         connection.execute("ALTER TABLE tasks RENAME COLUMN notes_json TO older")
         connection.execute("ALTER TABLE tasks RENAME COLUMN keep_for TO oldest")
         for name in ("root", "parent"):
@@ -75,6 +85,12 @@ def test_a_file_of_the_first_version_is_brought_up_to_date(
     SQLiteBroker(again).broadcast("t", [b"x"], ttl=9.0)
     assert subscription.read(0.0) == [b"x"]
     assert SQLiteLimits(again).read() == []
+    fair = [
+        Message(uuid=one, name="n", queue="q", body=b"x", tenant=one[0])
+        for one in ("a1", "a2", "b1")
+    ]
+    SQLiteBroker(again).put(fair, token="")
+    assert [one.uuid for one in SQLiteBroker(again).pending("q", 9)] == ["a1", "b1", "a2"]
     again.close()
 
 
