@@ -121,17 +121,27 @@ def _arrivals_after(app: Application, signature: Signature[Any]) -> Iterator[Arr
                 yield from app.arrivals([Arrived(member=member, ok=True)])
 
 
+def members_of(app: Application, group_uuid: str) -> Sequence[str]:
+    """Return the members of a group, also if a retry was cut off while it made the group anew."""
+    for name in (group_uuid, _spare(group_uuid)):
+        group = app.store.backend.get_group(name)
+        if group is not None and group.task_uuids:
+            return group.task_uuids
+    return ()
+
+
+def _spare(group_uuid: str) -> str:
+    return f"retry_{group_uuid}"
+
+
 def _make_anew(app: Application, like: Arrival) -> None:
     """Make a settled chord wait again for those of its members that have not succeeded."""
     backend, uuid = app.store.backend, like.group_uuid
-    spare = f"retry_{uuid}"
-    found = [backend.get_group(name) for name in (spare, uuid)]
-    group = next((one for one in found if one is not None and one.task_uuids), None)
-    if group is None:
+    spare, group, members = _spare(uuid), backend.get_group(uuid), members_of(app, uuid)
+    if not members:
         raise WorkflowError(f"{uuid} cannot go on: its members are not known any more")
-    if not any(one is not None and one.chord_triggered for one in found) and found[0] is None:
+    if group is not None and not group.chord_triggered and backend.get_group(spare) is None:
         return  # it waits: nobody has settled it, or an earlier retry has made it anew
-    members = group.task_uuids
     backend.apply([Change(key=spare, groups=[_group(app, spare, members)])])
     good = _succeeded(app, members)
     backend.purge_group_meta(uuid)

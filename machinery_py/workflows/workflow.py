@@ -19,7 +19,7 @@ from machinery_py.revocation import WAITING_LIFE, revoke
 from machinery_py.tasks.plans import PREFIX, RecordedStep, steps_in, workflow_name
 from machinery_py.tasks.states import GroupMeta, State, TaskState
 from machinery_py.worker.chords import settle_ready_groups
-from machinery_py.workflows.retry import retry
+from machinery_py.workflows.retry import members_of, retry
 
 BATCH = 1000  # states that are read or revoked in one step
 SHOWN = 20  # tasks of a step that its report holds
@@ -169,8 +169,7 @@ class Workflow:
     def _tasks_of(self, step: RecordedStep) -> Sequence[str]:
         if not step.total:
             return (step.uuid,)
-        group = self._app.store.backend.get_group(step.uuid)
-        return (*step.leading, *(group.task_uuids if group is not None else ()))
+        return (*step.leading, *members_of(self._app, step.uuid))
 
     def _report(self, place: int) -> StepReport:
         step = self._steps[place]

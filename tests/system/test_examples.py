@@ -228,6 +228,36 @@ for out in (io.StringIO(), Terminal()):
     assert moving.endswith("\\n'")
 
 
+def test_a_report_that_failed_goes_on_from_the_customer_that_failed(tmp_path: Path) -> None:
+    place = EXAMPLES / "nightly_report"
+    orders = (place / "orders.json").read_text()
+    (tmp_path / "orders.json").write_text(orders)
+
+    def flow(*words: str) -> str:
+        line = ("-m", "machinery_py", "flow", "report", *words, "--app-dir", str(place))
+        done = subprocess.run(
+            [sys.executable, *line],
+            cwd=tmp_path,
+            env=environ(tmp_path, PYTHONIOENCODING="utf-8"),
+            capture_output=True,
+            text=True,
+            timeout=HANG,
+        )
+        return done.stdout + done.stderr
+
+    with worker("report", place, tmp_path):
+        uuid = python(str(place / "report.py"), folder=tmp_path).strip()
+        wait_until((tmp_path / "alarm.txt").exists, HANG)
+        wait_until(lambda: "3 of 3 steps  FAILURE" in flow(uuid), HANG)
+        assert "2 SUCCESS, 1 FAILURE (TypeError: unsupported" in flow(uuid[:13])
+        (tmp_path / "orders.json").write_text(orders.replace('"seven"', "7.0"))
+        assert flow(uuid, "retry") == "sent 1 task again\n"
+        wait_until(lambda: "3 of 3 steps  SUCCESS" in flow(uuid), HANG)
+
+    assert (tmp_path / "mail.txt").read_text() == "3 customers, 164.40 in all\n"
+    assert len((tmp_path / "alarm.txt").read_text().splitlines()) == 1
+
+
 def test_the_digest_comes_by_the_clock_from_the_command_line(tmp_path: Path) -> None:
     place = EXAMPLES / "cron"
     outbox = tmp_path / "outbox"
