@@ -15,7 +15,8 @@ server = Server(f"sqlite:///{FOLDER}/report.db")
 
 
 def orders() -> dict[str, list[float]]:
-    return json.loads((FOLDER / "orders.json").read_text())
+    found: dict[str, list[float]] = json.loads((FOLDER / "orders.json").read_text())
+    return found
 
 
 @server.task(retries=1, backoff=[0.1])
@@ -27,9 +28,9 @@ def customer(name: str) -> tuple[str, float]:
 @server.task
 def merge(*found: str | float) -> float:
     """Write the report; each customer has given a name and a sum."""
-    sums = dict(zip(found[::2], found[1::2], strict=True))
+    sums = {str(name): float(each) for name, each in zip(found[::2], found[1::2], strict=True)}
     (FOLDER / "report.json").write_text(json.dumps(sums, indent=2))
-    return round(sum(found[1::2]), 2)
+    return round(sum(sums.values()), 2)
 
 
 @server.task

@@ -78,6 +78,7 @@ from machinery_py.stores.base import (
     change_of,
     disposal_of,
 )
+from machinery_py.stores.replays import outbox_of_replay, replace_states
 from machinery_py.tasks.states import TaskState
 from machinery_py.texts import get_logger
 from machinery_py.wire.signatures import decode_signature
@@ -125,27 +126,28 @@ class TwoStores(Store):
         replaced = [one.task_uuid for one in submission.states] if submission.replay else []
         before = self.backend.get_states(replaced) if replaced else dict[str, TaskState]()
         made = self._store_states(submission)
+        boxes = [outbox_of_replay(submission)] if submission.replay else []
         try:
             submission.put(self.broker)
         except PublishRefused:
+            self.outbox.clear_outbox(boxes)
             # Undo only this call's writes: an earlier call may have been carried out.
             for uuid in made - before.keys():
                 self.backend.purge_state(uuid)
-            undo = [before[uuid] for uuid in made & before.keys()]
-            self.backend.apply(
-                [Change(key=one.task_uuid, states=(one,), force=True) for one in undo]
-            )
+            undo = made & before.keys()
+            self.backend.apply([Change(key=one, states=(before[one],), force=True) for one in undo])
             self._replayed.forget(submission.token)
             raise
+        self.outbox.clear_outbox(boxes)
 
     def _store_states(self, submission: Submission) -> set[str]:
         """Write states and groups before workers can see the messages; return the written tasks."""
-        if submission.replay and not self._replayed.add(submission.token):
-            return set()  # carried out before, and the task may have ended since
+        if submission.replay:
+            is_new = self._replayed.add(submission.token)  # else the task may have ended since
+            return replace_states(self.backend, submission) if is_new else set()
         mark = f"submit {submission.token}"
         changes = [
-            Change(key=state.task_uuid, mark=mark, states=(state,), force=submission.replay)
-            for state in submission.states
+            Change(key=state.task_uuid, mark=mark, states=(state,)) for state in submission.states
         ]
         groups = [Change(key=mark, groups=submission.groups)] if submission.groups else []
         verdicts = self.backend.apply([*changes, *groups])

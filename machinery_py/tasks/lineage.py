@@ -78,3 +78,9 @@ def last_header(last: Signature[Any]) -> str:
     if not more and not last.run:
         return last.uuid
     return msgspec.json.encode([(last.uuid, last.run), *more]).decode()
+
+
+def kin_of(signature: Signature[Any]) -> dict[str, str]:
+    """Return the headers that say where it comes from, for those that it stands for."""
+    kin = (HEADER_ROOT, HEADER_PARENT, HEADER_ORIGIN)
+    return {key: signature.headers[key] for key in kin if key in signature.headers}

@@ -26,7 +26,7 @@ from machinery_py.registry.outcomes import (
 )
 from machinery_py.revocation import end_unheld, fire
 from machinery_py.stores.base import AWAY, Firing
-from machinery_py.tasks.lineage import lasts_of
+from machinery_py.tasks.lineage import kin_of, lasts_of
 from machinery_py.tasks.signature import HEADER_COLLECT, Signature
 from machinery_py.tasks.states import TaskState
 from machinery_py.tasks.workflow import JOIN, chord_callback, chord_results
@@ -77,7 +77,10 @@ def _firing(app: Application, ready: ReadyGroup) -> tuple[Firing, Sequence[Signa
     """Return what the store is to commit for this group, and the signatures sent by it."""
     try:
         callback = decode_signature(ready.callback).with_uuid("chord_")
-        callbacks = callback.on_success if _is_bundle(callback) else (callback,)
+        callbacks: Sequence[Signature[Any]] = (callback,)
+        if _is_bundle(callback):
+            kin = kin_of(callback)
+            callbacks = [one.with_headers(**{**kin, **one.headers}) for one in callback.on_success]
         for one in callbacks:  # its state is written in any case
             check_uuid(one.uuid, one.routing_key, app.config.default_queue)
     except (DecodeError, NameRefused) as error:

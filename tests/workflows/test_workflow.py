@@ -175,6 +175,32 @@ def test_retry_of_a_first_step_sends_the_group_behind_it(shop: Shop) -> None:
     assert shop.server.result(result.uuid).get(timeout=0) == "a+b"
 
 
+def test_group_behind_a_group_belongs_to_the_workflow_and_is_retried(shop: Shop) -> None:
+    shop.broken = {"b"}
+    second = group(shop.fetch.partial("x"), shop.fetch.partial("y"))
+    result = chain(group(shop.fetches("a", "b")), second, shop.merge.partial()).send()
+    shop.drain()
+    assert shop.server.workflow(result.workflow).state is State.FAILURE
+    shop.broken = set()
+
+    assert len(shop.server.workflow(result.workflow).retry()) == 1
+    shop.drain()
+
+    assert shop.server.result(result.uuid).get(timeout=0) == "x+y"
+    assert sorted(shop.runs) == ["a", "b", "b", "x", "x+y", "y"]
+    assert shop.server.workflow(result.steps[1][0].uuid).uuid == result.workflow
+
+
+def test_chord_that_skipped_a_member_is_not_retried_for_it(shop: Shop) -> None:
+    shop.broken = {"b"}
+    result = chord(shop.fetches("a", "b", "c"), shop.merge.partial(), on_failure="skip").send()
+    shop.drain()
+
+    flow = shop.server.workflow(result.workflow)
+    assert (flow.state, flow.progress) == (State.SUCCESS, (4, 1, 4))
+    assert flow.retry() == []
+
+
 def test_cancelled_workflow_starts_nothing_more(shop: Shop) -> None:
     callback = shop.merge.partial().catch(shop.tell.partial())
     result = chain(shop.fetch.signature("a"), group(shop.fetches("b", "c")), callback).send()
