@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -11,23 +11,11 @@ import msgspec
 from machinery_py.cli.options import seconds
 from machinery_py.cli.output import NONE, answer, length, listing
 from machinery_py.errors import ArgumentError
-from machinery_py.limits.base import Rule
-from machinery_py.limits.settings import LimitOptions, options_of
+from machinery_py.inspection import LimitRow, limit_rows
+from machinery_py.limits.settings import LimitOptions
 
 if TYPE_CHECKING:
-    from machinery_py.inspection import LimitReport
     from machinery_py.server import Server
-
-
-class LimitRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A limit under one key; without numbers, if nobody has asked for it."""
-
-    name: str
-    limit: str
-    key: str = ""
-    running: str = NONE
-    waiting: str = NONE
-    wait: str = NONE
 
 
 def limits(server: Server, args: argparse.Namespace) -> int:
@@ -37,37 +25,15 @@ def limits(server: Server, args: argparse.Namespace) -> int:
         return answer(args, msgspec.to_builtins(found), "")
     columns: dict[str, Callable[[LimitRow], str]] = {
         "NAME": lambda one: one.name,
-        "LIMIT": lambda one: one.limit,
+        "LIMIT": lambda one: one.limit + (" (changed)" if one.changed else ""),
         "KEY": lambda one: one.key or NONE,
-        "RUNNING": lambda one: one.running,
-        "WAITING": lambda one: one.waiting,
-        "NEXT TURN": lambda one: one.wait,
+        "RUNNING": lambda one: NONE if one.running is None else f"{one.running:,}",
+        "WAITING": lambda one: f"{one.waiting:,}" if one.in_use else NONE,
+        "NEXT TURN": lambda one: (
+            (f"in {length(one.wait)}" if one.wait else "now") if one.in_use else NONE
+        ),
     }
-    rows = [row for report in found for row in _rows(report)]
-    return listing(args, rows, columns, right=list(columns)[3:])
-
-
-def _rows(report: LimitReport) -> Iterator[LimitRow]:
-    for option, value in {**report.options, **report.changed}.items():
-        note = " (changed)" if option in report.changed else ""
-        yield LimitRow(name=report.name, limit=_text({option: value}) + note)
-    for one in report.usage:
-        rule = Rule(name=one.name, limit=one.limit, interval=one.interval)
-        yield LimitRow(
-            name=report.name,
-            limit=_text(options_of([rule])) or one.name,
-            key=one.key,
-            running=f"{one.running:,}" if not one.interval else NONE,
-            waiting=f"{one.waiting:,}",
-            wait=f"in {length(one.wait)}" if one.wait else "now",
-        )
-
-
-def _text(options: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{option}={length(value) if option == 'min_interval' else value}"
-        for option, value in options.items()
-    )
+    return listing(args, limit_rows(found), columns, right=list(columns)[3:])
 
 
 def limits_set(server: Server, args: argparse.Namespace) -> int:
@@ -76,7 +42,7 @@ def limits_set(server: Server, args: argparse.Namespace) -> int:
     options = _options(words)
     server.control.limit(name, **options)
     record = {"name": name, "changed": {**options}}
-    return answer(args, record, f"{name}: {_text(options)}, from now on")
+    return answer(args, record, f"{name}: {', '.join(words)}, from now on")
 
 
 def limits_reset(server: Server, args: argparse.Namespace) -> int:

@@ -34,8 +34,15 @@ from machinery_py.dashboard.records import (
     WorkflowRow,
 )
 from machinery_py.dashboard.routes import route, schema
-from machinery_py.errors import ArgumentError, MachineryError, Unsupported
-from machinery_py.inspection import Count, ErrorSummary, QueueReport, TaskPage
+from machinery_py.errors import ArgumentError, ConfigError, MachineryError, Unsupported
+from machinery_py.inspection import (
+    Count,
+    ErrorSummary,
+    LimitRow,
+    QueueReport,
+    TaskPage,
+    limit_rows,
+)
 from machinery_py.schedules.api import ScheduleReport
 from machinery_py.tasks.signature import UNLIMITED, Arg, Signature
 from machinery_py.tasks.states import FINISHED, ZERO_TIME, State, TaskState, state_named
@@ -125,6 +132,29 @@ class Api:
         if count > max(expected * 1.1, expected + 10):
             raise HoldsMore(queue, count, expected)
         return Changed(done=self._inspect.purge(queue))
+
+    # Limits
+
+    @route("GET", "limits", "limits")
+    def limits(self) -> Sequence[LimitRow]:
+        """Return the limits of tasks, and what runs and waits by them."""
+        try:
+            return limit_rows(self._inspect.limits())
+        except (ConfigError, Unsupported):
+            return []
+
+    @route("POST", "limits/change")
+    def change_limit(self, name: str, option: str, value: str) -> Changed:
+        """Let a limit win over that of the code: `rate` and "5/s", for instance."""
+        options: Any = {option: _number(value) if option != "rate" else value}
+        self._fleet.control.limit(name, **options)
+        return Changed()
+
+    @route("POST", "limits/reset")
+    def reset_limit(self, name: str) -> Changed:
+        """Let the limits of the code count again."""
+        self._fleet.control.reset_limit(name)
+        return Changed()
 
     # Tasks
 
@@ -438,6 +468,13 @@ def _facts(found: Workflow) -> dict[str, Any]:
         "created_at": found.created_at,
         **found.progress._asdict(),
     }
+
+
+def _number(text: str) -> float | int | str:
+    try:
+        return int(text) if text.isdecimal() else float(text)
+    except ValueError:
+        return text
 
 
 def _states(words: Sequence[str]) -> list[State]:

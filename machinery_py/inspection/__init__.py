@@ -2,7 +2,7 @@
 
 from machinery_py.backends.listings import Count
 from machinery_py.inspection.inspector import Inspector, worker_hint
-from machinery_py.inspection.limits import LimitReport
+from machinery_py.inspection.limits import LimitReport, LimitRow, limit_rows
 from machinery_py.inspection.reports import (
     ChildTask,
     ErrorGroup,
@@ -21,8 +21,10 @@ __all__ = [
     "ErrorSummary",
     "Inspector",
     "LimitReport",
+    "LimitRow",
     "QueueReport",
     "TaskPage",
     "TaskReport",
+    "limit_rows",
     "worker_hint",
 ]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from machinery_py.app import Application
 from machinery_py.errors import ArgumentError, nearest
-from machinery_py.limits.base import ScopeReport, UsageReport, stored_name
+from machinery_py.limits.base import Rule, ScopeReport, UsageReport, stored_name
 from machinery_py.limits.limiter import Limiter
 from machinery_py.limits.settings import (
     LIMIT_OPTIONS,
@@ -20,6 +20,7 @@ from machinery_py.limits.settings import (
     scope_of,
 )
 from machinery_py.registry.unique_keys import owner
+from machinery_py.texts import length
 
 LIMITER = "limiter:"  # in front of the name of a limiter
 
@@ -38,6 +39,60 @@ class LimitReport(msgspec.Struct, frozen=True, kw_only=True):
     options: Mapping[str, Any]
     changed: Mapping[str, Any]
     usage: Sequence[UsageReport] = ()
+
+
+class LimitRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of a table of limits: one that is set, or one that is in use under a key.
+
+    Attributes:
+        limit: as in "rate=5/s"; option: its first word, "exclusive" for the line of such a task.
+        changed: whether it was set at run time.
+        in_use: whether the numbers mean anything.
+        running: None for a rate, which counts none.
+        wait: seconds until a newcomer's turn.
+    """
+
+    name: str
+    limit: str
+    option: str
+    changed: bool = False
+    in_use: bool = False
+    key: str = ""
+    running: int | None = None
+    waiting: int = 0
+    wait: float = 0.0
+
+
+def limit_rows(reports: Iterable[LimitReport]) -> list[LimitRow]:
+    """Return what the reports say, as a table."""
+    rows: list[LimitRow] = []
+    for one in reports:
+        for option, value in {**one.options, **one.changed}.items():
+            text, changed = _text({option: value}), option in one.changed
+            rows.append(LimitRow(name=one.name, limit=text, option=option, changed=changed))
+        for used in one.usage:
+            rule = Rule(name=used.name, limit=used.limit, interval=used.interval)
+            options = options_of([rule])
+            rows.append(
+                LimitRow(
+                    name=one.name,
+                    limit=_text(options) or used.name,
+                    option=next(iter(options), used.name),
+                    in_use=True,
+                    key=used.key,
+                    running=None if used.interval else used.running,
+                    waiting=used.waiting,
+                    wait=used.wait,
+                )
+            )
+    return rows
+
+
+def _text(options: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{option}={length(value) if option == 'min_interval' else value}"
+        for option, value in options.items()
+    )
 
 
 def limit_reports(app: Application) -> list[LimitReport]:

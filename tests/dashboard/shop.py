@@ -28,6 +28,7 @@ class Shop:
         self.refund = task("billing.refund", retries=1, backoff=[0.0])(_refund)
         self.lost = task("mail.lost", on_failure="dead_letter")(_refund)
         self.send_mail = task("mail.send")(_send_mail)
+        self.bulk = task("mail.bulk", rate="5/s")(_send_mail)
         self.flaky = task("mail.flaky", retries=2, backoff=[0.0])(_Flaky().__call__)
         self.wait = task("reports.nightly")(self._wait)
         self.hostile = task(HOSTILE)(_fail)

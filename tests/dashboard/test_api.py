@@ -231,7 +231,7 @@ def test_every_page_can_be_read_over_every_broker(broker_url: str) -> None:
 def test_schema_has_every_route_and_every_record(site: Site) -> None:
     schema = site.get("schema")
 
-    assert len(schema["routes"]) == 29
+    assert len(schema["routes"]) == 32
     assert all(one["help"] for one in schema["routes"])
     assert {"TaskRow", "TaskDetail", "Overview", "Problem"} <= schema["definitions"].keys()
 
@@ -245,6 +245,14 @@ def test_queue_is_paused_and_resumed(bench: Bench, site: Site) -> None:
 
     site.post("queues/resume", queue="machinery_tasks")
     assert not bench.server.broker.paused()
+
+
+def test_limit_that_the_code_does_not_set_is_not_changed(bench: Bench, site: Site) -> None:
+    refused = site.try_post("limits/change", name=bench.add.name, option="rate", value="5/s")
+
+    assert refused.status == 400
+    assert "the code sets none" in refused.error
+    assert site.get("limits") == []
 
 
 def test_queue_that_has_grown_is_not_purged(bench: Bench, site: Site) -> None:

@@ -67,6 +67,23 @@ def test_password_may_stand_in_the_address(shop: Shop, browser: Browser) -> None
             browser.address = whole
 
 
+def test_limit_is_changed_and_reset(shop: Shop, browser: Browser) -> None:
+    def changed() -> dict[str, Any]:
+        found = {one.name: {**one.changed} for one in shop.server.inspect.limits()}
+        return found["mail.bulk"]
+
+    browser.open("#/queues")
+    browser.see("rate=5/s")
+    browser.press("Change rate of mail.bulk")
+    browser.fill("dialog input", "1/s")
+    browser.press("Change")
+    browser.see("mail.bulk: rate=1/s, from now on.")
+    assert changed() == {"rate": "1/s"}
+    browser.press("Reset mail.bulk")
+    browser.see("The limits of the code count again for mail.bulk.")
+    assert changed() == {}
+
+
 def test_queue_is_paused_resumed_and_purged(shop: Shop, browser: Browser) -> None:
     def later(count: int) -> None:
         for _ in range(count):

@@ -1,6 +1,6 @@
 import { html, useState } from "../preact.js";
 import { post, useData, useMayChange } from "../api.js";
-import { plural } from "../format.js";
+import { duration, number, plural } from "../format.js";
 import { Action, Dialog, Instead, link, openDialog, say } from "../parts.js";
 import { actions, figure, queueColumn, seconds, Table } from "../table.js";
 
@@ -43,6 +43,62 @@ export const COUNTS = [
   figure("Per min", "per_minute"),
 ];
 
+const LIMITS = [
+  { head: "Task", kind: "name", cell: (one) => one.name },
+  {
+    head: "Limit",
+    kind: "short",
+    cell: (one) => html`${one.limit} ${one.changed && html`<span class="badge">changed</span>`}`,
+  },
+  { head: "Key", kind: "short", cell: (one) => one.key || "–" },
+  { head: "Running", kind: "number", cell: (one) => (one.running == null ? "–" : number(one.running)) },
+  { head: "Waiting", kind: "number", cell: (one) => (one.in_use ? number(one.waiting) : "–") },
+  {
+    head: "Next turn",
+    kind: "number",
+    cell: (one) => (one.in_use ? (one.wait ? `in ${duration(one.wait)}` : "now") : "–"),
+  },
+];
+
+function ChangeLimit({ limit, close, onDone }) {
+  const [value, setValue] = useState(limit.limit.split("=")[1]);
+  const change = () => post("limits/change", { name: limit.name, option: limit.option, value });
+  return html`<${Dialog} title=${`Change ${limit.option} of ${limit.name}`} close=${close}>
+    <p>It counts for all workers from their next runs on, until it is reset.</p>
+    <label>${limit.option} <input value=${value}
+      onInput=${(event) => setValue(event.target.value)} /></label>
+    <footer>
+      <button type="button" onClick=${close}>Cancel</button>
+      <${Action} run=${change} onDone=${() => (onDone(), close())}
+        done=${`${limit.name}: ${limit.option}=${value}, from now on.`}>Change</${Action}>
+    </footer>
+  </${Dialog}>`;
+}
+
+/** The limits of tasks: those that the code sets can be changed, for all workers at once. */
+function Limits() {
+  const found = useData("limits", {}, 2);
+  const mayChange = useMayChange();
+  const rows = found.data?.limits || [];
+  const buttons = (one) => {
+    if (one.in_use) return null;
+    const dialog = (close) =>
+      html`<${ChangeLimit} limit=${one} close=${close} onDone=${found.refresh} />`;
+    return html`<button type="button" aria-label=${`Change ${one.option} of ${one.name}`}
+        onClick=${() => openDialog(dialog)}>Change …</button>
+      ${one.changed &&
+      html`<${Action} run=${() => post("limits/reset", { name: one.name })}
+        onDone=${found.refresh} label=${`Reset ${one.name}`}
+        done=${`The limits of the code count again for ${one.name}.`}>Reset</${Action}>`}`;
+  };
+  if (!rows.length) return null;
+  return html`<section><h2>Limits</h2>
+    <${Table} label="Limits" rows=${rows}
+      rowKey=${(one) => `${one.name} ${one.option} ${one.in_use} ${one.key}`}
+      columns=${mayChange ? [...LIMITS, actions(buttons)] : LIMITS} />
+  </section>`;
+}
+
 export function Queues() {
   const found = useData("queues", {}, 2);
   const mayChange = useMayChange();
@@ -61,5 +117,6 @@ export function Queues() {
       No queue yet: one appears with its first task or worker.</${Instead}>
     ${rows.length > 0 &&
     html`<${Table} label="Queues" rows=${rows} rowKey=${(one) => one.queue}
-      columns=${mayChange ? [...COUNTS, actions(buttons)] : COUNTS} />`}`;
+      columns=${mayChange ? [...COUNTS, actions(buttons)] : COUNTS} />`}
+    <${Limits} />`;
 }
