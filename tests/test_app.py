@@ -25,6 +25,7 @@ from machinery_py import (
 from machinery_py.stores.base import Submission
 from machinery_py.tasks.signature import (
     HEADER_EXPIRES,
+    HEADER_FAILED,
     HEADER_ORIGIN,
     HEADER_PARENT,
     HEADER_ROOT,
@@ -35,7 +36,7 @@ from machinery_py.testing.waiting import wait_until
 
 
 def without_kin(signature: Signature[Any]) -> dict[str, Any]:
-    kin = (HEADER_ROOT, HEADER_PARENT, HEADER_ORIGIN)
+    kin = (HEADER_ROOT, HEADER_PARENT, HEADER_ORIGIN, HEADER_FAILED)
     return {key: value for key, value in signature.headers.items() if key not in kin}
 
 
