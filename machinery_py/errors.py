@@ -28,6 +28,7 @@
     ├── ResultExpired (LookupError)           there is no state (any more)
     ├── Retry                                 raised by a task: this try has failed, make the next
     ├── RetryTaskLater                        raised by a task: run me again after a while
+    ├── Replace                               raised by a task: a workflow takes my place
     ├── NoRetry                               raised by a task: fail for good
     ├── BatchFailed                           raised by a batch task: some of its calls failed
     ├── TimeLimitExceeded                     raised in a task that runs past its time limit
@@ -378,6 +379,21 @@ class Retry(MachineryError):
         self.kwargs_of_task = None if kwargs is None else dict(kwargs)
         self.retries = _number("retries of Retry", retries)
         super().__init__(message)
+
+
+class Replace(MachineryError):
+    """Raised by a task to be replaced by a workflow, whose end is then its own.
+
+    The workflow's last task takes over the UUID, the callbacks and the place in a chain or group;
+    when one of its tasks fails, the replaced one fails.
+
+    Args:
+        workflow: a signature, chain, group or chord.
+    """
+
+    def __init__(self, workflow: Any) -> None:
+        self.workflow = workflow
+        super().__init__(f"replaced by {workflow!r}")
 
 
 def _seconds(what: str, length: float | dt.timedelta) -> float:

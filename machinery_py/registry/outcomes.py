@@ -13,29 +13,38 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from machinery_py.clock import LONGEST
-from machinery_py.errors import NameRefused
+from machinery_py.errors import ArgumentError, NameRefused, WorkflowError
 from machinery_py.names import check_uuid
 from machinery_py.tasks.attempts import Attempt, with_attempt
 from machinery_py.tasks.backoff import MAX_DELAY, Backoff, delay_for
 from machinery_py.tasks.lineage import Last, lasts_of
+from machinery_py.tasks.linking import link
 from machinery_py.tasks.signature import (
     COUNTED,
     HEADER_ATTEMPT,
     HEADER_FAILED,
+    HEADER_LAST,
     HEADER_LOST,
     HEADER_LOST_HOW,
+    HEADER_ORIGIN,
+    HEADER_PARENT,
     HEADER_POSTPONED,
     HEADER_ROOT,
     HEADER_RUN,
+    HEADER_UNIQUE,
+    HEADER_UNIQUE_START,
     UNLIMITED,
     Arg,
+    Chain,
     Lazy,
     Signature,
+    Step,
 )
-from machinery_py.tasks.states import State, TaskState
+from machinery_py.tasks.states import GroupMeta, State, TaskState
 from machinery_py.tasks.workflow import is_tolerant
 from machinery_py.texts import MAX_ERROR, cut, get_logger
 from machinery_py.wire.signatures import decode_signature, encode_signature
+from machinery_py.wire.steps import pack_step, task_names, unpack_step
 
 logger = get_logger(__name__)
 
@@ -105,15 +114,31 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=True):
     error: str
 
 
+class Replaced(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """The task asked to be replaced (`Replace`), by a workflow as `pack_step` has it."""
+
+    workflow: bytes
+
+
+def replaced_by(workflow: Step[Any]) -> Outcome:
+    """Return the outcome of `Replace`: a failure, if the workflow cannot be sent."""
+    try:
+        return Replaced(bytes(pack_step(workflow)))
+    except (ArgumentError, WorkflowError) as error:
+        text = f"the workflow in its place: {error}"
+        return Failed(error=text, error_type=type(error).__name__, retryable=False)
+
+
 class Batched(msgspec.Struct, frozen=True, gc=False, tag=True):
     """The calls of a batch have ended, each with an outcome of its own."""
 
-    outcomes: Sequence[Succeeded | Failed | Postponed | Retried | Lost]
+    outcomes: Sequence[Succeeded | Failed | Postponed | Retried | Lost | Replaced]
 
 
 # Tagged, since what a task process replies holds one of them (worker/frames.py).
-Outcome = Succeeded | Failed | Postponed | Retried | Lost | Batched
+Outcome = Succeeded | Failed | Postponed | Retried | Lost | Batched | Replaced
 
+MAX_REPLACED = 1000  # bytes of the names in the state of a task that was replaced
 WORKER_LOST = "WorkerLost"  # error type of a lost run; errors.WorkerLost
 POSTPONED = "machinery_py.errors.RetryTaskLater"  # error type at its limit
 REVOKED = Failed(error="revoked", error_type="Revoked", retryable=False)
@@ -132,7 +157,9 @@ class FollowUp(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     Attributes:
         retry: the same task, to be run again.
-        send: callbacks.
+        send: callbacks; or the first tasks of the workflow that replaces it.
+        groups, awaited: of that workflow, as in a Plan.
+        last: its last task, which has the place of this one.
         arrived: members of groups that are over: this task, and those after it that never run now.
         breaks: the last task of the chain, and what that stands for, which will never run now;
             their states say why.
@@ -147,6 +174,9 @@ class FollowUp(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     send: Sequence[Signature[Any]] = ()
     arrived: Sequence[Arrived] = ()
     breaks: Sequence[Last] = ()
+    groups: Sequence[GroupMeta] = ()
+    awaited: Sequence[Signature[Any]] = ()
+    last: Signature[Any] | None = None
 
 
 def follow_up(
@@ -211,6 +241,8 @@ def _next(
             )
         case Failed():
             return _failure(signature, outcome)
+        case Replaced(workflow):
+            return _replaced(signature, unpack_step(workflow), now)
         case Batched():
             raise TypeError("each call of a batch ends by itself")
         case _:
@@ -224,6 +256,37 @@ def _retry(failed: Failed, retry: Signature[Any]) -> FollowUp:
         error_type=failed.error_type,
         traceback=failed.traceback,
         retry=retry,
+    )
+
+
+#: Headers of a task that belong to its place, not to its call.
+_OF_PLACE = (
+    HEADER_LAST,
+    HEADER_ORIGIN,
+    HEADER_PARENT,
+    HEADER_ROOT,
+    HEADER_UNIQUE,
+    HEADER_UNIQUE_START,
+)
+
+
+def _replaced(signature: Signature[Any], workflow: Step[Any], now: dt.datetime) -> FollowUp:
+    """Let the last task of the workflow be the next run of this one."""
+    headers = {key: value for key, value in signature.headers.items() if key in _OF_PLACE}
+    role = signature.replace(headers={**headers, HEADER_RUN: str(signature.run + 1)})
+    plan = link(Chain((workflow,)).catch(*signature.on_error), now=now, role=role)
+    uuid, text = signature.uuid, f"replaced by {', '.join(task_names(workflow)) or 'nothing'}"
+    known = {one.uuid: one for one in (*plan.first, *plan.awaited)}
+    return FollowUp(
+        state=State.RETRY,
+        error=cut(text, MAX_REPLACED),
+        error_type="Replaced",
+        last=known[uuid],
+        # It is sent as a retry is if it is the first as well: without a PENDING state.
+        retry=next((one for one in plan.first if one.uuid == uuid), None),
+        send=[one for one in plan.first if one.uuid != uuid],
+        awaited=[one for one in plan.awaited if one.uuid != uuid],
+        groups=plan.groups,
     )
 
 

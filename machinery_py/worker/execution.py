@@ -22,6 +22,7 @@ from machinery_py.errors import (
     ArgumentError,
     MachineryError,
     NameRefused,
+    Replace,
     Retry,
     RetryTaskLater,
     TaskFailed,
@@ -41,11 +42,13 @@ from machinery_py.registry.outcomes import (
     Lost,
     Outcome,
     Postponed,
+    Replaced,
     Retried,
     Succeeded,
     broken,
     failing,
     follow_up,
+    replaced_by,
 )
 from machinery_py.registry.task import Task
 from machinery_py.stores.base import REASON_FAILED, Mark, Session, Settlement, in_place_of
@@ -54,7 +57,7 @@ from machinery_py.tasks.signature import HEADER_ATTEMPTS, Signature
 from machinery_py.tasks.states import FINISHED, Arrival, State, TaskState
 from machinery_py.texts import get_logger
 from machinery_py.worker.admission import ExecutionGuard
-from machinery_py.worker.hooks import WorkerHooks, text_of, traceback_of, type_name_of
+from machinery_py.worker.hooks import WorkerHooks, failure_by, text_of, type_name_of
 from machinery_py.worker.timer import TimerEntry
 
 logger = get_logger(__name__)
@@ -275,7 +278,8 @@ class Execution:
     def failed(self, error: BaseException) -> Outcome:
         """Return the outcome of what the function raised."""
         if self.revoked and (
-            isinstance(error, (Retry, RetryTaskLater)) or type(error).__name__ == "CancelledError"
+            isinstance(error, (Retry, RetryTaskLater, Replace))
+            or type(error).__name__ == "CancelledError"
         ):
             return REVOKED
         if isinstance(error, RetryTaskLater):
@@ -283,12 +287,14 @@ class Execution:
             return Postponed(error=text_of(error), delay=error.delay, limit=error.limit)
         if isinstance(error, Retry):
             return self._retried(error)
+        if isinstance(error, Replace):
+            return replaced_by(error.workflow)
         self.error = (
             error
             if isinstance(error, Exception)
             else MachineryError(f"{type(error).__name__}: {text_of(error)}")
         )
-        return _failure(error, retryable=not self.revoked and self.settings.may_retry(error))
+        return failure_by(error, retryable=not self.revoked and self.settings.may_retry(error))
 
     def _retried(self, wanted: Retry) -> Outcome:
         """Return the outcome of `Retry`: of a failure, if it cannot be sent like this."""
@@ -305,9 +311,9 @@ class Execution:
                 )
         except (ArgumentError, NameRefused) as error:
             self.error = error
-            return _failure(error, "the retry that it asked for: ", retryable=False)
+            return failure_by(error, "the retry that it asked for: ", retryable=False)
         return Retried(
-            failed=_failure(cause),
+            failed=failure_by(cause),
             delay=wanted.delay,
             eta=wanted.eta,
             queue=wanted.queue,
@@ -322,14 +328,15 @@ class Execution:
         if isinstance(failed, Failed):
             error_type = failed.error_type
         if self.revoked and (
-            isinstance(outcome, (Postponed, Retried)) or error_type.endswith("CancelledError")
+            isinstance(outcome, (Postponed, Retried, Replaced))
+            or error_type.endswith("CancelledError")
         ):
             return REVOKED
         if isinstance(outcome, Lost):
             self.error = WorkerLost(outcome.error)
             if self.runs_once:
                 return self._cut_off(outcome.error)
-        elif not isinstance(failed, (Succeeded, Batched)):
+        elif not isinstance(failed, (Succeeded, Batched, Replaced)):
             uuid, name = self.signature.uuid, self.signature.name
             self.error = TaskFailed(uuid, name, failed.error, error_type=error_type)
         if self.revoked and isinstance(outcome, Failed):
@@ -370,7 +377,7 @@ class Execution:
             return self._settlement(then, now, fate=fate, reason=reason)
         except Exception as error:  # a back-off function, a callback or a pre-publish hook
             logger.exception("what follows task %s cannot be sent", self.signature.uuid)
-            outcome = _failure(error, "what follows the task cannot be sent: ", retryable=False)
+            outcome = failure_by(error, "what follows the task cannot be sent: ", retryable=False)
             return self._ended_in_failure(outcome, fate=fate, reason=reason)
 
     def _ended_in_failure(self, outcome: Failed, *, fate: Fate, reason: str) -> Settlement:
@@ -431,6 +438,7 @@ class Execution:
             error=then.error,
             states=(state, *(broken(then, signature, now) if then.breaks else ()), *out.states),
             send=out.messages,
+            groups=out.groups,
             arrivals=arrivals,
         )
 
@@ -442,8 +450,8 @@ class Execution:
         return wanted and not self.revoked and then.error_type not in NOT_ITS_FAILURE
 
     def _kept(self, then: FollowUp) -> bytes:
-        if then.retry is not None:
-            return failing(then.retry)
+        if (again := then.retry or then.last) is not None:
+            return failing(again)
         is_kept = then.state is State.FAILURE or HEADER_ATTEMPTS in self.signature.headers
         return self.delivery.body if is_kept else b""
 
@@ -454,7 +462,10 @@ class Execution:
         with on_behalf_of(
             self.signature, queue=self.delivery.queue, worker=self.worker, handed_on=handed_on
         ):
-            out, arrivals = self.app.outgoing(then.send), self.app.arrivals(then.arrived)
+            out, arrivals = (
+                self.app.outgoing(then.send, then.groups, then.awaited),
+                self.app.arrivals(then.arrived),
+            )
             if then.retry is None:
                 return out, arrivals
             # The retry has no PENDING state: RETRY stays visible until it runs (Go overwrites it).
@@ -484,12 +495,3 @@ class Execution:
                 parent=signature.parent if signature.headers else "",
             ),
         )
-
-
-def _failure(error: BaseException, before: str = "", *, retryable: bool = True) -> Failed:
-    return Failed(
-        error=before + text_of(error),
-        error_type=type_name_of(error),
-        traceback=traceback_of(error),
-        retryable=retryable,
-    )

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from machinery_py.errors import TimeLimitExceeded
 from machinery_py.registry.hooks import Surrounding
+from machinery_py.registry.outcomes import Failed
 from machinery_py.tasks.context import Context
 from machinery_py.tasks.signature import Signature
 from machinery_py.texts import MAX_ERROR, cut, get_logger, traceback_text
@@ -215,3 +216,13 @@ def type_name_of(error: BaseException) -> str:
 
 def traceback_of(error: BaseException) -> str:
     return traceback_text(error).encode("utf-8", "replace").decode()
+
+
+def failure_by(error: BaseException, before: str = "", *, retryable: bool = True) -> Failed:
+    """Return the failure of a task by what was raised, with a text before its own."""
+    return Failed(
+        error=before + text_of(error),
+        error_type=type_name_of(error),
+        traceback=traceback_of(error),
+        retryable=retryable,
+    )

@@ -23,7 +23,7 @@ from typing import Any
 
 from pymongo import monitoring
 
-from machinery_py import Server, State, chord, group
+from machinery_py import Replace, Server, State, chord, group
 from machinery_py.backends.base import Amendment, Verdict
 from machinery_py.brokers.base import Delivery, Message
 from machinery_py.stores import redis_steps
@@ -95,6 +95,13 @@ def broken() -> None:
     raise ValueError("broken")
 
 
+@server.task
+def gives_way() -> None:
+    note("gives_way")
+    killer.reach("in-task")
+    raise Replace(group(plain.signature(1), plain.signature(2)) | after.partial())
+
+
 SHAPES: dict[str, Callable[[], Any]] = {
     "task": lambda: plain.signature(1).then(after.partial()),
     "retry": lambda: shaky.signature(1).then(after.partial()),
@@ -105,6 +112,10 @@ SHAPES: dict[str, Callable[[], Any]] = {
     "broken-chord": lambda: chord(
         group(plain.signature(1), broken.signature()), after.partial().catch(on_error.partial())
     ),
+    "barrier": lambda: (
+        group(plain.signature(n) for n in range(2)) | group(after.partial(), after.partial())
+    ),
+    "replaced": lambda: gives_way.signature() | after.partial(),
     "delayed": lambda: (
         plain.options(eta=dt.datetime.now(dt.timezone.utc) + dt.timedelta(seconds=0.05))
         .signature(1)

@@ -32,6 +32,8 @@ EXPECTED: dict[str, dict[str, int]] = {
     "chord": {"plain": 5, "after": 1},
     "broken-chord": {"plain": 1, "broken": 1, "on_error": 1},
     "delayed": {"plain": 1, "after": 1},
+    "barrier": {"plain": 2, "after": 2},
+    "replaced": {"gives_way": 1, "plain": 2, "after": 2},
     "refused": {"plain": 1, "on_error": 1},
 }
 #: How many tasks exist in the end; a callback published twice would have another UUID.
@@ -43,6 +45,8 @@ TASKS = {
     "group": 5,
     "chord": 6,
     "broken-chord": 4,
+    "barrier": 4,
+    "replaced": 4,
     "delayed": 2,
 }
 

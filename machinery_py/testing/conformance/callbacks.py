@@ -9,6 +9,7 @@ import pytest
 from machinery_py import (
     ArgumentError,
     GroupResult,
+    Replace,
     State,
     TaskFailed,
     chain,
@@ -186,6 +187,47 @@ class CallbackConformance(AppCase):
         with pytest.raises(TaskFailed, match="one"):
             halves.get(timeout=HANG)
         assert app.calls == [("fail", "one")]
+
+    @pytest.mark.parametrize("shape", ["task", "chain", "chord", "group", "nothing"])
+    def test_task_is_replaced_by_a_workflow(self, app: App, shape: str) -> None:
+        flows: dict[str, Any] = {
+            "task": app.add.signature(1, 2),
+            "chain": app.add.signature(1, 1) | app.add.partial(1),
+            "chord": chord(app.echo.map([1, 2]), app.add.partial()),
+            "group": app.echo.map([1, 2]),
+            "nothing": group(),
+        }
+
+        def give_way(_: int) -> Any:
+            raise Replace(flows[shape])
+
+        task = app.server.register_task("give_way", give_way)
+        value = {"group": [1, 2], "nothing": []}.get(shape, 3)
+        alone = task.signature(0).then(app.note.partial("then")).send()
+        assert alone.get(timeout=HANG) == value
+        wait_until(lambda: ("then", value) in app.calls)
+        inside = group(app.echo.signature(0) | task.partial(), app.echo.signature(7))
+        whole = (inside | app.note.partial("end")).send()
+        assert whole.get(timeout=HANG) is None
+        assert ("end", value, 7) in app.calls
+
+    @pytest.mark.parametrize("at", range(3))
+    def test_failure_of_the_workflow_fails_the_task_it_replaces(self, app: App, at: int) -> None:
+        def step(number: int) -> Any:
+            return app.fail.signature("boom").fixed() if number == at else app.note.partial()
+
+        def give_way() -> None:
+            raise Replace(chain(step(0), group(step(1), app.note.partial()), step(2)))
+
+        task = app.server.register_task("give_way", give_way)
+        first = task.signature().catch(app.note.partial("caught"))
+        result = app.server.send_chain(first | app.note.partial("never"))
+        with pytest.raises(TaskFailed, match="boom"):
+            app.server.result(result.steps[0].uuid).get(timeout=HANG)
+        with pytest.raises(TaskFailed, match="boom"):
+            app.server.result(result.uuid).get(timeout=HANG)
+        assert len(app.wait_for("caught")) == 1
+        assert not [call for call in app.calls if "never" in call]
 
     def test_fixed_step_gets_no_results(self, app: App) -> None:
         first = app.add.signature(1, 1).then(app.note.partial("kept"))
