@@ -15,7 +15,7 @@ from machinery_py.brokers.base import Message
 from machinery_py.brokers.queue_limits import QueueLimit
 from machinery_py.brokers.redis.broker import RedisBroker
 from machinery_py.connections.redis.client import RedisDriver
-from machinery_py.errors import PublishRefused, PublishUnknown, QueueFull
+from machinery_py.errors import NameRefused, PublishRefused, PublishUnknown, QueueFull
 from machinery_py.stores import redis_steps
 from machinery_py.stores.base import Submission
 from machinery_py.stores.redis import RedisStore
@@ -109,6 +109,16 @@ def test_full_redis_refuses_what_is_not_committed(driver: RedisDriver) -> None:
     assert ask(driver, "DBSIZE") == 0
 
 
+def test_name_refused_in_a_later_step_refuses_all(driver: RedisDriver) -> None:
+    ask(driver, "SET", "jobs", "somebody else's")
+    last = Message(uuid="last", name="add", queue="jobs", body=b"last")
+
+    with pytest.raises(NameRefused, match="jobs"):
+        store(driver).submit(msgspec.structs.replace(SUBMISSION, messages=[*MESSAGES, last]))
+
+    assert ask(driver, "KEYS", "*") == [b"jobs"]
+
+
 def test_full_redis_carries_out_what_is_committed(driver: RedisDriver) -> None:
     interrupted = Interrupted(driver, 3600)
     interrupted.commands = ("CONFIG", "SET", "maxmemory", "1")
@@ -130,6 +140,7 @@ def test_committed_steps_wait_for_their_queue_and_are_finished_by_others(
     other = store(driver)
     other.tend()
     assert ask(driver, "GET", "mail") == b"somebody else's"
+    assert ask(driver, "TTL", "mpy:staged:t") == -1
     assert other.backend.get_group("group_1") is not None
     ask(driver, "DEL", "mail")
     other.tend()
