@@ -83,6 +83,7 @@ from machinery_py.errors import DecodeError
 from machinery_py.tasks.states import GroupMeta, State, TaskState
 from machinery_py.wire.states import decode_group
 
+WRITE = 1000  # changes that are made together; each is a step of its own
 _REVOKED = b"{" + REVOKED + b"}:"  # the prefix of its slot
 
 
@@ -102,6 +103,10 @@ class ClusterBackend(Backend, OutboxBackend):
         return self.cluster.clock.now()
 
     def apply(self, changes: Sequence[Change]) -> list[Verdict]:
+        steps = (changes[at : at + WRITE] for at in range(0, len(changes), WRITE))
+        return [verdict for step in steps for verdict in self._apply(step)]
+
+    def _apply(self, changes: Sequence[Change]) -> list[Verdict]:
         now, text = self.now(), self.cluster.now()
         parts = [parts_of(change, now, text, self.seconds) for change in changes]
         again = all(change.mark and not change.fires for change in changes)
