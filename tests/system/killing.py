@@ -54,6 +54,13 @@ def nap(seconds: float) -> str:
     return "rested"
 
 
+@server.task(max_running=2, rate="1000/s")
+def hold_two(gate: str) -> str:
+    note("hold_two")
+    wait_until(lambda: os.path.exists(gate), timeout=600.0, what="the gate is open")
+    return "let go"
+
+
 @server.task
 def hold(gate: str) -> str:
     note("hold")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -328,3 +329,46 @@ def test_workers_with_clocks_an_hour_off_take_nothing_over(scene: Scene, tmp_pat
     assert re.search(r"this host's clock is 3[56]\d\d s behind", logs[1])
     assert "clock" not in logs[2]
     assert (scene.server.now() - soon).total_seconds() < HANG
+
+
+def test_slots_of_a_killed_worker_are_free_after_its_lease(scene: Scene, tmp_path: Path) -> None:
+    ledger, gate = tmp_path / "ledger", tmp_path / "gate"
+    ledger.touch()
+    environment = {
+        **os.environ,
+        "KILL_URL": scene.redis.url,
+        "KILL_LEDGER": str(ledger),
+        "MACHINERY_LEASE": "1",
+    }
+    hold_two = scene.server.register_task("hold_two", str)
+
+    def started() -> int:
+        return ledger.read_text().count("hold_two ")
+
+    def running() -> int:
+        return sum(one.running for of in scene.server.inspect.limits() for one in of.usage)
+
+    def worker() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, *WORKER],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    results = [hold_two.send(str(gate)) for _ in range(5)]
+    first = worker()
+    wait_until(lambda: started() == 2, HANG, "two that run")
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait(HANG)
+    assert running() == 2
+    gate.touch()
+    second = worker()
+    try:
+        assert [result.get(timeout=HANG) for result in results] == ["let go"] * 5
+        wait_until(lambda: running() == 0, HANG, "no slot that is held")
+    finally:
+        os.killpg(second.pid, signal.SIGTERM)
+        second.wait(HANG)

@@ -39,6 +39,7 @@ ELSEWHERE = [
     "test_duplicate_raises_when_rejected",
     "test_unique_steps_of_a_workflow_are_always_sent",
     "test_fifty_calls_on_three_workers_run_one_at_a_time",
+    "test_waiting_exclusive_calls_run_in_the_order_of_their_sending",
     "test_exclusive_calls_with_other_arguments_run_together",
     "test_exclusive_call_that_may_not_wait_is_skipped",
     "test_waiting_exclusive_call_fails_after_its_timeout",

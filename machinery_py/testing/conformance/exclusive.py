@@ -56,6 +56,23 @@ class ExclusiveConformance(AppCase):
         for app in apps[1:]:
             app.server.close()
 
+    def test_waiting_exclusive_calls_run_in_the_order_of_their_sending(self, idle: App) -> None:
+        ran: list[int] = []
+        gate = threading.Event()
+
+        def feed(number: int) -> None:
+            gate.wait(HANG)
+            ran.append(number)
+
+        task = idle.server.task(exclusive="wait", exclusive_key="feed")(feed)
+        results = [task.send(number) for number in range(6)]
+        with idle.running(concurrency=3):
+            wait_until(lambda: sum(one.delayed for one in idle.server.inspect.queues()) == 5)
+            gate.set()
+            for result in results:
+                result.get(timeout=HANG)
+        assert ran == list(range(6))
+
     def test_exclusive_calls_with_other_arguments_run_together(self, app: App) -> None:
         hold = waiting(app, exclusive="wait")
         results = [hold.send(name) for name in "abc"]
