@@ -32,9 +32,9 @@ def serve(port: int, *, limit: int) -> tuple[http.server.ThreadingHTTPServer, Ca
             self.end_headers()
             self.wfile.write(b"thanks")
 
-        def log_message(self, text: str, *args: object) -> None:
+        def log_message(self, format: str, *args: object) -> None:
             if __name__ == "__main__":
-                sys.stdout.write(f"{text % args}\n")
+                sys.stdout.write(f"{format % args}\n")
 
     return http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler), taken, refused
 
