@@ -83,8 +83,19 @@ OFFLINE: dict[type, set[str]] = {
         "task",
         "worker_hint",  # for results, which ask in a thread
     },
-    Task: {"options", "partial", "signature"},
-    Signature: {"catch", "of", "replace", "then", "with_args", "with_headers", "with_uuid"},
+    Task: {"chunks", "map", "options", "partial", "signature", "starmap"},
+    Chain: {"catch", "then"},
+    Group: {"catch", "replace", "then"},
+    Signature: {
+        "catch",
+        "fixed",
+        "of",
+        "replace",
+        "then",
+        "with_args",
+        "with_headers",
+        "with_uuid",
+    },
     GroupResult: {"as_completed"},  # iterated by `async for` as well
     NamedLock: {"check"},
     Control: {"workers"},

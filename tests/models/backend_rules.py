@@ -338,7 +338,7 @@ class SettlementMachine(Arrivals, StateRules):
         ends = [*ends, *ends] if twice else ends
         changes = self.changes([], expire)
         flat: list[object] = []
-        for pick, fate, due, change, messages in ends:
+        for pick, fate, left, change, messages in ends:
             place = self.add(changes, change) if change else 0
             more: object = False
             if messages or fate != "done":
@@ -346,7 +346,7 @@ class SettlementMachine(Arrivals, StateRules):
                     (QUEUES.index(one[0]), *row[1:])
                     for one, row in zip(messages, self.messages(messages)[1], strict=True)
                 ]
-                more = (0 if due is None else self.now + due, raw(b"head"), rows)
+                more = (max(0, left or 0), raw(b"head"), rows)
             flat += (*self.delivery(session, pick), fate, place, more)
         seen: list[object] = []
         for pick, state in marks:

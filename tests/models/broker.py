@@ -272,14 +272,14 @@ def dispose(
 ) -> object:
     verdicts = ""
     backs: dict[int, list[tuple[str, Entry]]] = {}
-    for place, receipt, fate, due, head in disposals:
+    for place, receipt, fate, left, head in disposals:
         queue = queues[place]
         is_ours = receipt in redis.fields(flight_of(queue, session))
         if not is_ours or not can_end(redis, queue, session, receipt, fate):
             verdicts += "f"
             continue
         verdicts += "s"
-        entry = end(redis, queue, session, receipt, fate, due, head, int(now))
+        entry = end(redis, queue, session, receipt, fate, left, head, int(now))
         if fate == "back":
             backs.setdefault(place, []).append((receipt, entry))
     for place, entries in backs.items():

@@ -212,10 +212,10 @@ class BrokerMachine(Arrivals):
             (
                 *self.delivery(session, pick),
                 fate,
-                0 if due is None else self.now + due,
+                max(0, left or 0),
                 raw(b"head"),
             )
-            for pick, fate, due in ends
+            for pick, fate, left in ends
         ]
         self.run(redis_scripts.DISPOSE, broker.dispose, now, session, self.keys, rows)
 

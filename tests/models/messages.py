@@ -220,7 +220,14 @@ def bury(redis: Redis, queue: Queue, entry: Entry, head: str, now: int) -> None:
 
 
 def end(
-    redis: Redis, queue: Queue, session: str, receipt: str, fate: str, due: int, head: str, now: int
+    redis: Redis,
+    queue: Queue,
+    session: str,
+    receipt: str,
+    fate: str,
+    left: int,
+    head: str,
+    now: int,
 ) -> Entry:
     """A delivery is over. What goes back is given back by the caller, together with others."""
     text = redis.erase(flight_of(queue, session), receipt)
@@ -231,8 +238,8 @@ def end(
     elif fate in ("later", "wait"):
         if fate == "later":
             entry = replace(entry, parks=entry.parks + 1)
-        if due > now:
-            park(redis, queue, due, entry, now)
+        if left > 0:
+            park(redis, queue, now + left, entry, now)
         else:
             give(redis, queue, entry.level, entry.body, now)
             remember(redis, queue, entry)

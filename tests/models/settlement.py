@@ -92,8 +92,8 @@ def settle(
 
     backs: dict[int, list[tuple[str, Entry]]] = {}
     for (place, receipt, fate, more), change, plan, verdict in carried_out:
-        due, head, messages = more or (0, "", ())
-        entry = end(redis, queues[place], session, receipt, fate, due, head, moment)
+        left, head, messages = more or (0, "", ())
+        entry = end(redis, queues[place], session, receipt, fate, left, head, moment)
         if fate == "back":
             backs.setdefault(place, []).append((receipt, entry))
         if change and verdict == "s":

@@ -23,6 +23,7 @@ from machinery_py.brokers.redis import scripts as broker
 from machinery_py.connections.redis.client import raw
 from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.connections.redis.scripts import Script, pack
+from machinery_py.limits import redis as limits
 from machinery_py.locks import redis as locks
 from machinery_py.stores import redis as settlement
 from machinery_py.stores import redis_steps as steps
@@ -39,6 +40,7 @@ MODULES: dict[str, ModuleType] = {
     "settlement": settlement,
     "steps": steps,
     "locks": locks,
+    "limits": limits,
     "cluster": cluster,
 }
 
@@ -105,6 +107,7 @@ def test_each_lua_file_is_a_script_or_included() -> None:
 
 #: Listings for people, and records behind one compare-and-swap: the conformance suites hold them.
 #: Steps of large submissions: tests/stores/redis/test_steps.py compares them with SUBMIT.
+#: Limits: tests/limits/test_rules.py holds them against the pure rules.
 WITHOUT_MODEL = {
     "broker": {
         *("BROADCAST", "BURY", "DEAD", "LATE", "LATE_NAMES", "PENDING"),
@@ -113,6 +116,7 @@ WITHOUT_MODEL = {
     "backend": {"AMEND", "LOOSEN", "RECORDS", "RELEASE"},
     "settlement": {"AMEND"},
     "steps": {"CARRY", "COMMIT", "STAGE"},
+    "limits": {"ENTER", "LEAVE", "READ", "RENEW"},
     "locks": {"ACQUIRE", "ACQUIRE_IN_CLUSTER", "RELEASE", "RENEW"},
     "cluster": {
         *("AMEND", "AMEND_CLAIM", "CLAIM", "DROP", "EXPIRE", "LIST"),
@@ -190,7 +194,16 @@ DISPOSALS = [
     (1, "1", "back", 0, raw(b"")),
 ]
 
+SLOTS = [("task add", "running:", "task_1", "token")]
+
 CALLS: dict[str, tuple[Any, ...]] = {
+    "limits ENTER": (
+        *(NOW, "task add", "task_1", "token", 10_000_000, 0),
+        [("rate", "", 5, 200_000, 0), ("running", "", 1, 0, 0)],
+    ),
+    "limits RENEW": (NOW, 10_000_000, SLOTS),
+    "limits LEAVE": (NOW, 0, SLOTS),
+    "limits READ": (NOW, "task add", 1000),
     "broker PUT": (NOW, "token", LIMITS, QUEUES, FULL),
     "broker REGISTER": (NOW, "s2", raw(b"record"), QUEUES),
     "broker BEAT": (NOW, "s1", QUEUES, True),
@@ -446,6 +459,7 @@ NEEDS_ROOM = {
     "backend BEGIN",
     "backend PARTIAL",
     "backend REVOKE",
+    "limits ENTER",
     "steps COMMIT",
     "steps STAGE",
     "settlement SUBMIT",

