@@ -441,6 +441,7 @@ class Receiver:
 
     def _run_suspects(self) -> None:
         """Run suspects one at a time, each when nothing runs beside it; the others wait."""
+        self._run_batches(math.inf)  # what is gathered would wait for them, and they for it
         since = time.perf_counter()
         while self._suspects and not self.loop.is_stopping():
             self._make_changes()

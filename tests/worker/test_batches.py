@@ -32,6 +32,7 @@ from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.worker.batches import Batches
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.hooks import WorkerHooks
+from tests.worker.test_admission import let_workers_die
 
 _numbers = itertools.count(1)
 
@@ -218,6 +219,21 @@ def test_gathered_call_that_is_revoked_is_left_out(server: Server) -> None:
         wait_until(first.is_finished)
         store.send(3).get(timeout=HANG)
     assert runs == [[2, 3]]
+
+
+def test_what_is_gathered_runs_before_a_suspect(server: Server) -> None:
+    runs: list[list[int]] = []
+
+    @server.task(batch=3, batch_within=HANG)
+    def store(rows: list[int]) -> None:
+        runs.append(rows)
+
+    results = [store.send(number) for number in (1, 2, 3)]
+    let_workers_die(server, results[2:], deaths=1)
+    with server.new_worker(concurrency=1):
+        for one in results:
+            one.get(timeout=HANG)
+    assert runs == [[1, 2], [3]]
 
 
 def test_run_that_is_cut_off_gives_each_call_back(server: Server) -> None:
