@@ -5,7 +5,7 @@ from __future__ import annotations
 from machinery_py.backends.base import BackendFeatures
 from machinery_py.texts import get_logger
 
-logger = get_logger(__name__)
+logger = get_logger("machinery_py.server")  # under which they always were
 
 
 class SendingNotices:

@@ -154,8 +154,9 @@ class FileBroker(Broker):
     def tend(self) -> float:
         now = self.file.clock.now()
         with self.file.transaction() as content:
-            for token in [one for one, at in content.tokens.items() if at <= now - TOKEN_LIFE]:
-                del content.tokens[token]
+            content.tokens = {
+                one: at for one, at in content.tokens.items() if at > now - TOKEN_LIFE
+            }
             for session, info in list(content.consumers.items()):
                 if (now - info.beat_at).total_seconds() > self.lease:
                     del content.consumers[session]
@@ -163,8 +164,10 @@ class FileBroker(Broker):
                         entry.strikes += entry.running
                         entry.release()
             etas = [one.message.eta for one in content.entries if one.where(now) == "delayed"]
-            due = [(eta - now).total_seconds() for eta in etas if eta]
-            return min([self.lease / 4, *due])
+            return min([self.lease / 4, *((eta - now).total_seconds() for eta in etas if eta)])
+
+    def waiting(self, queue: str) -> int:
+        return sum(one.waiting for one in self.stats() if one.queue == queue)
 
     def stats(self) -> list[QueueStats]:
         now = self.file.clock.now()

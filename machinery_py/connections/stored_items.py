@@ -18,13 +18,15 @@ REVOKED_LIFE = "a year after the ETA; three days once the message came"
 CLAIM_LIFE = "until a worker sees that the task is over; at most `unique_for`, else a week"
 
 _MADE = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"  # the random part of Go's UUIDs
+_GROUP = "group(?:_flow|_rest|_retry)?"
+
 _PLACEHOLDERS = {
     "<n>": r"\d+",
     "<level>": r"\d+",
     "<second>": r"\d+",
     "<task UUID>": rf"(?:task|chord)_{_MADE}",
-    "<group UUID>": rf"group_{_MADE}",
-    "<queue>": rf"(?!mpy:|machinery\.|amq\.|(?:task|group|chord)_{_MADE})[^{{}}]+",
+    "<group UUID>": rf"{_GROUP}_{_MADE}",
+    "<queue>": rf"(?!mpy:|machinery\.|amq\.|(?:task|chord|{_GROUP})_{_MADE})[^{{}}]+",
 }
 
 

@@ -118,10 +118,10 @@ def link(
 
 
 def _recorded(plan: Plan, now: dt.datetime) -> Plan:
-    """Return the plan with the record of its workflow, if it is more than empty groups."""
+    """Return the plan with the record of its workflow, if it is more than one task."""
     uuid = new_uuid(PREFIX)
     made = [one for one in plan.steps if one.uuids]
-    if not made:
+    if not made or (len(made) == 1 and not made[0].is_group):
         return plan
     steps = [
         RecordedStep(one.group_uuid, group_label(one.names), len(one.uuids), one.leading)
@@ -215,7 +215,7 @@ class _Linker:
 
     def _cut(self, task: Signature[Any], last: Sequence[str]) -> Signature[Any]:
         """Keep what follows this task beside it: so no message has more than a piece."""
-        rest = Rest(uuid=new_uuid("rest_"), steps=task.on_success, tasks=(task.uuid, *last))
+        rest = Rest(uuid=new_uuid("group_rest_"), steps=task.on_success, tasks=(task.uuid, *last))
         self.rests.append(rest)
         return task.replace(on_success=()).with_headers(**{HEADER_REST: rest.uuid})
 

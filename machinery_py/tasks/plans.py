@@ -17,7 +17,8 @@ from machinery_py.errors import DecodeError
 from machinery_py.tasks.states import GroupMeta
 from machinery_py.texts import cut
 
-PREFIX = "flow_"  # how the UUID of a workflow begins
+# How the UUID of a workflow begins: it is that of a group, which users may be allowed to write.
+PREFIX = "group_flow_"
 NAMED = 3  # steps that a workflow's name is made of
 LONGEST_NAME = 120  # bytes
 SAMPLE = 64  # members of a large group that keep the record

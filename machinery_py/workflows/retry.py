@@ -131,7 +131,7 @@ def members_of(app: Application, group_uuid: str) -> Sequence[str]:
 
 
 def _spare(group_uuid: str) -> str:
-    return f"retry_{group_uuid}"
+    return "group_retry_" + group_uuid.removeprefix("group_")
 
 
 def _make_anew(app: Application, like: Arrival) -> None:

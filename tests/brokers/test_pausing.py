@@ -21,6 +21,7 @@ from machinery_py.testing.conformance.leases import bodies, done, message, put
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.stores.redis.case import Drivers, clock, open_driver
 from tests.support.servers import RedisServer
+from tests.support.sqlite_versions import to_first_version
 
 __all__ = ["clock", "open_driver"]
 
@@ -179,13 +180,7 @@ def test_file_of_the_first_version_is_migrated_for_pausing(tmp_path: pathlib.Pat
     put(SQLiteBroker(driver), b"1")
     driver.close()
     with sqlite3.connect(path) as connection:
-        connection.execute("DROP TABLE paused")
-        connection.execute("DROP TABLE records")
-        connection.execute("DROP TABLE claims")
-        connection.execute("DROP TABLE topics")
-        connection.execute("ALTER TABLE tasks RENAME COLUMN notes_json TO older")
-        connection.execute("ALTER TABLE tasks RENAME COLUMN keep_for TO oldest")
-        connection.execute("PRAGMA user_version = 1")
+        to_first_version(connection)
     connection.close()
 
     driver = SQLiteDriver(path)

@@ -28,8 +28,18 @@ _looked = threading.Event()  # while the task `slow` runs
 
 def make_server(broker: str, backend: str = "") -> Server:
     return Server(
-        Config(broker=broker, result_backend=backend, lease=2.0, unregistered_timeout=3.0)
+        Config(
+            broker=broker,
+            result_backend=backend,
+            lease=2.0,
+            unregistered_timeout=3.0,
+            fair_queues={"fair": "tenant"} if has_turns(broker) else {},
+        )
     )
+
+
+def has_turns(broker: str) -> bool:
+    return broker.partition(":")[0] in ("redis", "sqlite", "memory")
 
 
 def tasks(server: Server) -> dict[str, Any]:
@@ -39,11 +49,17 @@ def tasks(server: Server) -> dict[str, Any]:
         "deadly": server.register_task("deadly", _deadly),
         "slow": server.register_task("slow", _slow),
         "alone": server.task("alone", unique=True)(_add),
+        "limited": server.task("limited", rate="100/s", max_running=1)(_add),
+        "shared": server.task("shared", queue="fair")(_share),
     }
 
 
 def _add(*numbers: int) -> int:
     return len(numbers)
+
+
+def _share(tenant: str) -> str:
+    return tenant
 
 
 def _deadly(seconds: float) -> None:
@@ -96,6 +112,14 @@ def run(
         server.send_task(Signature(name="add", uuid=uuid)),
         known["alone"].send(),
     ]
+    if not broker.startswith("amqp"):  # it has no locks
+        results += [known["limited"].send(1), known["limited"].send(2)]
+        server.control.limit("limited", rate="50/s")
+    if has_turns(broker):
+        results += [known["shared"].send("ada"), known["shared"].send("bob")]
+    if broker.startswith("redis"):
+        many = (add.signature(n) for n in range(1100))
+        results.append(chord(many, add.partial()).send())  # in steps
     server.revoke([add.options(delay=60).send(0).uuid])
     server.schedules.add("@every 1s", "tick", add.signature(1))
     server.send_task(Signature(name="unknown"))
@@ -103,7 +127,8 @@ def run(
     server.inspect.pause("aside")
     look()
     workers = [
-        server.new_worker(f"w{n}", queues=["aside", server.config.default_queue]) for n in (1, 2)
+        server.new_worker(f"w{n}", queues=["aside", server.config.default_queue, "fair"])
+        for n in (1, 2)
     ]
     with contextlib.ExitStack() as running:
         for worker in workers:

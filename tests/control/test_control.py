@@ -484,7 +484,7 @@ def test_task_that_comes_back_after_the_first_look_is_revoked(server: Server) ->
             sent.append(task.options(headers={"a": "b"}).send().uuid)
         server.revoke(uuids)
 
-    control = Control(lambda: server.broker, server.app.lamport, revoke)
+    control = Control(lambda: server.broker, server.app.lamport, revoke, lambda *_: None)
     assert sorted(control.revoke(headers={"a": "b"}).uuids) == sorted(sent)
 
 

@@ -255,6 +255,7 @@ def restricted(empty_redis: RedisServer) -> Iterator[str]:
         "task_*",
         "delayed_tasks",
         "group*",
+        "mpy:{group*",
         "chord*",
     ]
     with redis.Redis.from_url(empty_redis.url) as client:

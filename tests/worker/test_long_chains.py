@@ -62,7 +62,7 @@ def test_lost_record_fails_the_chain(bench: Bench) -> None:
 
     bench.drain()
 
-    with pytest.raises(TaskFailed, match="record rest_\\S+ of the steps behind it") as raised:
+    with pytest.raises(TaskFailed, match="record group_rest_\\S+ of the steps behind it") as raised:
         result.get(timeout=0)
     assert raised.value.error_type == "ChainLost"
     assert result.steps[-1].get_state().state is State.FAILURE

@@ -222,9 +222,9 @@ def test_long_task_has_its_line_while_it_runs(
 
 @pytest.mark.parametrize(
     ("sent", "eta", "wait"),
-    [(None, None, None), (10, None, 90.0), (10, 40, 60.0), (40, 10, 60.0), (None, 40, 60.0)],
+    [(None, None, None), (10, None, 90.0), (10, 40, 60.0), (40, 10, 90.0), (None, 40, 60.0)],
 )
-def test_wait_counts_from_sending_or_eta_whichever_is_later(
+def test_wait_counts_from_its_eta_or_from_sending(
     server: Server, sent: int | None, eta: int | None, wait: float | None
 ) -> None:
     def at(second: int | None) -> dt.datetime | None:

@@ -141,7 +141,7 @@ ITEMS = (
                "keys that are limited, scored by when that is forgotten", "as they are", "lock"),
     StoredItem("mpy:limit:{<scope>}", "string", "limits that were changed at run time",
                "until reset", "lock"),
-    StoredItem("mpy:limit:{<scope>}:<rule>:<key>", "string",
+    StoredItem("mpy:limit:{<scope>}:<rule and key>", "string",
                "a limited key: moment of the next run, slots, who waits",
                "a minute after it holds nobody back", "lock"),
 )

@@ -20,6 +20,7 @@ from machinery_py.connections.sqlite.open import network_kind
 from machinery_py.errors import ConfigError, PublishRefused, StoreUnusable
 from machinery_py.limits.sqlite import SQLiteLimits
 from tests.stores.sqlite.case import driver, integrity, message, path, queues
+from tests.support.sqlite_versions import to_first_version
 
 __all__ = ["driver", "path"]
 
@@ -54,26 +55,7 @@ def test_a_file_of_the_first_version_is_brought_up_to_date(
     driver: SQLiteDriver, path: Path
 ) -> None:
     with driver.transaction() as connection:
-        connection.execute("DROP TABLE records")
-        connection.execute("DROP TABLE paused")
-        connection.execute("DROP TABLE claims")
-        connection.execute("DROP TABLE topics")
-        connection.execute("DROP TABLE limits")
-        connection.execute("DROP TABLE turns")
-        connection.execute("DROP INDEX messages_turnless")
-        connection.execute("DROP INDEX messages_waiting")
-        connection.execute(
-            "CREATE INDEX messages_waiting ON messages (queue, status, priority DESC) "
-            "WHERE status = 0"
-        )
-        for name in ("tenant", "turn"):
-            connection.execute(f"ALTER TABLE messages RENAME COLUMN {name} TO {name}_later")
-        connection.execute("ALTER TABLE tasks RENAME COLUMN notes_json TO older")
-        connection.execute("ALTER TABLE tasks RENAME COLUMN keep_for TO oldest")
-        for name in ("root", "parent"):
-            connection.execute(f"ALTER TABLE tasks RENAME COLUMN {name} TO {name}_later")
-        connection.execute("ALTER TABLE groups RENAME COLUMN plan TO plan_later")
-        connection.execute("PRAGMA user_version = 1")
+        to_first_version(connection)
     driver.close()
 
     again = SQLiteDriver(path)

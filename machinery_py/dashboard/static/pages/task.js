@@ -187,7 +187,7 @@ function facts(task) {
     ["Worker", worker && html`<a href=${link("worker", { name: worker })}>${worker}</a>`],
     ["Sent by", isTask(task.parent) && html`<a href=${link("task", { uuid: task.parent })}>
       ${shortId(task.parent)}</a>`],
-    ["Workflow", task.root.startsWith("flow_") &&
+    ["Workflow", task.root.startsWith("group_flow_") &&
       html`<a href=${link("workflow", { uuid: task.root })}>${shortId(task.root)}</a>`],
     ["Sent", time(task.created_at)],
     ["Started", time(task.started_at)],

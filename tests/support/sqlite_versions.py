@@ -1,0 +1,28 @@
+"""SQLite files as older versions of the library left them."""
+
+from __future__ import annotations
+
+import sqlite3
+
+
+def to_first_version(connection: sqlite3.Connection) -> None:
+    """Take away what later versions added; a column keeps its content under another name."""
+    connection.execute("DROP TABLE records")
+    connection.execute("DROP TABLE paused")
+    connection.execute("DROP TABLE claims")
+    connection.execute("DROP TABLE topics")
+    connection.execute("DROP TABLE limits")
+    connection.execute("DROP TABLE turns")
+    connection.execute("DROP INDEX messages_turnless")
+    connection.execute("DROP INDEX messages_waiting")
+    connection.execute(
+        "CREATE INDEX messages_waiting ON messages (queue, status, priority DESC) WHERE status = 0"
+    )
+    for name in ("tenant", "turn"):
+        connection.execute(f"ALTER TABLE messages RENAME COLUMN {name} TO {name}_later")
+    connection.execute("ALTER TABLE tasks RENAME COLUMN notes_json TO older")
+    connection.execute("ALTER TABLE tasks RENAME COLUMN keep_for TO oldest")
+    for name in ("root", "parent"):
+        connection.execute(f"ALTER TABLE tasks RENAME COLUMN {name} TO {name}_later")
+    connection.execute("ALTER TABLE groups RENAME COLUMN plan TO plan_later")
+    connection.execute("PRAGMA user_version = 1")
