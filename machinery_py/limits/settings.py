@@ -18,6 +18,7 @@ UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}  # seconds
 FASTEST = 100_000.0  # runs a second; a store counts in microseconds
 SLOWEST = 366 * UNITS["d"]  # seconds for one run
 MOST = 2**31 - 1  # runs at once, or at a time
+LONGEST = 100 * SLOWEST  # seconds that a burst takes at its rate: a store's numbers end
 
 # Names of rules. The last is that of tasks of which one at a time runs: it keeps their order.
 RATE, RUNNING, INTERVAL, EXCLUSIVE = "rate", "running", "interval", "exclusive"
@@ -139,6 +140,11 @@ def check_limits(name: str, options: Mapping[str, object]) -> None:
             raise ValueError(f"{name}: {option}={value!r} ({error})") from None
     if options.get("burst") is not None and not options.get("rate"):
         raise ValueError(f"{name}: burst={options['burst']!r} (it needs a rate)")
+    if any(rule.limit * rule.interval > LONGEST for rule in rules_of(options)):
+        raise ValueError(
+            f"{name}: burst={options['burst']!r} (at rate={options['rate']!r} it takes more than "
+            "100 years)"
+        )
 
 
 def options_of(rules: Iterable[Rule]) -> LimitOptions:

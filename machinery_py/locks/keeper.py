@@ -146,7 +146,7 @@ class LeaseKeeper(ABC, Generic[S, H]):
         due_at = time.monotonic() + self._length() / RENEWALS
         while True:
             with self._changed:
-                if not self._leases:
+                if not self._leases and not self._over:
                     self._loop = None
                     return
                 while self._leases and not self._over and (left := due_at - time.monotonic()) > 0:

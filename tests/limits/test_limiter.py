@@ -126,6 +126,7 @@ def test_changed_limit_counts_from_the_next_run_on_until_it_is_reset(server: Ser
         ("call_ap", {"rate": "1/s"}, r"no task 'call_ap' is known here; did you mean 'call_api'"),
         ("call_api", {"max_running": 1}, r"the code sets none: its workers do not ask"),
         ("call_api", {"rate": "5"}, r"call_api: rate='5' \(expected a number and a unit"),
+        ("call_api", {"rate": "1/d", "burst": 2**31 - 1}, r"it takes more than 100 years\)"),
         ("call_api", {"speed": 5}, r"no limit 'speed' \(known: burst, max_running"),
         ("call_api", {}, r"no limit is named"),
     ],

@@ -10,13 +10,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from machinery_py import Config, Server
 from machinery_py.errors import BackendUnavailable, LockLost, LockNotAcquired
 from machinery_py.locks.base import Lock, LockHolding
+from machinery_py.locks.keeper import Lease, LeaseKeeper
 from machinery_py.locks.named import LockKeeper, NamedLock
 from machinery_py.testing.waiting import together, wait_until
 
@@ -318,3 +319,29 @@ def test_a_loss_is_told_to_coroutines(server: Server) -> None:
 
     with pytest.raises(LockLost):
         asyncio.run(main())
+
+
+# What comes behind a lease
+
+
+class _LostAtTheEnd(LeaseKeeper[None, None]):
+    """Its holder gives the lease back while it is being renewed, and the store says: lost."""
+
+    def _renew(self, leases: Sequence[Lease[None, None]], ttl: float) -> Sequence[bool]:
+        self.give_back_soon(leases[0])
+        return [False]
+
+    def _release(self, leases: Sequence[Lease[None, None]]) -> bool:
+        raise AssertionError("it was lost")
+
+
+def test_what_waits_for_the_end_of_a_lease_is_done_after_its_loss_too() -> None:
+    done = threading.Event()
+    keeper = _LostAtTheEnd("test", lambda: 0.01)
+    lease = Lease(None, None, time.monotonic(), name="feed")
+    lease.then = done.set
+
+    keeper.keep(lease)
+
+    assert done.wait(10.0)
+    assert lease.lost

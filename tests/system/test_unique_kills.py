@@ -44,6 +44,7 @@ class Site:
         self.server = Server(Config(broker=broker, result_backend=backend, lease=LEASE))
         self.alone = self.server.task("alone", unique=True)(_named)
         self.feed = self.server.task("feed", exclusive="wait", exclusive_key="feed")(_named)
+        self.metered = self.server.task("metered", rate="50/s", max_running=3)(_named)
         self.gather = self.server.task("gather", batch=4)(_gathered)
 
     def run(
@@ -194,6 +195,42 @@ def test_worker_suspended_past_its_lease_is_refused(
     assert first.get(timeout=HANG) == site.gate("a")
     assert len(site.lines("end")) == 1
     assert frozen.pid != int(site.lines("end")[0].split()[-1])
+
+
+# Limits, of workers that are killed
+
+
+@pytest.mark.timeout(3 * HANG)
+def test_killed_workers_keep_no_slot_and_their_waiting_tasks_run(site: Site) -> None:
+    gate = site.gate("gate")
+    results = [site.metered.send(gate) for _ in range(12)]
+    victims = [site.worker(), site.worker()]
+    wait_until(lambda: len(site.lines("begin")) == 3, timeout=HANG, what="three runs")
+    wait_until(
+        lambda: sum(one.delayed for one in site.server.inspect.queues()) == 9,
+        timeout=HANG,
+        what="the others wait in line",
+    )
+
+    for victim in victims:
+        kill_all(victim)
+    assert len(site.lines("begin")) == 3
+    pathlib.Path(gate).touch()
+    site.worker()
+
+    assert [one.get(timeout=HANG) for one in results] == [gate] * 12
+    assert len(site.lines("end")) == 12
+    wait_until(
+        lambda: (
+            not any(
+                one.running or one.waiting
+                for all in site.server.inspect.limits()
+                for one in all.usage
+            )
+        ),
+        timeout=HANG,
+        what="no slot and no place is left",
+    )
 
 
 # Batches, of workers that are killed

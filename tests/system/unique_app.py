@@ -55,6 +55,14 @@ def feed(name: str) -> str:
     return name
 
 
+@server.task(rate="50/s", max_running=3)
+def metered(name: str) -> str:
+    note("begin", name)
+    wait_until(lambda: os.path.exists(name), timeout=600.0, what="the gate is open")
+    note("end", name)
+    return name
+
+
 @server.task(batch=4, batch_within=600.0)
 def gather(rows: list[str]) -> list[str]:
     for row in rows:

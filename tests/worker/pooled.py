@@ -178,6 +178,20 @@ def die_once(trace: str, how: str) -> int:
     return 0
 
 
+@server.task(pool="process", max_running=1)
+def alone(trace: str, name: str) -> str:
+    inside = Path(trace) / "inside"
+    inside.touch(exist_ok=False)
+    first = Path(trace) / name
+    if name == "dies" and not first.exists():
+        first.touch()
+        inside.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.2)
+    inside.unlink()
+    return name
+
+
 @server.task(pool="process")
 def die(trace: str) -> None:
     _begin(trace)

@@ -732,3 +732,22 @@ def test_batch_runs_in_a_process_and_each_call_ends_by_itself(worker: Worker) ->
 def test_call_that_kills_its_process_ends_no_other_call(worker: Worker) -> None:
     results = [pooled.together.send(row) for row in ("a", "die", "c")]
     assert ends_of(*results) == ["a of 1", "Poison", "c of 1"]
+
+
+# Limits
+
+
+def test_one_call_at_a_time_and_a_killed_process_keeps_no_slot(
+    worker: Worker, tmp_path: Path
+) -> None:
+    names = ["a", "dies", "b", "c"]
+    results = [pooled.alone.send(str(tmp_path), name) for name in names]
+
+    assert [one.get(timeout=HANG) for one in results] == names
+    wait_until(
+        lambda: (
+            not any(
+                one.running or one.waiting for all in server.inspect.limits() for one in all.usage
+            )
+        )
+    )

@@ -11,6 +11,7 @@ from machinery_py.brokers.base import Message
 from machinery_py.brokers.redis import scripts
 from machinery_py.brokers.redis.broker import RedisBroker
 from machinery_py.connections.redis.scripts import Script
+from machinery_py.errors import NameRefused
 from machinery_py.tasks.signature import Signature
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.wire.signatures import encode_signature
@@ -82,3 +83,16 @@ def test_tenant_of_a_fair_queue_waits_for_one_turn_of_a_hundred_thousand(
     lanes = driver.ask(b"ZRANGE", b"mpy:{mail}:x", b"0", b"-1", doing="looking")
     assert len(lanes) <= 3  # what is over is forgotten
     consumer.close()
+
+
+def test_worker_that_knows_no_fair_queues_takes_nothing_from_one(open_driver: Drivers) -> None:
+    driver = open_driver()
+    broker = RedisBroker(driver)
+    broker.put([fair("a1"), fair("b1")], token="")
+
+    levels = driver.ask(b"ZREVRANGE", b"mpy:{mail}:l", b"0", b"-1", doing="as its claim")
+    assert levels == [b"fair"]
+    with pytest.raises(NameRefused):  # so it does not think the level empty, and forget it
+        driver.ask(b"LPOP", b"mpy:{mail}:p:" + levels[0], doing="as its claim")
+
+    assert len(broker.consume(["mail"], worker="w").receive(9, 0)) == 2

@@ -181,7 +181,7 @@ for index, q in ipairs(queues) do
             place(q, {level = $FAIR, fence = fence, strikes = strikes, parks = parks, label = string.sub(note, at), body = body}, false, now, {})
           end
         end
-        local all = call('ZPOPMIN', p .. 'y', most)
+        local all = call('ZPOPMIN', p .. 'p:fair', most)
         local first = call('INCRBY', p .. 'n', #all / 2) - #all / 2
         for i = 1, #all, 2 do
           local m, receipt = unwrap(all[i]), first + (i + 1) / 2
@@ -195,7 +195,7 @@ for index, q in ipairs(queues) do
           call('ZADD', p .. 'x', 'GT', now_served, int(top))
           call('ZREMRANGEBYSCORE', p .. 'x', -top * $FAIR, '(' .. int(now_served))
         end
-        if call('EXISTS', p .. 'y') == 0 then call('ZREM', p .. 'l', 'fair') end
+        if call('EXISTS', p .. 'p:fair') == 0 then call('ZREM', p .. 'l', 'fair') end
       elseif count < limit then
         local list = q[2] .. 'p:' .. level
         deliver(index, q, tonumber(level), call('LPOP', list, limit - count) or {})

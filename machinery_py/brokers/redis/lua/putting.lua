@@ -4,10 +4,11 @@
 -- 0, label, parks, body); a label is what only we can say of bytes that are no signature. Bodies
 -- are never decoded.
 --
--- In a fair queue tenants take turns: a message waits in `y`, scored by its place, and in place of a
+-- In a fair queue tenants take turns: a message waits in `p:fair`, scored by its place, and in place of a
 -- priority its level is (priority + 1) * FAIR - turn; turn 0: it has none yet. `x` has the last place
 -- that each tenant was given (`<priority + 1>:<tenant>`), and the one that is served (`<priority + 1>`).
--- `l` has the member `fair` while `y` has messages.
+-- `l` has the member `fair` while there are some. A worker that knows no fair queues expects a list
+-- there, and leaves such a queue alone.
 -- place: puts a message on its list, or there: at the head with the turn that it has, else with the
 -- next one of its tenant. That is none that is over: a tenant waits for one turn of each other at most.
 --
@@ -73,7 +74,7 @@ local function place(q, m, at_head, now, to_wake)
     level = -turn
   end
   local number = string.format('%016d', call('INCR', p .. 'n'))
-  call('ZADD', p .. 'y', -level, wrap(number, level, m.fence, m.strikes, m.parks, m.label, m.body))
+  call('ZADD', p .. 'p:fair', -level, wrap(number, level, m.fence, m.strikes, m.parks, m.label, m.body))
   call('ZADD', p .. 'l', 0, 'fair')
   try('SADD', 'mpy:queues', q[1])
   wake(q, 'v', 1, to_wake)
@@ -87,7 +88,7 @@ end
 local parkable = {}
 local function can_give(q, level)
   if level > 255 then
-    key_type(q[2] .. 'y', 'zset')
+    key_type(q[2] .. 'p:fair', 'zset')
     key_type(q[2] .. 'x', 'zset')
     counter(q[2] .. 'n')
   else

@@ -7,8 +7,10 @@
 
 local function waiting_in(q)
   local waiting = call('LLEN', q[1])
-  for _, level in ipairs(call('ZRANGE', q[2] .. 'l', 0, -1)) do waiting = waiting + call('LLEN', q[2] .. 'p:' .. level) end
-  return waiting + call('ZCARD', q[2] .. 'y')
+  for _, level in ipairs(call('ZRANGE', q[2] .. 'l', 0, -1)) do
+    waiting = waiting + call(level == 'fair' and 'ZCARD' or 'LLEN', q[2] .. 'p:' .. level)
+  end
+  return waiting
 end
 local function full(queues, limits, token)
   if #limits == 0 or (token ~= '' and call('EXISTS', 'mpy:p:' .. token) == 1) then return end

@@ -12,7 +12,7 @@ local function list(key, level)
 end
 for _, level in ipairs(call('ZREVRANGE', q[2] .. 'l', 0, -1)) do
   if level == 'fair' and #found < limit then
-    for _, text in ipairs(call('ZRANGE', q[2] .. 'y', 0, limit - #found - 1)) do
+    for _, text in ipairs(call('ZRANGE', q[2] .. 'p:fair', 0, limit - #found - 1)) do
       local m = unwrap(text)
       local noted = table.concat({m.fence, m.strikes, m.parks}, ' ') .. '\n' .. m.label
       found[#found + 1] = '\147' .. cmsgpack.pack(m.level) .. bin(noted) .. bin(m.body)

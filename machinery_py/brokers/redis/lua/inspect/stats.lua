@@ -14,8 +14,9 @@ local function line_of(q)
   counter(p .. 'c')
   key_type(p .. 'o', 'list')
   key_type(p .. 's', 'zset')
-  key_type(p .. 'y', 'zset')
-  for _, level in ipairs(call('ZRANGE', p .. 'l', 0, -1)) do key_type(p .. 'p:' .. level, 'list') end
+  for _, level in ipairs(call('ZRANGE', p .. 'l', 0, -1)) do
+    key_type(p .. 'p:' .. level, level == 'fair' and 'zset' or 'list')
+  end
   for _, session in ipairs(call('ZRANGE', p .. 's', 0, -1)) do key_type(p .. 'f:' .. session, 'hash') end
   parked(q, now, to_wake)
   local plain = call('LLEN', q[1])
