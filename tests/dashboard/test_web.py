@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import socket
+import socketserver
 import threading
 import time
 from collections.abc import Iterator
@@ -354,6 +355,21 @@ def test_too_many_connections_are_refused_until_there_is_room(bench: Bench) -> N
                 return False
 
         wait_until(answers)
+
+
+def test_connections_that_got_no_thread_leave_room_for_others(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with site_of(bench.server) as site:
+        with monkeypatch.context() as patch:
+            patch.setattr(socketserver.ThreadingMixIn, "process_request", refuse)
+            for _ in range(served.MOST_CONNECTIONS):
+                with closing(socket.create_connection((site.host, site.port), HANG)) as one:
+                    assert one.recv(1) == b""
+        assert site.request("GET", "api/queues").status == 200
 
 
 # Streams
