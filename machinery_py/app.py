@@ -443,16 +443,17 @@ class Application:
         """Repeat it while the store is away, up to `publish_timeout`; its token makes it safe.
 
         Args:
-            block: seconds that it is repeated while a queue is full.
+            block: seconds that it is repeated while a queue is full; not once a reply was lost,
+                since a store forgets the token.
         """
-        start = time.monotonic()
+        start = since = time.monotonic()
         pause = FIRST_PAUSE
         unknown: PublishUnknown | None = None
         failure: MachineryError
         while True:
             if RUNNING.get() is not None:
                 check_time()
-            patience = block + self.config.publish_timeout - pause
+            end = since + self.config.publish_timeout - pause
             try:
                 return publish()
             except PublishUnknown as error:
@@ -462,8 +463,9 @@ class Application:
             except (BrokerUnavailable, BackendUnavailable) as error:
                 failure = error
             except QueueFull as error:
-                failure, patience = error, 0.0 if error.permanent else block
-            left = start + patience - time.monotonic()
+                failure, room_by = error, start + (0.0 if error.permanent else block)
+                end, since = (min(end, room_by), since) if unknown else (room_by, time.monotonic())
+            left = end - time.monotonic()
             if left <= 0:
                 # After a lost reply, a refusal of the repeat does not say that nothing was stored.
                 raise unknown or failure

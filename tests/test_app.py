@@ -12,8 +12,12 @@ import pytest
 from machinery_py import (
     Arg,
     ArgumentError,
+    BrokerUnavailable,
+    Config,
     MachineryError,
     NoRetry,
+    PublishUnknown,
+    QueueFull,
     Server,
     Signature,
     TaskFailed,
@@ -468,3 +472,22 @@ def test_retry_keeps_its_parent(flow: Flow) -> None:
     children = [one for one in tries if one.uuid != alone.uuid]
     assert {kin_of(one) for one in children} == {(child.uuid, child.uuid, "harness")}
     assert len(tries) == 6
+
+
+def test_send_that_waits_for_room_gives_up_once_a_reply_was_lost() -> None:
+    """A store forgets the token of a submission: a repeat an hour later would send it twice."""
+    server = Server(Config(broker="memory://lost-reply", publish_timeout=0.2))
+    answers: list[Exception] = [
+        QueueFull("q", waiting=1, limit=1, adds=1),
+        PublishUnknown("no reply"),
+        BrokerUnavailable("away"),
+        QueueFull("q", waiting=1, limit=1, adds=1),
+    ]
+
+    def publish() -> None:
+        raise answers.pop(0) if len(answers) > 1 else answers[0]
+
+    with pytest.raises(PublishUnknown, match="no reply"):
+        server.app.patiently(publish, block=3600.0)
+    assert len(answers) == 1
+    server.close()
