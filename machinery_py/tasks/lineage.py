@@ -68,7 +68,7 @@ def lasts_of(signature: Signature[Any]) -> list[Last]:
         return [(text, 0)]
     try:
         return _read_lasts(text)
-    except msgspec.DecodeError:  # no sender of ours has written it
+    except (msgspec.DecodeError, UnicodeEncodeError):  # no sender of ours has written it
         return []
 
 

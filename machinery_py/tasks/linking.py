@@ -166,6 +166,10 @@ def is_linked(callbacks: Iterable[Step[Any]]) -> bool:
 _GATHER: Signature[Any] = Signature(name=JOIN, headers={HEADER_COLLECT: "1"})
 
 
+def _is_plain(steps: Sequence[Step[Any]]) -> bool:
+    return all(isinstance(step, Signature) and not step.on_success for step in steps)
+
+
 class _Linker:
     """Goes through a workflow from its end to its start."""
 
@@ -186,6 +190,8 @@ class _Linker:
         """
         if role is not None and steps[-1].is_group:
             steps = (*steps, _GATHER)
+        # Members of chords are looked for in what follows a failed task, which a cut would hide.
+        may_cut = self._may_cut and role is None and len(steps) > LONG and _is_plain(steps)
         planned: list[PlannedStep] = []
         after: tuple[Signature[Any], ...] = ()
         last = ""
@@ -208,8 +214,7 @@ class _Linker:
                     f"{step!r} cannot be a step (expected a signature, group or chain)"
                 )
             planned.append(plan)
-            is_end = index and not (len(steps) - index) % PIECE
-            if is_end and self._may_cut and len(steps) > LONG and isinstance(step, Signature):
+            if may_cut and index and not (len(steps) - index) % PIECE:
                 after = (self._cut(after[0], planned[0].uuids[:1]),)
         return after, tuple(reversed(planned))
 

@@ -12,23 +12,23 @@ from typing import Any
 
 import msgspec
 
-from machinery_py.app import Application
+from machinery_py.app import Application, Outgoing
 from machinery_py.backends.base import ReadyGroup
 from machinery_py.errors import DecodeError, MachineryError, NameRefused, StateNotFound
 from machinery_py.names import check_uuid
 from machinery_py.registry.outcomes import (
     CHORD_FAILED,
     STEP_FAILED,
-    Arrived,
     Failed,
     Succeeded,
     follow_up,
 )
 from machinery_py.revocation import end_unheld, fire
 from machinery_py.stores.base import AWAY, Firing
+from machinery_py.tasks.context import on_behalf_of
 from machinery_py.tasks.lineage import kin_of, lasts_of
 from machinery_py.tasks.signature import HEADER_COLLECT, Signature
-from machinery_py.tasks.states import TaskState
+from machinery_py.tasks.states import Arrival, TaskState
 from machinery_py.tasks.workflow import JOIN, chord_callback, chord_results
 from machinery_py.texts import get_logger
 from machinery_py.wire.signatures import decode_signature
@@ -117,8 +117,9 @@ def _succeeded(
     """Send the callbacks. One that gathers succeeds here and now, with the list it has got."""
     now = app.now()
     sends: list[Signature[Any]] = []
+    outs: list[Outgoing] = []
     states: list[TaskState] = []
-    arrived: list[Arrived] = []
+    arrivals: list[Arrival] = []
     for one in filled:
         if one.name != JOIN:
             sends.append(one)
@@ -130,17 +131,18 @@ def _succeeded(
                 state, state=then.state, results=then.results, finished_at=now, message=b""
             )
         )
-        sends += then.send
-        arrived += then.arrived
-    out = app.outgoing(sends)
+        with on_behalf_of(one, queue=one.routing_key or app.config.default_queue):
+            outs.append(app.outgoing(then.send))
+            arrivals += app.arrivals(then.arrived)
+    outs.append(app.outgoing(sends))
     firing = Firing(
         group_uuid=ready.group_uuid,
-        states=(*states, *out.states),
-        send=out.messages,
-        groups=out.groups,
-        arrivals=app.arrivals(arrived),
+        states=(*states, *(state for out in outs for state in out.states)),
+        send=[message for out in outs for message in out.messages],
+        groups=[group for out in outs for group in out.groups],
+        arrivals=arrivals,
     )
-    return firing, out.signatures
+    return firing, [one for out in outs for one in out.signatures]
 
 
 def _why(app: Application, member: str, callback: Signature[Any]) -> Failed:

@@ -16,6 +16,7 @@ that have succeeded arrive again. Each step may be the last one before a crash:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -38,6 +39,8 @@ logger = get_logger(__name__)
 LONGEST = 60.0  # seconds that a retry may take until somebody else may begin one
 BATCH = 1000  # members that arrive in one step
 
+_CAUSE = re.compile(r"(?:step|chord member) \S+ (\S+) failed")
+
 #: Errors of tasks that never ran, since another one had failed.
 FOLLOWED = (STEP_FAILED, CHORD_FAILED)
 
@@ -57,12 +60,30 @@ def retry(app: Application, uuid: str, read: Callable[[], Iterable[TaskState]]) 
     if not backend.amend(taken) and backend.claims([name]) != [token]:
         raise WorkflowError(f"workflow {uuid} is being retried (wait up to {LONGEST:g} s)")
     try:
-        return _retry(app, uuid, list(filter(_has_failed, read())))
+        states = list(read())
+        _check_causes(uuid, states)
+        return _retry(app, uuid, list(filter(_has_failed, states)))
     finally:
         try:
             backend.release([(name, token)])
         except MachineryError as error:
             logger.debug("the claim of a retry is kept for %g s: %s", LONGEST, error)
+
+
+def _check_causes(uuid: str, states: Sequence[TaskState]) -> None:
+    """Refuse to retry what failed with a task that is not among these: it would wait for ever.
+
+    Raises:
+        WorkflowError: such a task is in a workflow that took the place of a task of this one.
+    """
+    known = {one.task_uuid for one in states}
+    for one in filter(_has_failed, states):
+        cause = _CAUSE.match(one.error) if one.error_type in FOLLOWED else None
+        if cause is not None and cause[1] not in known:
+            raise WorkflowError(
+                f"workflow {uuid} cannot be retried: {cause[1]} has failed, which is in a workflow "
+                "that took the place of one of its tasks (send it anew)"
+            )
 
 
 def _has_failed(state: TaskState) -> bool:

@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 
-from machinery_py import Server, StateNotFound, TaskFailed, WorkflowError, chain, chord, group
+from machinery_py import (
+    ArgumentError,
+    Replace,
+    Server,
+    StateNotFound,
+    TaskFailed,
+    WorkflowError,
+    chain,
+    chord,
+    current_task,
+    group,
+)
 from machinery_py.tasks.signature import Step
 from machinery_py.tasks.states import State
 from machinery_py.testing import Harness
@@ -284,3 +295,64 @@ def test_record_of_a_long_chain_grows_with_its_steps_alone(shop: Shop, size: int
     wide = group(shop.fetches(*["a"] * size)).send()
     record = shop.server.backend.get_group(wide.workflow)
     assert record is not None and len(record.plan) < 200 and len(record.task_uuids) < 70
+
+
+def test_retry_behind_a_task_that_gave_way_is_refused_and_leaves_nothing_waiting(
+    shop: Shop,
+) -> None:
+    """What failed is in a workflow of its own: without it the chord would wait for ever."""
+
+    @shop.server.task
+    def gives_way() -> str:
+        raise Replace(chain(shop.fetch.signature("x"), shop.fetch.partial("ok")))
+
+    shop.broken = {"x", "y"}
+    result = chord([gives_way.signature(), shop.fetch.signature("y")], shop.merge.partial()).send()
+    shop.drain()
+    shop.broken = set()
+    flow = shop.server.workflow(result.workflow)
+
+    with pytest.raises(WorkflowError, match="took the place of one of its tasks"):
+        flow.retry()
+    flow.refresh()
+    assert flow.state is State.FAILURE
+
+
+def test_step_behind_a_group_that_took_a_place_belongs_to_the_workflow(shop: Shop) -> None:
+    roots: list[str] = []
+
+    @shop.server.task
+    def gives_way() -> list[str]:
+        raise Replace(group(shop.fetch.signature(name) for name in "ab"))
+
+    @shop.server.task
+    def after(names: list[str]) -> int:
+        roots.append(current_task().signature.root)
+        return len(names)
+
+    result = chain(gives_way.signature(), after.partial()).send()
+    shop.drain()
+
+    assert roots == [result.workflow]
+
+
+@pytest.mark.parametrize("is_member", [True, False])
+def test_long_chain_with_a_group_or_in_one_is_refused_when_it_is_sent(
+    shop: Shop, is_member: bool
+) -> None:
+    """In pieces, a failure would not find the members of chords that it takes along."""
+    steps = [shop.fetch.signature("a"), *[shop.fetch.partial()] * 5600]
+    work: Any = (
+        chord([chain(*steps), shop.fetch.signature("c")], shop.merge.partial())
+        if is_member
+        else chain(*steps, group(shop.fetch.partial("b"), shop.fetch.partial("c")))
+    )
+
+    with pytest.raises(ArgumentError, match="Go reads 5000"):
+        work.send()
+
+
+def test_header_that_cannot_be_encoded_is_refused_in_words(shop: Shop) -> None:
+    header = {"machinery_last": '[["task_1", 0]]\ud800'}
+    with pytest.raises(ArgumentError, match="cannot be sent"):
+        shop.server.send(shop.fetch.signature("a").with_headers(**header))
