@@ -226,7 +226,7 @@ def test_workflow_is_retried_and_cancelled(shop: Shop, browser: Browser) -> None
 
     later = (part.options(delay=3600).signature("a") | whole.partial()).send()
     browser.open(f"#/task?uuid={later.steps[0].uuid}")
-    browser.press(later.workflow.removeprefix("flow_")[:8])
+    browser.press(later.workflow.removeprefix("group_flow_")[:8])
     browser.see("Pending", css=".title")
     browser.press("Cancel …")
     browser.press("Cancel it")

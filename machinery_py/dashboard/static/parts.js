@@ -176,4 +176,4 @@ export async function copy(text, what) {
 export const sum = (rows, field) => rows.reduce((total, row) => total + row[field], 0);
 
 /** The part of an id that tells it from others at a glance. */
-export const shortId = (uuid) => uuid.replace(/^(task|group|chord|flow)_/, "").slice(0, 8);
+export const shortId = (uuid) => uuid.replace(/^(task|chord|group(_flow)?)_/, "").slice(0, 8);
