@@ -20,7 +20,19 @@ STORE = tuple(f"{PACKAGE}/{folder}/" for folder in ("brokers", "backends", "conn
 
 
 def test_plain_task_makes_few_python_calls() -> None:
-    """With late ack, in a thread, no hooks, no events, no log lines; without the store's calls."""
+    """With late ack, in a thread, no hooks, no events, no log lines; without the store's calls.
+
+    The least of three rounds: on a busy machine batches are small, and cost more calls a task.
+    """
+    rounds = [calls_of_a_round() for _ in range(3)]
+    calls = min(rounds, key=lambda one: sum(one.values()))
+
+    each = {name: number / TASKS for name, number in calls.most_common() if number >= TASKS / 4}
+    assert each["runner.py:run"] == 1
+    assert sum(calls.values()) / TASKS <= MOST, each
+
+
+def calls_of_a_round() -> Counter[str]:
     server = Server(config=Config(broker="memory://", result_backend="memory://", log_tasks=False))
 
     @server.task
@@ -44,7 +56,5 @@ def test_plain_task_makes_few_python_calls() -> None:
         thread.join()
     finally:
         threading.setprofile(None)
-
-    each = {name: number / TASKS for name, number in calls.most_common() if number >= TASKS / 4}
-    assert each["runner.py:run"] == 1
-    assert sum(calls.values()) / TASKS <= MOST, each
+        server.close()
+    return calls
