@@ -13,7 +13,7 @@
 #   make chaos      workers are killed for minutes, far more often than in `make test`
 #   make matrix     every pair of stores, into docs/reference/matrix.md
 #   make platforms  the tests on newer Pythons and servers
-#   make bench      measured figures
+#   make bench      measured figures; `python -m benchmarks ceiling` or `growth` for a part of them
 #   make clean      removes the environment, what was built, and the caches
 
 PYTHON ?= python3
@@ -89,6 +89,8 @@ platforms: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks ceiling
+	$(BIN)/python -m benchmarks growth
 
 # The environment is made anew when what it consists of has changed.
 $(STAMP): setup.cfg pyproject.toml

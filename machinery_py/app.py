@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +54,9 @@ from machinery_py.tasks.backoff import full_jitter
 from machinery_py.tasks.context import RUNNING, check_time, on_behalf_of
 from machinery_py.tasks.lineage import inheriting
 from machinery_py.tasks.signature import (
+    COUNTED,
     HEADER_ATTEMPTS,
+    HEADER_ROOT,
     Lazy,
     Signature,
     counted,
@@ -202,7 +205,7 @@ class Application:
             )
         if RUNNING.get() is not None:
             signature = self.inheriting(signature)
-        if signature.headers:
+        if not COUNTED.isdisjoint(signature.headers):
             signature = counted(signature, self.clock.now())
         if self.pre_publish is not None:
             signature = self.pre_publish(signature) or signature
@@ -233,7 +236,7 @@ class Application:
         waiting = [signature]
         while waiting:
             one = waiting.pop()
-            if one.group_uuid or not is_made(one.uuid):
+            if not is_made(one.uuid) or (one.group_uuid and not is_made(one.group_uuid)):
                 check_message(
                     one.routing_key,
                     self.config.default_queue,
@@ -329,7 +332,7 @@ class Application:
         Raises:
             ArgumentError, PublishRefused, PublishUnknown, Unsupported: as Server.send_task.
         """
-        self.check_lives((*signatures, *awaited))
+        self.check_lives(signatures, awaited)
         if not self.hooks.sends or not signatures:
             return self._submit(signatures, groups, awaited)
         with self.sending(signatures) as signatures:
@@ -388,14 +391,14 @@ class Application:
             limit.check(0)
         return found
 
-    def check_lives(self, signatures: Sequence[Signature[Any]]) -> None:
+    def check_lives(self, *batches: Sequence[Signature[Any]]) -> None:
         """Check how long the results of these calls are to be kept.
 
         Raises:
             Unsupported: that is longer than the backend can.
         """
         features, most = self.store.backend.features, self.config.results_expire_in
-        for one in () if features.keeps_longer else signatures:
+        for one in () if features.keeps_longer else itertools.chain(*batches):
             life = self.life_of(one)
             if life is not None and life > most:
                 raise Unsupported(
@@ -412,25 +415,22 @@ class Application:
 
     def pending(self, signature: Signature[Any], now: dt.datetime) -> TaskState:
         """Return the state that a signature has when it is published."""
-        has_more = (
-            signature.headers
-            or signature.on_success
-            or signature.on_error
-            or signature.chord_callback is not None
-        )
+        headers = signature.headers
+        is_plain = not headers or (len(headers) == 1 and HEADER_ROOT in headers)
+        callbacks = signature.on_success or signature.on_error or signature.chord_callback
         return TaskState(
             task_uuid=signature.uuid,
             task_name=signature.name,
             state=State.PENDING,
             created_at=now,
-            run=signature.run,
-            attempt=signature.attempt,
+            run=0 if is_plain else signature.run,
+            attempt=1 if is_plain else signature.attempt,
             queue=signature.routing_key,
             eta=signature.eta,
-            message=failing(signature) if has_more else ALONE,
+            message=failing(signature) if callbacks or not is_plain else ALONE,
             keep_for=self.life_of(signature),
-            root=signature.root if signature.headers else "",
-            parent=signature.parent if signature.headers else "",
+            root=signature.root if headers else "",
+            parent="" if is_plain else signature.parent,
         )
 
     def report_sent(self, signatures: Sequence[Signature[Any]]) -> None:

@@ -41,7 +41,6 @@ is longer than texts.MAX_ERROR. Each error can be pickled, with its attributes.
 from __future__ import annotations
 
 import datetime as dt
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -92,6 +91,8 @@ class AppNotFound(ConfigError):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the part of an error text that offers the most similar known name, or ""."""
+    import difflib  # only those who mistyped pay for it
+
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 

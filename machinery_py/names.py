@@ -22,7 +22,8 @@ _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 # UUIDs as Go and this library make them. No queue may have such a name; such a UUID is not checked.
 is_made = re.compile(
-    r"(?:task|chord|group(?:_flow|_rest|_retry)?)_[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+    r"(?:task|chord|group(?:_flow|_rest|_retry)?)"
+    r"_[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
 ).fullmatch
 
 # On Redis: Go's set of delayed messages, its locks, and all of ours. In RabbitMQ: the server's own,

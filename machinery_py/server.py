@@ -104,8 +104,7 @@ class Server(TaskRegistrar):
         self.before_task, self.after_task = hooks.before_task, hooks.after_task
         self.on_success, self.on_retry = hooks.on_success, hooks.on_retry
         self.on_failure, self.worker_part = hooks.on_failure, hooks.worker_part
-        self.inspect = Inspector(self.app)
-        self.events = self.app.events
+        self.inspect, self.events = Inspector(self.app), self.app.events
         limit = functools.partial(change_limit, self.app)
         self.control = Control(lambda: self.broker, self.app.lamport, self.revoke, limit)
         self.declared = Declared()
@@ -243,7 +242,8 @@ class Server(TaskRegistrar):
         else:
             self.app.submit((signature,), groups)
         queue = signature.routing_key or self.config.default_queue
-        return AsyncResult(self, uuid, name=signature.name, queue=queue, duplicate=duplicate)
+        result = AsyncResult[R](self, uuid, name=signature.name, queue=queue, duplicate=duplicate)
+        return result.just_sent()
 
     send_task_async = twin(send_task)
 
@@ -283,12 +283,13 @@ class Server(TaskRegistrar):
 
     def _send_workflow(self, chain: Chain[R]) -> ChainResult[R]:
         self._note_loop()
-        plan = link_any(chain, now=self.now(), are_kept=self.backend.features.keeps)
+        queue, keeps = self.config.default_queue, self.backend.features.keeps
+        plan = link_any(chain, now=self.now(), are_kept=keeps, queue=queue)
         self.app.registry.check(plan.first)
         if any(step.is_group for step in plan.steps[:-1]):
             self._notes.sent_chord(self.backend.features)
         self.app.submit(plan.first, plan.groups, plan.awaited)
-        return result_of(plan, self, self.config.default_queue)
+        return result_of(plan, self, queue)
 
     def _note_loop(self) -> None:
         loop = getattr(sys.modules.get("asyncio"), "_get_running_loop", None)  # as far as loaded
@@ -345,9 +346,9 @@ class Server(TaskRegistrar):
         """Return why nobody runs the tasks of a queue, and what to type; empty if somebody does."""
         return worker_hint(self.app, queue)
 
-    def revoke(self, uuids: Sequence[str]) -> None:
-        """Revoke tasks: fail those that wait as "revoked", and ask those that run to stop."""
-        if revoke(self.app, list(uuids)):
+    def revoke(self, uuids: str | Sequence[str]) -> None:
+        """Revoke one or many: those that wait fail as "revoked", running ones are asked to stop."""
+        if revoke(self.app, [uuids] if isinstance(uuids, str) else list(uuids)):
             settle_ready_groups(self.app)
 
     revoke_async = twin(revoke)
@@ -496,5 +497,4 @@ class Server(TaskRegistrar):
         return self.new_worker(name, concurrency, queues=(queue,))
 
     def _all_queues(self) -> list[str]:
-        names = {stats.queue for stats in self.broker.stats()} | {self.config.default_queue}
-        return sorted(names)
+        return sorted({stats.queue for stats in self.broker.stats()} | {self.config.default_queue})

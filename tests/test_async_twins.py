@@ -83,7 +83,7 @@ OFFLINE: dict[type, set[str]] = {
         "task",
         "worker_hint",  # for results, which ask in a thread
     },
-    Task: {"chunks", "map", "options", "partial", "signature", "starmap"},
+    Task: {"limit_also", "chunks", "map", "options", "partial", "signature", "starmap"},
     Chain: {"catch", "then"},
     Group: {"catch", "replace", "then"},
     Signature: {
@@ -96,7 +96,10 @@ OFFLINE: dict[type, set[str]] = {
         "with_headers",
         "with_uuid",
     },
-    GroupResult: {"as_completed"},  # iterated by `async for` as well
+    AsyncResult: {"just_sent"},
+    GroupResult: {"as_completed", "just_sent"},  # the first is iterated by `async for` as well
+    ChainResult: {"just_sent"},
+    ChordResult: {"just_sent"},
     NamedLock: {"check"},
     Control: {"workers"},
     Worker: {

@@ -21,6 +21,11 @@ HEAVY = (
     "yaml",
     "pytest",
     "http.server",
+    "http.client",
+    "ssl",
+    "zoneinfo",
+    "multiprocessing",
+    "difflib",
     "ctypes",
     "opentelemetry",
     "sentry_sdk",
@@ -84,6 +89,22 @@ def test_the_import_loads_no_client_library_and_starts_no_thread() -> None:
     )
 
     assert done.stdout.strip() == "[] 1"
+
+
+def test_the_bare_import_loads_little_of_the_standard_library() -> None:
+    late = ("msgspec", "dataclasses", "inspect", "json", "socket", "subprocess", "uuid", "datetime")
+    program = (
+        "import sys\n"
+        "before = set(sys.modules)\n"
+        "import machinery_py\n"
+        f"print([name for name in {HEAVY + late!r} if name in set(sys.modules) - before])\n"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+
+    assert done.stdout == "[]\n"
 
 
 def test_making_a_server_opens_nothing(tmp_path: object) -> None:

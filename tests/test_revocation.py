@@ -112,3 +112,13 @@ def test_revoked_task_of_unknown_callbacks_waits_for_its_message(
     bench.drain()
     assert bench.calls == [("revoked", "caught")]
     assert app.store.backend.get_state(signature.uuid).error == "revoked"
+
+
+def test_one_uuid_may_be_revoked_as_a_bare_text(bench: Bench) -> None:
+    result = bench.note.send("never")
+
+    bench.server.revoke(result.uuid)
+    bench.drain()
+
+    assert bench.calls == []
+    assert result.get_state().state is State.FAILURE

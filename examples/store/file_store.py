@@ -148,15 +148,17 @@ class FileBroker(Broker):
                 content.queues.setdefault(message.queue)
             return True
 
+    def was_put(self, token: str) -> bool:
+        with self.file.transaction() as content:
+            return token in content.tokens
+
     def consume(self, queues: Sequence[str], *, worker: str) -> FileConsumer:
         return FileConsumer(self, queues, worker)
 
     def tend(self) -> float:
         now = self.file.clock.now()
         with self.file.transaction() as content:
-            content.tokens = {
-                one: at for one, at in content.tokens.items() if at > now - TOKEN_LIFE
-            }
+            content.tokens = {t: at for t, at in content.tokens.items() if at > now - TOKEN_LIFE}
             for session, info in list(content.consumers.items()):
                 if (now - info.beat_at).total_seconds() > self.lease:
                     del content.consumers[session]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime as dt
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 import msgspec
@@ -441,10 +441,19 @@ class Backend(RecordKeeper, StateLister, ABC):
         Raises:
             StateNotFound: there is no such group, or a member has no state (any more).
         """
+        return self._of_members(group_uuid, self.member_states)
+
+    def group_results(self, group_uuid: str) -> list[TaskState]:
+        """As `group_task_states`, for a chord's callback: see `member_results`."""
+        return self._of_members(group_uuid, self.member_results)
+
+    def _of_members(
+        self, group_uuid: str, read: Callable[[str, Sequence[str]], dict[str, TaskState]]
+    ) -> list[TaskState]:
         group = self.get_group(group_uuid)
         if group is None:
             raise StateNotFound(group_uuid)
-        states = self.member_states(group_uuid, group.task_uuids)
+        states = read(group_uuid, group.task_uuids)
         for uuid in group.task_uuids:
             if uuid not in states:
                 raise StateNotFound(uuid)
@@ -453,6 +462,10 @@ class Backend(RecordKeeper, StateLister, ABC):
     def member_states(self, group_uuid: str, uuids: Sequence[str]) -> dict[str, TaskState]:
         """As get_states, for a group's members: for the group a store may keep them longer."""
         return self.get_states(uuids)
+
+    def member_results(self, group_uuid: str, uuids: Sequence[str]) -> dict[str, TaskState]:
+        """As `member_states`; a store may read Go's fields alone of members that did not fail."""
+        return self.member_states(group_uuid, uuids)
 
     def group_completed(self, group_uuid: str) -> bool:
         """Whether every member has ended in SUCCESS or FAILURE.

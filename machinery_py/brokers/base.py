@@ -284,23 +284,25 @@ class Broker(ABC):
         `BrokerFeatures.exact_limits`.
 
         Raises:
-            QueueFull: this call has stored nothing. An earlier one with the token may have.
+            QueueFull: nothing was stored.
             Unsupported: this broker cannot count.
         """
-        self.check_limits(limits)
+        self.check_limits(limits, token=token)
         return self.put(messages, token=token)
 
-    def check_limits(self, limits: Sequence[QueueLimit]) -> None:
-        """Raise QueueFull if there is no room in one of these queues."""
+    def check_limits(self, limits: Sequence[QueueLimit], *, token: str = "") -> None:
+        """Raise QueueFull if there is no room in one of these queues, unless it is a repeat."""
         for one in limits:
-            one.check(self.waiting(one.queue))
+            waiting = self.waiting(one.queue)
+            if waiting + one.adds > one.limit and not self.was_put(token):
+                raise one.passed(waiting)
+
+    def was_put(self, token: str) -> bool:
+        """Return whether a put with this token may have stored something, as far as known."""
+        return False
 
     def waiting(self, queue: str) -> int:
-        """Return how many messages wait in a queue; 0 if there is no such queue.
-
-        Raises:
-            Unsupported: this broker cannot count them.
-        """
+        """Return how many messages wait in a queue, 0 if there is none; or raise Unsupported."""
         raise Unsupported(
             f"{type(self).__name__} cannot count what waits in {queue!r} "
             "(take it out of the setting queue_limits)"

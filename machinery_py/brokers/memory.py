@@ -121,6 +121,9 @@ class MemoryBroker(Broker):
         with self.hub.lock:
             return super().put_within(messages, limits, token=token)
 
+    def was_put(self, token: str) -> bool:
+        return token in self._tokens
+
     def waiting(self, queue: str) -> int:
         with self.hub.lock:
             self._promote()

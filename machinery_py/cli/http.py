@@ -21,8 +21,9 @@ from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
 
-MOST_CONNECTIONS = 64  # more are refused
+MOST_CONNECTIONS = 64  # one more takes the place of who has not asked yet, or is refused
 TIMEOUT = 10.0  # seconds for each piece of a request, and of an answer
+PLACE_TIMEOUT = 0.5  # seconds until a connection that was cut off leaves its place
 MOST_LEFT = 4_000_000  # bytes of a refused body that are read, so that its sender gets the answer
 
 Page = tuple[int, str, bytes]  # status, content type, body
@@ -101,6 +102,7 @@ class _Handler(WSGIRequestHandler):
             self.requestline = self.request_version = self.command = ""
             self.send_error(414)
         elif self.parse_request():
+            cast("_Server", self.server).has_asked(self.connection)
             # WSGI takes X_A for X-A, and a proxy that sets the one may pass the other on.
             for name in [one for one in self.headers if "_" in one]:
                 del self.headers[name]
@@ -130,6 +132,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
     def __init__(self, host: str, port: int) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._silent: dict[Any, None] = {}  # clients whose request has not come, oldest first
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
@@ -140,12 +143,14 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free.acquire(blocking=False):
+        if not (self._free.acquire(blocking=False) or self._cut_off_oldest()):
             self.shutdown_request(request)
             return
+        self._silent[request] = None
         try:
             super().process_request(request, client_address)
         except BaseException:  # the system allows no more threads
+            self.has_asked(request)
             self._free.release()
             raise
 
@@ -153,7 +158,22 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self.has_asked(request)
             self._free.release()
+
+    def has_asked(self, request: Any) -> None:
+        """Keep the place of this connection: its request has come."""
+        self._silent.pop(request, None)
+
+    def _cut_off_oldest(self) -> bool:
+        """Take the place of the client that has been silent for longest. False: all have asked."""
+        for oldest in list(self._silent)[:1]:
+            if self._silent.pop(oldest, self) is self:
+                continue  # its request has come meanwhile
+            with contextlib.suppress(OSError):  # it has gone
+                oldest.shutdown(socket.SHUT_RDWR)
+            return self._free.acquire(timeout=PLACE_TIMEOUT)
+        return False
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("a client was cut off", exc_info=True)

@@ -31,6 +31,10 @@ class RecentTokens:
             seen[token] = now
             return True
 
+    def __contains__(self, token: str) -> bool:
+        """Return whether the token is remembered, perhaps past its life."""
+        return token in self._seen
+
     def __bool__(self) -> bool:
         """Return whether any token is remembered, perhaps one past its life."""
         return bool(self._seen)

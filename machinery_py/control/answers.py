@@ -32,7 +32,7 @@ class Answers(dict[str, T]):
 
 
 class Revoked(Answers[dict[str, str]]):
-    """Answers to `Control.revoke`: "killed" or "asked", by the UUID of a task that was running.
+    """Answers to `Control.revoke`: "killed", "asked" or "left", by the UUID of a running task.
 
     Attributes:
         uuids: of the tasks that are revoked now.

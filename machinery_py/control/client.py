@@ -224,7 +224,7 @@ class ChosenWorkers:
     def terminate(self, *uuids: str) -> Answers[dict[str, str]]:
         """End the runs of tasks that are revoked; see `Control.revoke`, which revokes them first.
 
-        Returns what each worker did with those that it runs: "killed" or "asked".
+        Returns what each worker did with those that it runs: "killed", "asked" or "left".
         """
         return self._ask("terminate", dict[str, str], uuids=uuids)
 
@@ -384,9 +384,9 @@ class Control:
         repeat the call when the worker answers, or is gone.
 
         Returns what each worker did with those that it runs: "killed", a task process and all that
-        the task has started, which ends it in FAILURE, "revoked"; or "asked" to stop, a thread or
-        a coroutine. A worker in `missing` asks its tasks itself, as soon as it goes on: the
-        revocation is stored before any worker is told.
+        the task has started, which ends it in FAILURE, "revoked"; "asked" to stop, a thread or a
+        coroutine; or "left", a call in a batch with others. A worker in `missing` asks its tasks
+        itself when it goes on: the revocation is stored before any worker is told.
 
         Raises as `Server.revoke`, and as `ping`: then the tasks are revoked. With `headers`: some
         are; repeat it. And:
@@ -408,11 +408,11 @@ class Control:
     def limit(self, name: str, **limits: Unpack[LimitOptions]) -> None:
         """Let these limits of a task or `limiter:NAME` win over those of the code.
 
-        Counts for all processes from the next run on, until `reset_limit`; no worker is asked.
-        Limits that are not named stay as they were.
+        Counts for all processes from the next run on, until `reset_limit`; one that the code does
+        not set, a second later. Limits that are not named stay as they were.
 
         Raises:
-            ArgumentError: no limit is named, or one that the code lacks; a value makes no sense.
+            ArgumentError: no limit is named, or a value makes no sense.
         """
         if not limits:
             raise ArgumentError(f"{name}: no limit is named")

@@ -98,8 +98,8 @@ def _text(options: Mapping[str, Any]) -> str:
 def limit_reports(app: Application) -> list[LimitReport]:
     """Return what is limited, known or in use, sorted by name."""
     whose = owner(app.config)
-    known = {task.name: options_of(task.rules) for task in app.registry if task.rules}
-    scopes = {stored_name(scope_of(name, owner=whose)): name for name in known}
+    known = {task.name: options_of(task.own_rules) for task in app.registry if task.own_rules}
+    scopes = {stored_name(scope_of(task.name, owner=whose)): task.name for task in app.registry}
     found: dict[str, ScopeReport] = {}
     for one in app.stores.limits.read():
         name = scopes.get(one.scope) or named_by(one.scope, owner=whose)
@@ -120,7 +120,7 @@ def change_limit(app: Application, name: str, options: Mapping[str, Any]) -> Non
     """Let these limits win over those of the code; none: those of the code count again.
 
     Raises:
-        ArgumentError: there is no such task, its code has no such limit, or a value is wrong.
+        ArgumentError: there is no such task or limit, or a value is wrong.
     """
     unknown = options.keys() - LIMIT_OPTIONS
     if unknown:
@@ -140,16 +140,6 @@ def change_limit(app: Application, name: str, options: Mapping[str, Any]) -> Non
         check_limits(name, changed | given)
     except ValueError as error:
         raise ArgumentError(str(error)) from None
-    if name.startswith(LIMITER) or (before is not None and not app.registry.find(name)):
-        missing = set[str]()
-    else:
-        missing = given.keys() - coded.keys() - {"burst"}
-    if missing:
-        there = ", ".join(sorted(coded)) or "none"
-        raise ArgumentError(
-            f"{name}: {min(missing)} cannot be changed, since the code sets none: its workers do "
-            f"not ask for it (its limits: {there})"
-        )
     limits.change(scope, rules_of(changed | given))
 
 
@@ -157,12 +147,12 @@ def _coded(app: Application, name: str, before: ScopeReport | None) -> Mapping[s
     """Return the limits of a task in the code, as far as it is known here."""
     task = app.registry.find(name)
     if task is None and before is None and not name.startswith(LIMITER):
-        names = [one.name for one in app.registry if one.rules]
+        names = app.registry.names()
         raise ArgumentError(
             f"no task {name!r} is known here{nearest(name, names)} "
-            f"(with limits: {', '.join(sorted(names)) or 'none'}; a limiter: {LIMITER}NAME)"
+            f"(tasks: {', '.join(names) or 'none'}; a limiter: {LIMITER}NAME)"
         )
-    return {} if task is None else options_of(task.rules)
+    return {} if task is None else options_of(task.own_rules)
 
 
 def limiter_of(

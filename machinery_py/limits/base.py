@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -133,16 +133,21 @@ class Limits(ABC):
         """
 
     @abstractmethod
-    def renew(self, held: Sequence[Slot], *, ttl: float) -> list[bool]:
+    def renew(self, held: Sequence[Slot], *, ttl: float) -> Sequence[bool | None]:
         """Hold the slots for `ttl` seconds from now, and return for each whether it is held.
 
         A slot that has expired, or that the store has forgotten, is taken again if there is room.
-        False: others took it, or another delivery of the same task has it.
+        False: others took it, or another delivery of the same task has it. None: the part of the
+        store that has it did not answer, and others did.
         """
 
     @abstractmethod
     def leave(self, held: Sequence[Slot]) -> None:
-        """Give back slots, or places in line. What is not ours any more stays as it is."""
+        """Give back slots, or places in line. What is not ours any more stays as it is.
+
+        With the name of a rule that has an interval: it did not run, and is not counted, unless
+        another was let in since.
+        """
 
     @abstractmethod
     def change(self, scope: str, rules: Sequence[Rule]) -> None:
@@ -151,6 +156,10 @@ class Limits(ABC):
         Counts for all processes, from their next `enter` on, until the next `change`. No rules:
         those of the code count again. Who waits already asks again within `rules.LOOK_AGAIN`.
         """
+
+    @abstractmethod
+    def changed(self) -> Mapping[str, Sequence[Rule]]:
+        """Return what `change` has set, by scope as stored. Each worker asks once a second."""
 
     @abstractmethod
     def read(self) -> list[ScopeReport]:

@@ -6,7 +6,8 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from machinery_py.limits.base import Admission, Limits, Rule, Slot
+from machinery_py.errors import MachineryError
+from machinery_py.limits.base import Admission, Limits, Rule, Slot, slots_of
 from machinery_py.locks.keeper import Lease, LeaseKeeper
 
 SlotLease = Lease[Limits, tuple[Slot, ...]]
@@ -48,18 +49,16 @@ class SlotKeeper(LeaseKeeper[Limits, tuple[Slot, ...]]):
         self.keep(lease)
         return answer, lease
 
-    def forget(self, answer: Admission) -> None:
-        """Give back the places in line of one that waits no more."""
-        if answer.wait and answer.held:
-            self._open_limits().leave(answer.held)
+    def forget(self, held: Sequence[Slot]) -> None:
+        """Give back the places in line of one that waits no more; left alone, they lapse."""
+        try:
+            self._open_limits().leave(held)
+        except MachineryError as error:
+            self.log_unreleased(f"of {held[0].who}", error)
 
-    def keep_place(self, lease: SlotLease, name: str) -> None:
-        """Give its slots back, but not that of the rule of this name, which ends with the lease.
-
-        So one that was let in and cannot run yet is still the first of those who wait.
-        """
-        if self.drop([lease]):
-            lease.store.leave([slot for slot in lease.held if slot.name != name])
+    def uncount(self, scope: str, who: str, token: str, rules: Sequence[Rule]) -> None:
+        """Take back what these rules have counted for one that was let in and does not run."""
+        self._open_limits().leave(slots_of(scope, who, token, rules))
 
     def _batches(self, leases: Iterable[SlotLease]) -> Iterable[list[SlotLease]]:
         by_store: dict[int, list[SlotLease]] = {}
@@ -67,10 +66,11 @@ class SlotKeeper(LeaseKeeper[Limits, tuple[Slot, ...]]):
             by_store.setdefault(id(lease.store), []).append(lease)
         return by_store.values()
 
-    def _renew(self, leases: Sequence[SlotLease], ttl: float) -> list[bool]:
+    def _renew(self, leases: Sequence[SlotLease], ttl: float) -> list[bool | None]:
         slots = [slot for lease in leases for slot in lease.held]
         are_ours = iter(leases[0].store.renew(slots, ttl=ttl))
-        return [all(list(itertools.islice(are_ours, len(lease.held)))) for lease in leases]
+        each = [list(itertools.islice(are_ours, len(lease.held))) for lease in leases]
+        return [None if None in some else all(some) for some in each]
 
     def _release(self, leases: Sequence[SlotLease]) -> bool:
         leases[0].store.leave([slot for lease in leases for slot in lease.held])

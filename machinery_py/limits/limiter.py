@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
 
 from machinery_py.async_twins import twin
-from machinery_py.errors import LimitNotAcquired, MachineryError
-from machinery_py.limits.base import Admission, Rule
+from machinery_py.errors import BackendUnavailable, LimitNotAcquired, MachineryError
+from machinery_py.limits.base import Rule, slots_of
 from machinery_py.limits.keeper import SlotKeeper, SlotLease
 from machinery_py.tasks.context import check_time
+
+SLICE = 0.5  # seconds of sleep, until it is looked again whether the time of the task is up
 
 
 class Limiter:
@@ -44,13 +47,18 @@ class Limiter:
             timeout: seconds to wait; by default those of the limiter.
         """
         asking, deadline = self._asking(), self._deadline(timeout)
-        while (wait := asking()) > 0:
-            check_time()
-            left = deadline - time.monotonic()
-            if left <= 0:
-                asking(last=True)
-                return False
-            time.sleep(min(wait, left))
+        try:
+            while (wait := asking()) > 0:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    asking(last=True)
+                    return False
+                _sleep(min(wait, left))
+        except BackendUnavailable:
+            raise  # the place could not be given back either, and lapses
+        except BaseException:
+            asking(last=True)
+            raise
         return True
 
     async def acquire_async(self, *, timeout: float | None = None) -> bool:
@@ -67,10 +75,11 @@ class Limiter:
                     await asyncio.sleep(min(wait, left))
                     continue
             except asyncio.CancelledError:
-                if await attempt <= 0:  # nobody would ever give it back
-                    await asyncio.to_thread(self.release)
-                else:
-                    await asyncio.to_thread(asking, last=True)
+                with contextlib.suppress(BackendUnavailable):  # else it lapses
+                    if await attempt <= 0:  # nobody would ever give it back
+                        await asyncio.to_thread(self.release)
+                    else:
+                        await asyncio.to_thread(asking, last=True)
                 raise
             if wait > 0:
                 await asyncio.to_thread(asking, last=True)
@@ -95,17 +104,17 @@ class Limiter:
 
         `last`: it waits no more, and gives its place in line back.
         """
-        who, answer = secrets.token_hex(8), Admission()
+        who, again = secrets.token_hex(8), False
 
         def ask(*, last: bool = False) -> float:
-            nonlocal answer
+            nonlocal again
             if last:
-                self._keeper.forget(answer)
-                return answer.wait
-            again = answer.wait > 0
+                self._keeper.forget(slots_of(self._scope, who, who, self._rules))
+                return 0.0
             answer, lease = self._keeper.enter(self._scope, who, who, self._rules, again=again)
             if lease is not None:
                 self._held.append(lease)
+            again = answer.wait > 0
             return answer.wait
 
         return ask
@@ -139,3 +148,12 @@ class Limiter:
         except MachineryError as error:
             # What the block did was done under the limit; the slot ends by itself.
             self._keeper.log_unreleased(repr(self.name), error)
+
+
+def _sleep(seconds: float) -> None:
+    """Sleep so long, unless the time of the task is up."""
+    ends = time.monotonic() + seconds
+    while (left := ends - time.monotonic()) > 0:
+        check_time()
+        time.sleep(min(left, SLICE))
+    check_time()

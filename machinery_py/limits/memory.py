@@ -46,11 +46,12 @@ class MemoryLimits(RecordLimits):
             if not rules:
                 del self._changed[scope]
 
-    def _all(
-        self,
-    ) -> tuple[Mapping[str, Sequence[Rule]], Iterable[tuple[str, str, LimitRecord]], int]:
+    def changed(self) -> Mapping[str, Sequence[Rule]]:
+        return self._changed
+
+    def _all(self) -> tuple[Iterable[tuple[str, str, LimitRecord]], int]:
         with self._hub.lock:
             found = [
                 (*at, msgspec.structs.replace(one)) for at, one in reversed(self._records.items())
             ]
-            return self._changed, found, self._now()
+            return found, self._now()

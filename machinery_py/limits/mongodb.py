@@ -92,19 +92,21 @@ class MongoLimits(DriverUser, RecordLimits):
             store.machinery_limits.delete_one(query)
 
     @step("reading limits")
-    def _all(
-        self, store: Store
-    ) -> tuple[Mapping[str, Sequence[Rule]], Iterable[tuple[str, str, LimitRecord]], int]:
+    def changed(self, store: Store) -> Mapping[str, Sequence[Rule]]:
+        return {
+            one["_id"].partition("\n")[0]: decode_rules(one["body"])
+            for one in store.machinery_limits.find({"until": FOR_EVER})
+        }
+
+    @step("reading limits")
+    def _all(self, store: Store) -> tuple[Iterable[tuple[str, str, LimitRecord]], int]:
         now = self.driver.now()
-        changed: dict[str, Sequence[Rule]] = {}
+        found = store.machinery_limits.find({"until": {"$gt": now, "$lt": FOR_EVER}})
         records: list[tuple[str, str, LimitRecord]] = []
-        for one in store.machinery_limits.find({"until": {"$gt": now}}).sort("until", -1):
+        for one in found.sort("until", -1):
             scope, _, key = one["_id"].partition("\n")
-            if key == OF_SCOPE:
-                changed[scope] = decode_rules(one["body"])
-            else:
-                records.append((scope, key, decode_record(one["body"])))
-        return changed, records, now
+            records.append((scope, key, decode_record(one["body"])))
+        return records, now
 
 
 def _id(scope: str, key: str) -> str:

@@ -1,13 +1,14 @@
-"""Limits over records: a store loads some of one scope, has them changed, and keeps them.
+"""Bases of the stores of limits.
 
-The rules run in this process (rules.py), so the store must let nobody else change these records
-meanwhile.
+AskedLimits   brings what is asked into the names that are stored
+RecordLimits  loads some records of one scope, has them changed by the pure rules (rules.py), and
+              keeps them; nobody else may change these records meanwhile
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -25,22 +26,12 @@ decode_record = msgspec.msgpack.Decoder(LimitRecord).decode
 decode_rules = msgspec.msgpack.Decoder(tuple[Rule, ...]).decode
 
 
-class RecordLimits(Limits):
-    """Base of a store whose records are changed by the pure rules."""
+class AskedLimits(Limits):
+    """Base of a store whose connections belong to whoever made them."""
 
     @abstractmethod
-    def _work(self, scope: str, keys: Sequence[str], work: Work[T]) -> T:
-        """Do the work on the records of these keys (`record_key`), as one step."""
-
-    @abstractmethod
-    def _set(self, scope: str, rules: Sequence[Rule]) -> None:
-        """Keep what `change` has set; no rules: nothing."""
-
-    @abstractmethod
-    def _all(
-        self,
-    ) -> tuple[Mapping[str, Sequence[Rule]], Iterable[tuple[str, str, LimitRecord]], int]:
-        """Return what `change` has set by scope, all records by scope and key, and the time."""
+    def _enter(self, asking: Asking) -> Admission:
+        """Carry out `enter`."""
 
     def enter(
         self,
@@ -53,6 +44,25 @@ class RecordLimits(Limits):
         again: bool = False,
     ) -> Admission:
         return self._enter(Asking.of(scope, who, token, rules, ttl, again))
+
+    def close(self) -> None:
+        pass
+
+
+class RecordLimits(AskedLimits):
+    """Base of a store whose records are changed by the pure rules."""
+
+    @abstractmethod
+    def _work(self, scope: str, keys: Sequence[str], work: Work[T]) -> T:
+        """Do the work on the records of these keys (`record_key`), as one step."""
+
+    @abstractmethod
+    def _set(self, scope: str, rules: Sequence[Rule]) -> None:
+        """Keep what `change` has set; no rules: nothing."""
+
+    @abstractmethod
+    def _all(self) -> tuple[Iterable[tuple[str, str, LimitRecord]], int]:
+        """Return all records by scope and key, the newest first, and the time."""
 
     def _enter(self, asking: Asking) -> Admission:
         def work(records: Sequence[LimitRecord], changed: Sequence[Rule], now: int) -> Admission:
@@ -85,7 +95,8 @@ class RecordLimits(Limits):
         self._set(stored_name(scope), rules)
 
     def read(self) -> list[ScopeReport]:
-        changed, records, now = self._all()
+        changed = self.changed()
+        records, now = self._all()
         scopes: dict[str, dict[str, LimitRecord]] = {scope: {} for scope in changed}
         for scope, key, record in records:
             scopes.setdefault(scope, {})[key] = record
@@ -94,6 +105,3 @@ class RecordLimits(Limits):
             for scope, found in sorted(scopes.items())
         ]
         return [one for one in reports if one.changed or one.usage]
-
-    def close(self) -> None:
-        pass  # the connections belong to whoever made them

@@ -9,7 +9,7 @@ that restarts empty limits anew; slots that are renewed are taken again.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,18 +17,20 @@ import msgspec
 from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.connections.redis.cluster import RedisClusterDriver
 from machinery_py.connections.redis.keys import LIMITS
+from machinery_py.connections.redis.requests import script_at
 from machinery_py.connections.redis.scripts import Folder, Script, pack
 from machinery_py.connections.redis.slots import quoted
+from machinery_py.errors import MachineryError
 from machinery_py.limits import rules as pure
 from machinery_py.limits.base import (
     Admission,
-    Limits,
     Rule,
     ScopeReport,
     Slot,
     slots_of,
     stored_name,
 )
+from machinery_py.limits.records import AskedLimits
 from machinery_py.limits.rules import (
     MOST_REPORTED,
     SECOND,
@@ -38,6 +40,9 @@ from machinery_py.limits.rules import (
     record_key,
     stored_slot,
 )
+from machinery_py.texts import get_logger
+
+logger = get_logger(__name__)
 
 NOTED_FOR = 86_400.0  # seconds that a scope is known for `read` after it was last used
 NOTE_EVERY = 60.0  # seconds
@@ -69,7 +74,7 @@ _PackedRule = tuple[str, int, int, int]
 _decode_changed = msgspec.msgpack.Decoder(list[_PackedRule]).decode
 
 
-class RedisLimits(Limits):
+class RedisLimits(AskedLimits):
     """Keys on the driver's server. The driver belongs to its creator."""
 
     def __init__(self, driver: RedisDriver) -> None:
@@ -85,24 +90,14 @@ class RedisLimits(Limits):
         """Send a command, whose second word is a key."""
         return self._driver.ask(*parts, doing=doing)
 
-    def enter(
-        self,
-        scope: str,
-        who: str,
-        token: str,
-        rules: Sequence[Rule],
-        *,
-        ttl: float,
-        again: bool = False,
-    ) -> Admission:
-        asking = Asking.of(scope, who, token, rules, ttl, again)
+    def _enter(self, asking: Asking) -> Admission:
         packed = [
             (one.name, one.key, one.limit, micros_of(one.interval), int(one.strict))
             for one in asking.rules
         ]
-        values = asking.who, asking.token, asking.ttl, int(again), packed
+        values = asking.who, asking.token, asking.ttl, int(asking.again), packed
+        self._note(asking.scope)  # first, so that `read` finds every slot
         wait, *numbers = self._run(ENTER, asking.scope, _tag(asking.scope), *values)
-        self._note(asking.scope)
         if not wait:
             running = [asking.rules[number - 1] for number in numbers]
             return Admission(held=slots_of(asking.scope, asking.who, asking.token, running))
@@ -114,17 +109,16 @@ class RedisLimits(Limits):
             held=slots_of(asking.scope, asking.who, asking.token, asking.rules),
         )
 
-    def renew(self, held: Sequence[Slot], *, ttl: float) -> list[bool]:
+    def renew(self, held: Sequence[Slot], *, ttl: float) -> list[bool | None]:
         return self._change_slots(RENEW, max(micros_of(ttl), 1), list(map(stored_slot, held)))
 
     def leave(self, held: Sequence[Slot]) -> None:
         self._change_slots(LEAVE, 0, list(map(stored_slot, held)))
 
-    def _change_slots(self, script: Script, ttl: int, slots: Sequence[Slot]) -> list[bool]:
+    def _change_slots(self, script: Script, ttl: int, slots: Sequence[Slot]) -> list[bool | None]:
         if not slots:
             return []
-        rows = [(_tag(one.scope), record_key(one), one.who, one.token) for one in slots]
-        return list(map(bool, self._run(script, slots[0].scope, ttl, rows)))
+        return [bool(done) for done in self._run(script, slots[0].scope, ttl, _rows(slots))]
 
     def change(self, scope: str, rules: Sequence[Rule]) -> None:
         scope = stored_name(scope)
@@ -144,14 +138,23 @@ class RedisLimits(Limits):
             return
         if len(self._noted) > MOST_REPORTED:
             self._noted.clear()
-        self._noted[scope] = moment
         self._ask(b"ZADD", LIMITS, b"GT", self._second(), scope.encode(), doing=ENTER.doing)
+        self._noted[scope] = moment
 
     def _second(self) -> bytes:
         return b"%d" % self._clock.now().timestamp()
 
+    def changed(self) -> Mapping[str, Sequence[Rule]]:
+        doing = READ.doing
+        found = self._ask(b"ZRANGEBYSCORE", LIMITS, b"+inf", b"+inf", doing=doing)
+        rules = {
+            scope: _rules_of(self._ask(b"GET", _prefix(scope), doing=doing))
+            for scope in map(bytes.decode, found)
+        }
+        return {scope: some for scope, some in rules.items() if some}
+
     def read(self) -> list[ScopeReport]:
-        doing = "reading limits"
+        doing = READ.doing
         old = self._clock.now().timestamp() - NOTED_FOR
         self._ask(b"ZREMRANGEBYSCORE", LIMITS, b"-inf", b"%d" % old, doing=doing)
         scopes = sorted(
@@ -162,18 +165,11 @@ class RedisLimits(Limits):
 
     def _report(self, scope: str) -> ScopeReport:
         now, changed, *found = self._run(READ, scope, _tag(scope), pure.MOST_REPORTED)
-        rules = [
-            Rule(name=name, limit=limit, interval=interval / SECOND, strict=bool(strict))
-            for name, limit, interval, strict in (_decode_changed(changed) if changed else ())
-        ]
         records = {
             key.decode(): _decode_record(record)
             for key, record in zip(found[::2], found[1::2], strict=True)
         }
-        return pure.report(scope, rules, records, int(now))
-
-    def close(self) -> None:
-        pass  # the driver or cluster belongs to its creator
+        return pure.report(scope, _rules_of(changed), records, int(now))
 
 
 class ClusterLimits(RedisLimits):
@@ -191,16 +187,37 @@ class ClusterLimits(RedisLimits):
     def _ask(self, *parts: bytes, doing: str) -> Any:
         return self._cluster.command(*parts, doing=doing)
 
-    def _change_slots(self, script: Script, ttl: int, slots: Sequence[Slot]) -> list[bool]:
-        by_scope: dict[str, list[int]] = {}
-        for index, slot in enumerate(slots):
-            by_scope.setdefault(slot.scope, []).append(index)
-        answers = [False] * len(slots)
-        for numbers in by_scope.values():
-            done = super()._change_slots(script, ttl, [slots[number] for number in numbers])
-            for number, held in zip(numbers, done, strict=True):
-                answers[number] = held
-        return answers
+    def _change_slots(self, script: Script, ttl: int, slots: Sequence[Slot]) -> list[bool | None]:
+        """Change all at once. The slots of a node that does not answer are None."""
+        by_scope: dict[str, list[Slot]] = {}
+        for slot in slots:
+            by_scope.setdefault(slot.scope, []).append(slot)
+        now = self._cluster.now()
+        requests = {
+            scope: script_at(_prefix(scope), script, pack((now, ttl, _rows(some))))
+            for scope, some in by_scope.items()
+        }
+        try:
+            self._cluster.ask(list(requests.values()), doing=script.doing, away=script.away)
+        except MachineryError as error:
+            if script is LEAVE or all(one.reply is None for one in requests.values()):
+                raise
+            logger.warning("some slots of limits could not be renewed: %s", error)
+        replies = {scope: iter(one.reply or ()) for scope, one in requests.items()}
+        answers = (next(replies[slot.scope], None) for slot in slots)
+        return [None if one is None else bool(one) for one in answers]
+
+
+def _rows(slots: Sequence[Slot]) -> list[tuple[str, str, str, str]]:
+    return [(_tag(one.scope), record_key(one), one.who, one.token) for one in slots]
+
+
+def _rules_of(changed: bytes | None) -> list[Rule]:
+    """Return the rules that `change` has kept."""
+    return [
+        Rule(name=name, limit=limit, interval=interval / SECOND, strict=bool(strict))
+        for name, limit, interval, strict in (_decode_changed(changed) if changed else ())
+    ]
 
 
 def _tag(scope: str) -> str:

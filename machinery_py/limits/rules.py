@@ -275,7 +275,7 @@ def renew(record: LimitRecord, slot: Slot, now: int, ttl: int) -> bool:
 
 
 def leave(record: LimitRecord, slot: Slot, now: int) -> None:
-    """Give back the slot, or the place in line."""
+    """Give back the slot, the place in line, or the last run that a rate has let in."""
     for one in record.running:
         if one.who == slot.who and one.token == slot.token:
             record.running.remove(one)
@@ -283,12 +283,17 @@ def leave(record: LimitRecord, slot: Slot, now: int) -> None:
             record.mean = (3 * record.mean + took) // 4 if record.mean else took
             return
     _drop(record, slot.who)
+    _uncount(record, slot.token)
 
 
 def undo(record: LimitRecord, asking: Asking) -> None:
     """Take back what `enter` has counted, for a store that asks rule by rule."""
     record.running = [one for one in record.running if one.token != asking.token]
-    if record.interval and record.last == asking.token:
+    _uncount(record, asking.token)
+
+
+def _uncount(record: LimitRecord, token: str) -> None:
+    if record.interval and record.last == token:
         record.tat, record.last = record.tat - record.interval, ""
 
 

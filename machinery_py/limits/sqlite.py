@@ -66,14 +66,17 @@ class SQLiteLimits(RecordLimits):
             else:
                 connection.execute("DELETE FROM limits WHERE scope = ? AND key = ''", (scope,))
 
-    def _all(
-        self,
-    ) -> tuple[Mapping[str, Sequence[Rule]], Iterable[tuple[str, str, LimitRecord]], int]:
+    def changed(self) -> Mapping[str, Sequence[Rule]]:
+        with self._driver.reading() as connection:
+            found = connection.execute(
+                "SELECT scope, body FROM limits WHERE until = ?", (FOR_EVER,)
+            )
+            return {scope: decode_rules(body) for scope, body in found.fetchall()}
+
+    def _all(self) -> tuple[Iterable[tuple[str, str, LimitRecord]], int]:
         now = self._driver.now()
         with self._driver.reading() as connection:
             rows = connection.execute(
                 "SELECT scope, key, body FROM limits WHERE until > ? ORDER BY until DESC", (now,)
             ).fetchall()
-        changed = {scope: decode_rules(body) for scope, key, body in rows if key == OF_SCOPE}
-        records = [(scope, key, decode_record(body)) for scope, key, body in rows if key]
-        return changed, records, now
+        return [(scope, key, decode_record(body)) for scope, key, body in rows if key], now

@@ -71,8 +71,8 @@ class LeaseKeeper(ABC, Generic[S, H]):
         _keepers.add(self)
 
     @abstractmethod
-    def _renew(self, leases: Sequence[Lease[S, H]], ttl: float) -> Sequence[bool]:
-        """Renew a batch, and return for each whether it is still ours."""
+    def _renew(self, leases: Sequence[Lease[S, H]], ttl: float) -> Sequence[bool | None]:
+        """Renew a batch, and return for each whether it is still ours; None: nobody could say."""
 
     @abstractmethod
     def _release(self, leases: Sequence[Lease[S, H]]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ import msgspec
 
 from machinery_py.errors import ArgumentError
 from machinery_py.tasks.context import Context
-from machinery_py.tasks.signature import Arg, Signature
+from machinery_py.tasks.signature import Arg, Checked, Signature
 from machinery_py.values.go_conversions import INT64_MAX, INT64_MIN
 from machinery_py.values.json_values import Chunk
 from machinery_py.values.values import (
@@ -38,11 +39,13 @@ class _Parameter(msgspec.Struct, frozen=True):
     """One parameter, and how a received value becomes what its annotation says.
 
     Attributes:
+        plain: the type names of values that are sent as they are.
         wire: the type name of values that need no look.
     """
 
     name: str
     hint: Any
+    plain: Mapping[type, str]
     convert: Callable[[Any], Any] | None = None
     wire: str = ""
 
@@ -52,13 +55,9 @@ class _Parameter(msgspec.Struct, frozen=True):
         if p.default is None:
             with contextlib.suppress(TypeError):  # an annotation that is no type
                 wanted = typing.Optional[hint]  # noqa: UP045 - of a text, too
-        return cls(p.name, hint, converter(wanted) or checker(wanted), wire_type(wanted))
-
-
-class Checked(tuple[Arg, ...]):
-    """Arguments that were held against the parameters of their task, and need not be again."""
-
-    __slots__ = ()
+        plain = _PLAIN if hint is Any else {kind: _PLAIN[kind] for kind in _PLAIN if kind is hint}
+        convert = converter(wanted) or checker(wanted)
+        return cls(p.name, hint, plain, convert, wire_type(wanted))
 
 
 def needs_check(signature: Signature[Any]) -> bool:
@@ -118,7 +117,7 @@ class Call:
             )
         self._hints: dict[str, Any] | None = None
         self._parameters: list[_Parameter] = []
-        self._rest = _Parameter("", Any)
+        self._rest = _Parameter("", Any, _PLAIN)
         self._wires: list[str] = []
         self._keywords: dict[str, _Parameter] = {}
         self._convert_any = False
@@ -169,9 +168,16 @@ class Call:
         elif self._required_keywords and not partial:
             self._bound(args, kwargs, partial=False)
         fit = not partial
+        parameters: Iterable[_Parameter] = self._parameters
+        if len(args) > self._positional_count:
+            parameters = itertools.chain(parameters, itertools.repeat(self._rest))
         described = [
-            self._describe(self._parameter(index), value, fit=fit)
-            for index, value in enumerate(args)
+            # As the first lines of `_describe`, without a call: most arguments are such.
+            Arg(type=plain, value=value)
+            if (plain := parameter.plain.get(type(value))) is not None
+            and (plain != "int64" or INT64_MIN <= value <= INT64_MAX)
+            else self._describe(parameter, value, fit=fit)
+            for parameter, value in zip(parameters, args, strict=False)
         ]
         for name, value in kwargs.items():
             described.append(self._describe(self._keyword(name), value, name=name, fit=fit))
@@ -211,13 +217,13 @@ class Call:
         return self._parameters[index] if index < len(self._parameters) else self._rest
 
     def _keyword(self, name: str) -> _Parameter:
-        return self._keywords.get(name) or _Parameter(name, Any)
+        return self._keywords.get(name) or _Parameter(name, Any, _PLAIN)
 
     def _describe(
         self, parameter: _Parameter, value: Any, *, name: str = "", fit: bool = False
     ) -> Arg:
-        plain = _PLAIN.get(type(value))
-        if plain is not None and (parameter.hint is type(value) or parameter.hint is Any):
+        plain = parameter.plain.get(type(value))
+        if plain is not None:
             if plain == "int64" and not INT64_MIN <= value <= INT64_MAX:
                 plain = _wide(self.name, parameter, value)
             return Arg(type=plain, value=value, name=name)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from machinery_py.errors import ArgumentError
-from machinery_py.registry.calls import Call, Checked
-from machinery_py.tasks.signature import HEADER_CHUNK, Arg, Signature
+from machinery_py.registry.calls import Call
+from machinery_py.tasks.signature import HEADER_CHUNK, Arg, Checked, Signature
 from machinery_py.values.json_values import Chunk, pack
 
 

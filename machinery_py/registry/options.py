@@ -263,6 +263,7 @@ _FOR_WORKER = {
     "ignore_result": HEADER_IGNORE_RESULT,
     "result_expires": HEADER_RESULT_EXPIRES,
 }
+_OF_CALLS = frozenset(_FOR_WORKER.values())
 _HEADERS = {
     **_FOR_WORKER,
     # Lengths travel as they are: it may be sent much later, by another process.
@@ -302,6 +303,8 @@ def settings_of_call(settings: TaskSettings, headers: Mapping[str, Any]) -> Task
 
     What no sender of ours has written counts as not given.
     """
+    if _OF_CALLS.isdisjoint(headers):
+        return settings
     changes: dict[str, Any] = {}
     for option, header in _FOR_WORKER.items():
         if header in headers:

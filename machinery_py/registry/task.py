@@ -18,6 +18,7 @@ from typing import (
 )
 
 from machinery_py.config.config import Config
+from machinery_py.limits.base import Rule
 from machinery_py.limits.settings import rules_of
 from machinery_py.names import check_queue, check_task, check_uuid
 from machinery_py.registry import unique_keys
@@ -34,7 +35,7 @@ from machinery_py.registry.options import (
 )
 from machinery_py.results.async_results import AsyncResult
 from machinery_py.tasks.context import Context
-from machinery_py.tasks.signature import HEADER_UNIQUE, Arg, Signature, Step
+from machinery_py.tasks.signature import HEADER_UNIQUE, Arg, Signature, Step, new_uuid
 from machinery_py.tasks.workflow import Group
 
 INTERRUPTIBLE = True  # calls user code and takes no lock, see worker/executors.py
@@ -88,17 +89,23 @@ class Task(Generic[P, R]):
         if self.settings.queue:
             check_queue(self.settings.queue)
         self.call = Call(name, function, in_batches=bool(self.settings.batch))
-        self.rules = rules_of(self.settings.limits)
-        # Most tasks need not ask anybody before they run.
-        self.is_guarded = bool(
-            self.rules or self.settings.exclusive or self.settings.ack == "early"
-        )
+        self.own_rules = rules_of(self.settings.limits)
+        self.limit_also(())
         self._sender = sender
         self._options: SendOptions = {}
         self.__doc__ = function.__doc__
         self.__name__ = getattr(function, "__name__", name)
         self.__module__ = getattr(function, "__module__", __name__)
         self.__wrapped__ = function
+
+    def limit_also(self, rules: Iterable[Rule]) -> None:
+        """Let it run by these rules, too, besides its own; those of the same names are its own."""
+        own = {rule.name for rule in self.own_rules}
+        self.rules = (*self.own_rules, *(rule for rule in rules if rule.name not in own))
+        # Most tasks need not ask anybody before they run.
+        self.is_guarded = bool(
+            self.rules or self.settings.exclusive or self.settings.ack == "early"
+        )
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function here and now; a Context parameter is not given by the caller."""
@@ -117,12 +124,12 @@ class Task(Generic[P, R]):
             ArgumentError: the arguments do not fit, or one cannot be sent.
             PublishRefused, PublishUnknown: as Server.send_task.
         """
-        signature = self._signature(args, kwargs)  # first: it knows that there is no sender yet
+        signature = self._signature(args, kwargs, now=True)  # it knows if there is no sender yet
         return cast("AsyncResult[R]", self._sender.send(signature))
 
     async def send_async(self, *args: P.args, **kwargs: P.kwargs) -> AsyncResult[R]:
         """`send` for coroutines."""
-        signature = self._signature(args, kwargs)
+        signature = self._signature(args, kwargs, now=True)
         return cast("AsyncResult[R]", await self._sender.send_async(signature))
 
     def signature(self, *args: P.args, **kwargs: P.kwargs) -> Signature[R]:
@@ -183,15 +190,22 @@ class Task(Generic[P, R]):
         return task
 
     def _signature(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, partial: bool = False
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        partial: bool = False,
+        now: bool = False,
     ) -> Signature[R]:
+        """Return a call. `now`: it is sent at once, and so has a UUID and a queue."""
         settings, options = self.settings, self._options
         arguments = self.call.arguments(args, kwargs, partial=partial)
         if not options:
             return Signature(
                 name=self.name,
                 args=arguments,
-                routing_key=settings.queue,
+                uuid=new_uuid() if now else "",
+                routing_key=settings.queue or (self._sender.config.default_queue if now else ""),
                 priority=settings.priority,
                 retry_count=settings.retries,
                 sender=self._sender,

@@ -6,8 +6,10 @@ until it is woken.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Generator, Sequence
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
 from machinery_py.async_twins import twin
 from machinery_py.backends.base import Backend
@@ -23,6 +25,7 @@ logger = get_logger(__name__)
 
 R = TypeVar("R", covariant=True)
 
+JUST = 0.02  # seconds after its sending in which few tasks have ended
 WARN_AFTER = 2.0  # seconds without a worker on the task's queue until the waiter says so
 
 
@@ -48,6 +51,12 @@ class Waitable(Generic[R]):
     def __init__(self, source: ResultSource) -> None:
         self._source = source
         self._states: dict[str, TaskState] = {}  # finished ones; they never change again
+        self._sent_at = -math.inf  # by `time.monotonic`, if it was sent here
+
+    def just_sent(self) -> Self:
+        """Return it, noting the time of its sending."""
+        self._sent_at = time.monotonic()
+        return self
 
     def get(self, timeout: float | None = None, *, propagate: bool = True) -> R:
         """Wait for the result, and return it.
@@ -64,7 +73,10 @@ class Waitable(Generic[R]):
         if not propagate:
             return cast(R, self._get_all(timeout))
         wait = Wait(self, timeout)
-        if self._look():
+        # What was sent just now has not ended: its first look is the one after `watch`.
+        is_new = time.monotonic() - self._sent_at <= JUST
+        self._sent_at = -math.inf
+        if not is_new and self._look():
             return self._value()
         listener = self._source.backend.listener()
         watched: set[str] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
@@ -47,18 +48,23 @@ class GroupResult(Waitable[R]):
         self._queue = queue
         self._on_failure = on_failure
         self.workflow = workflow
-        self.results = [
-            AsyncResult[Any](source, one, name=name, queue=queue)
-            for one, name in zip(uuids, names, strict=True)
-        ]
         self._uuids = tuple(uuids)
+        self._names = tuple(names)
         self._leading = tuple(leading)
         self._open = [*uuids, *leading]
         self._next = 0  # of those that are open, where the next look goes on
         self._sent = True  # False before its turn in a chain: then it may have no states
 
+    @functools.cached_property
+    def results(self) -> list[AsyncResult[Any]]:
+        """The result of each member, in order."""
+        return [
+            AsyncResult[Any](self._source, one, name=name, queue=self._queue)
+            for one, name in zip(self._uuids, self._names, strict=True)
+        ]
+
     def __len__(self) -> int:
-        return len(self.results)
+        return len(self._uuids)
 
     def __getitem__(self, index: int) -> AsyncResult[Any]:
         return self.results[index]
@@ -286,12 +292,15 @@ class ChainResult(Waitable[R]):
         return self.steps[min(self._at + 1, len(self.steps) - 1)]
 
     def _awaited(self) -> Sequence[str]:
+        last = self.steps[-1]
+        if isinstance(last, AsyncResult):
+            # It ends also when a step before it fails (the next look finds a failure in Go): so the
+            # steps, perhaps a thousand, and the members of groups need not be watched.
+            return last._awaited()
         at = min(self._at, len(self.steps) - 1)
         if isinstance(self.steps[at], GroupResult) and isinstance(self._after(), AsyncResult):
-            # The callback ends also when a member fails (the next look finds a failure in Go): so
-            # the members, perhaps a thousand, need not be watched.
             at += 1
-        return (*self.steps[at]._awaited(), *self.steps[-1]._awaited())
+        return (*self.steps[at]._awaited(), *last._awaited())
 
     def _describe(self) -> tuple[str, str, str]:
         current = self.steps[min(self._at, len(self.steps) - 1)]
@@ -327,12 +336,12 @@ def result_of(plan: Plan, source: ResultSource, queue: str) -> ChainResult[Any]:
                     leading=step.leading,
                     workflow=plan.uuid,
                     on_failure=step.on_failure,
-                )
+                ).just_sent()
             )
         else:
             steps.append(AsyncResult(source, step.uuids[0], name=step.names[0], queue=queue))
     is_chord = len(steps) == 2 and plan.steps[0].is_group and not plan.steps[1].is_group
-    return (ChordResult if is_chord else ChainResult)(source, steps, plan.uuid)
+    return (ChordResult if is_chord else ChainResult)(source, steps, plan.uuid).just_sent()
 
 
 def _alone(step: AsyncResult[Any] | GroupResult[Any]) -> bool:

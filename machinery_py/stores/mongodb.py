@@ -67,7 +67,6 @@ from machinery_py.wire.signatures import decode_signature
 
 logger = get_logger(__name__)
 
-BUSY = 32  # settlements and marks in a batch from which RECEIVED is not written
 SUBMISSION = "submission"  # kind of a token whose intent has states and groups
 OLD_INTENTS = 500  # intents of dead workers that are carried out in one step
 
@@ -155,7 +154,7 @@ class MongoStore(DriverUser, Store):
 
     def submit(self, submission: Submission) -> None:
         # First, since what has begun is carried out in any case.
-        self.messages.check_limits(submission.limits)
+        self.messages.check_limits(submission.limits, token=submission.token)
         uuids = (state.task_uuid for state in submission.states)
         for error in self.states.tasks.refusals(uuids).values():
             raise error
@@ -388,7 +387,7 @@ class MongoSession(Session):
     ) -> list[Verdict]:
         with self._settling:
             if marks:
-                self._mark(marks, is_busy=len(settlements) + len(marks) >= BUSY)
+                self._mark(marks)
             return self._settle(settlements) if settlements else []
 
     def _settle(self, settlements: Sequence[Settlement]) -> list[Verdict]:
@@ -421,14 +420,12 @@ class MongoSession(Session):
             for one, mark in zip(settlements, marks, strict=True)
         ]
 
-    def _mark(self, marks: Sequence[Mark], *, is_busy: bool) -> None:
-        # Who holds this much in advance has short tasks: STARTED or the end follows soon.
-        wanted = [mark for mark in marks if not is_busy or mark.state.state is not State.RECEIVED]
-        ours = self.consumer.holds([mark.delivery for mark in wanted])
+    def _mark(self, marks: Sequence[Mark]) -> None:
+        ours = self.consumer.holds([mark.delivery for mark in marks])
         self._store.states.apply(
             [
                 Change(key=mark.state.task_uuid, states=(mark.state,))
-                for mark, mine in zip(wanted, ours, strict=True)
+                for mark, mine in zip(marks, ours, strict=True)
                 if mine
             ]
         )

@@ -16,6 +16,7 @@ The order of the steps is what makes it safe; each may be the last one before a 
 
 A second message of a task is no redelivery: it is acknowledged; the outbox is left to the first.
 An outbox whose delivery never comes back (its broker lost it) is sent by `tend` when it is old.
+How tasks are sent is in sending.py.
 
 In step 2 the broker may refuse a message. One refused for good (too large) fails in its place:
 
@@ -78,8 +79,7 @@ from machinery_py.stores.base import (
     change_of,
     disposal_of,
 )
-from machinery_py.stores.replays import outbox_of_replay, replace_states
-from machinery_py.tasks.states import TaskState
+from machinery_py.stores.sending import Submitter
 from machinery_py.texts import get_logger
 from machinery_py.wire.signatures import decode_signature
 
@@ -118,41 +118,12 @@ class TwoStores(Store):
         self.outbox = outbox_of(backend)
         self.clock = clock
         self._swept = clock.monotonic()
-        self._replayed = RecentTokens(clock)
+        self._submitter = Submitter(broker, backend, self.outbox, clock)
         self._buried = RecentTokens(clock)  # by step 2a, and their outbox is not cleared yet
         self.parked: set[str] = set()  # outboxes that a session of this process waits to publish
 
     def submit(self, submission: Submission) -> None:
-        replaced = [one.task_uuid for one in submission.states] if submission.replay else []
-        before = self.backend.get_states(replaced) if replaced else dict[str, TaskState]()
-        made = self._store_states(submission)
-        boxes = [outbox_of_replay(submission)] if submission.replay else []
-        try:
-            submission.put(self.broker)
-        except PublishRefused:
-            self.outbox.clear_outbox(boxes)
-            # Undo only this call's writes: an earlier call may have been carried out.
-            for uuid in made - before.keys():
-                self.backend.purge_state(uuid)
-            undo = made & before.keys()
-            self.backend.apply([Change(key=one, states=(before[one],), force=True) for one in undo])
-            self._replayed.forget(submission.token)
-            raise
-        self.outbox.clear_outbox(boxes)
-
-    def _store_states(self, submission: Submission) -> set[str]:
-        """Write states and groups before workers can see the messages; return the written tasks."""
-        if submission.replay:
-            is_new = self._replayed.add(submission.token)  # else the task may have ended since
-            return replace_states(self.backend, submission) if is_new else set()
-        mark = f"submit {submission.token}"
-        changes = [
-            Change(key=state.task_uuid, mark=mark, states=(state,)) for state in submission.states
-        ]
-        groups = [Change(key=mark, groups=submission.groups)] if submission.groups else []
-        verdicts = self.backend.apply([*changes, *groups])
-        pairs = zip(changes, verdicts, strict=False)
-        return {change.key for change, verdict in pairs if verdict is SETTLED}
+        self._submitter.submit(submission)
 
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
         return TwoSession(self, self.broker.consume(queues, worker=worker))

@@ -21,7 +21,7 @@ import redis as _redis  # noqa: F401 – the drivers load it when they connect, 
 from machinery_py.backends.base import Amendment, Verdict
 from machinery_py.backends.redis.backend import VERDICTS, RedisBackend
 from machinery_py.backends.redis.cluster import ClusterBackend
-from machinery_py.backends.redis.documents import Changes, packed_states
+from machinery_py.backends.redis.documents import Changes, new_state, packed_states
 from machinery_py.backends.redis.scripts import CONSTANTS as STATES
 from machinery_py.brokers.base import Delivery, Fate, Message, mark_of
 from machinery_py.brokers.redis.broker import RedisBroker
@@ -30,6 +30,7 @@ from machinery_py.brokers.redis.consumer import RedisConsumer, end_of
 from machinery_py.brokers.redis.messages import (
     Queues,
     full,
+    label_of,
     packed,
     packed_batch,
     packed_limits,
@@ -44,11 +45,13 @@ from machinery_py.connections.failover import strategy_named
 from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.connections.redis.cluster import RedisClusterDriver
 from machinery_py.connections.redis.discovery import Servers
+from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.connections.redis.pool import PoolLimits
 from machinery_py.connections.redis.scripts import Folder
 from machinery_py.errors import BrokerUnavailable, ConfigError, PublishUnknown
 from machinery_py.limits.redis import ClusterLimits, RedisLimits
 from machinery_py.locks.redis import ClusterLock, RedisLock
+from machinery_py.names import is_made
 from machinery_py.stores.base import (
     Firing,
     Mark,
@@ -60,15 +63,15 @@ from machinery_py.stores.base import (
 )
 from machinery_py.stores.open import Family, FamilyOptions
 from machinery_py.stores.outbox import TwoStores
-from machinery_py.stores.redis_steps import StagedSteps
+from machinery_py.stores.redis_steps import STEP, StagedSteps
 from machinery_py.tasks.signature import new_uuid
 from machinery_py.tasks.states import State
-
-BUSY = 32  # settlements and marks in a batch from which RECEIVED is not written
+from machinery_py.wire.states import encode_group
 
 # Queues and messages are as putting.lua says, changes and states as changes.lua.
 _lua = Folder("stores/lua", MESSAGES | STATES, away=BrokerUnavailable)
 
+NEW = _lua.script("new", "publishing", TOKEN_LIFE=TOKEN_LIFE)
 SUBMIT = _lua.script("submit", "publishing", TOKEN_LIFE=TOKEN_LIFE)
 SETTLE = _lua.script("settle", "settling")
 FIRE = _lua.script("fire", "settling a group or a task")
@@ -93,6 +96,10 @@ class RedisStore(Store):
     def submit(self, submission: Submission) -> None:
         if len(submission.messages) > self._steps.most:
             return self._steps.submit(submission)
+        if is_plain(submission):
+            to_wake = self.submit_new(submission)
+            if to_wake is not None:
+                return self.driver.unblock(to_wake)
         keys, rows = packed_batch(submission.messages)
         limits = packed_limits(submission.limits, keys) if submission.limits else ()
         change = Changes(self.driver.clock.now(), self.states.seconds)
@@ -112,6 +119,21 @@ class RedisStore(Store):
             raise full(to_wake, submission.limits, keys)
         if to_wake:
             self.driver.unblock(to_wake)
+
+    def submit_new(self, submission: Submission) -> list[bytes] | None:
+        """Return connections to be woken; None, if something is there already of what is new."""
+        now, seconds = self.driver.clock.now(), self.states.seconds
+        states, groups, messages = submission.states, submission.groups, submission.messages
+        more: list[bytes] = []
+        for state in states:
+            more += new_state(state, now, seconds)
+        for group in groups:
+            more += (group.group_uuid.encode(), encode_group(group))
+        more += [message.body for message in messages]
+        queue, counts = queue_keys(messages[0].queue), (len(states), len(groups))
+        values = (self.driver.now(), seconds, submission.token, queue, *counts)
+        found: list[bytes] | None = self.driver.run(NEW, *values, more=more, lost=PublishUnknown)
+        return found
 
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
         return RedisSession(self, self.messages.consume(queues, worker=worker))
@@ -153,6 +175,28 @@ class RedisStore(Store):
     def tend(self) -> float:
         pause = min(self.broker.tend(), self.backend.tend())
         return 0.0 if self._steps.carry_left() else pause
+
+
+def is_plain(submission: Submission) -> bool:
+    """Return whether new.lua can take it: what most senders send."""
+    if not submission.token or submission.limits or submission.replay:
+        return False
+    queue = submission.messages[0].queue if submission.messages else ""
+    return (
+        bool(queue)
+        and 0 < len(submission.states) <= STEP
+        and all(
+            one.queue == queue
+            and one.eta is None
+            and not (one.priority or one.parks or label_of(one))
+            for one in submission.messages
+        )
+        and all(
+            one.state is State.PENDING and not one.run and is_made(one.task_uuid)
+            for one in submission.states
+        )
+        and all(is_made(one.group_uuid) for one in submission.groups)
+    )
 
 
 class RedisSession(Session):
@@ -208,14 +252,10 @@ class RedisSession(Session):
                 ends += (*place_of(one.delivery), fate, change, (due, head, send))
             else:
                 ends += (*place_of(one.delivery), "done", change, False)
-        # So much held in advance is short tasks: STARTED or the end follows within the prefetch
-        # window.
-        busy = len(settlements) + len(marks) >= BUSY
         seen: list[object] = []
         for mark in marks:
-            if not busy or mark.state.state is not State.RECEIVED:
-                change = changes.add(key=mark.state.task_uuid, states=(mark.state,))
-                seen += (*place_of(mark.delivery), change)
+            change = changes.add(key=mark.state.task_uuid, states=(mark.state,))
+            seen += (*place_of(mark.delivery), change)
         if not ends and not seen:
             return []
         keys = queues.keys if queues is not None else consumer.keys

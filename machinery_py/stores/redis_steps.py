@@ -9,18 +9,20 @@ docs/explanation/redis-protocol.md has the crash points.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
 
 from machinery_py.backends.redis.documents import Changes
 from machinery_py.backends.redis.scripts import CONSTANTS as STATES
 from machinery_py.brokers.base import Message
+from machinery_py.brokers.redis import scripts
 from machinery_py.brokers.redis.messages import Queues, full, packed_batch, packed_limits
 from machinery_py.brokers.redis.scripts import CONSTANTS as MESSAGES
 from machinery_py.brokers.redis.scripts import TOKEN_LIFE
 from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.connections.redis.errors import log_spoilt, spoilt
-from machinery_py.connections.redis.keys import STAGED
+from machinery_py.connections.redis.keys import STAGED, TOKENS
 from machinery_py.connections.redis.scripts import Folder
 from machinery_py.errors import BrokerUnavailable, MachineryError, PublishUnknown
 from machinery_py.stores.base import Submission
@@ -54,19 +56,35 @@ class StagedSteps:
     def submit(self, submission: Submission) -> None:
         """Submit, as Store.submit."""
         token, states = submission.token, submission.states
+        keys = Queues([one.queue for one in submission.limits]).keys
+        limits = packed_limits(submission.limits, keys)
+        if limits:
+            self._check_room(submission, limits, keys)
         count = self.stage(token, submission.messages, states, replay=submission.replay)
         if count:
-            keys = Queues([one.queue for one in submission.limits]).keys
-            limits = packed_limits(submission.limits, keys)
             change = Changes(self._driver.clock.now(), self._seconds)
             if submission.groups:
                 change.add(key=f"submit {token}", groups=submission.groups)
             values = (self._driver.now(), self._seconds, token, count, limits, keys)
-            answer = self._driver.run(COMMIT, *values, *change.packed(), lost=PublishUnknown)
-            if answer is not None:
-                self._drop(token)
-                raise full(answer, submission.limits, keys)
+            with self._dropping_refused(token):
+                answer = self._driver.run(COMMIT, *values, *change.packed(), lost=PublishUnknown)
+                if answer is not None:
+                    raise full(answer, submission.limits, keys)
         self.carry_out(token)
+
+    def _check_room(
+        self,
+        submission: Submission,
+        limits: Sequence[tuple[int, int]],
+        keys: Sequence[tuple[str, str]],
+    ) -> None:
+        """Raise QueueFull before anything is staged: who waits for room asks many times."""
+        if not self._driver.ask(
+            b"EXISTS", TOKENS + submission.token.encode(), doing=scripts.PUT.doing
+        ):
+            answer = self._driver.run(scripts.PUT, self._driver.now(), "", limits, keys, ())
+            if isinstance(answer, bytes):
+                raise full(answer, submission.limits, keys)
 
     def stage(
         self,
@@ -82,7 +100,7 @@ class StagedSteps:
             PublishRefused: nothing is kept, or it expires.
         """
         count = 0
-        try:
+        with self._dropping_refused(token):
             for some_messages, some_states in _divided(messages, states):
                 change = Changes(self._driver.clock.now(), self._seconds)
                 if some_states:
@@ -91,14 +109,17 @@ class StagedSteps:
                 if not self._driver.run(STAGE, self._driver.now(), self._seconds, *step):
                     return 0
                 count += 1
-        except MachineryError as error:
-            if not isinstance(error, ConnectionError):  # it was refused: make room
-                self._drop(token)
-            raise
         return count
 
-    def _drop(self, token: str) -> None:
-        self._driver.ask(b"DEL", STAGED + token.encode(), doing="publishing")
+    @contextlib.contextmanager
+    def _dropping_refused(self, token: str) -> Iterator[None]:
+        """Make room if the server refuses a step, or all of them; not if a reply was lost."""
+        try:
+            yield
+        except MachineryError as error:
+            if not isinstance(error, (ConnectionError, PublishUnknown)):
+                self._driver.ask(b"DEL", STAGED + token.encode(), doing="publishing")
+            raise
 
     def carry_out(self, token: str) -> None:
         """Carry out all steps that are left of a committed submission.

@@ -154,6 +154,10 @@ class Context:
         self._cancelled = True
         self._time_is_up = self._time_is_up or time_is_up
 
+    def end(self) -> None:
+        """Report nothing any more: the run is over."""
+        self._report = None
+
     def check_time(self) -> None:
         """
         Raises:

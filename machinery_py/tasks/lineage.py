@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -56,7 +56,9 @@ def inheriting(
 Last = tuple[str, int]
 """A task that fails with a step before it: its UUID, and the run that does."""
 
-_read_lasts = msgspec.json.Decoder(list[Last]).decode
+# As HEADER_RUN: no store can keep an integer without bounds.
+_Run = Annotated[int, msgspec.Meta(ge=0, lt=10**9)]
+_read_lasts = msgspec.json.Decoder(list[tuple[str, _Run]]).decode
 
 
 def lasts_of(signature: Signature[Any]) -> list[Last]:

@@ -37,7 +37,7 @@ from machinery_py.tasks.signature import (
 from machinery_py.tasks.states import GroupMeta
 from machinery_py.tasks.workflow import JOIN, Group, OnFailure, chord_callback
 
-LONG = 5000  # steps of a chain; Go reads no more signatures inside of each other
+LONG = 4999  # steps of a chain; Go reads 10,000 levels, two a step, and one of what is in the last
 PIECE = 500  # steps of a longer one that travel together
 
 
@@ -96,14 +96,18 @@ def link(
     now: dt.datetime,
     role: Signature[Any] | None = None,
     may_cut: bool = False,
+    queue: str = "",
 ) -> Plan:
     """Link a workflow for sending. UUIDs that are missing are made; those given are kept.
 
     Args:
+        queue: of members that are sent now and name none; "": they get it later.
         role: a task that its last task takes the place of, see `_taking_over`.
         may_cut: leave the later pieces of a long chain to `rests`.
     """
-    linker = _Linker(now, may_cut=may_cut)
+    linker = _Linker(
+        now, may_cut=may_cut, uuid=new_uuid(PREFIX) if role is None else "", queue=queue
+    )
     steps = step.steps if isinstance(step, Chain) else (step,)
     first, planned = linker.link_steps(steps, role, begins=True)
     sent = {one.uuid for one in first}
@@ -114,12 +118,11 @@ def link(
         steps=planned,
         rests=linker.rests,
     )
-    return plan if role is not None else _recorded(plan, now)
+    return plan if role is not None else _recorded(plan, linker.uuid, now)
 
 
-def _recorded(plan: Plan, now: dt.datetime) -> Plan:
+def _recorded(plan: Plan, uuid: str, now: dt.datetime) -> Plan:
     """Return the plan with the record of its workflow, if it is more than one task."""
-    uuid = new_uuid(PREFIX)
     made = [one for one in plan.steps if one.uuids]
     if not made or (len(made) == 1 and not made[0].is_group):
         return plan
@@ -132,7 +135,10 @@ def _recorded(plan: Plan, now: dt.datetime) -> Plan:
     record = record_of(uuid, steps, [one.uuids for one in made], now=now)
     return msgspec.structs.replace(
         plan,
-        first=[one.with_headers(**{HEADER_ROOT: uuid}) for one in plan.first],
+        first=[
+            one if one.headers.get(HEADER_ROOT) == uuid else one.with_headers(**{HEADER_ROOT: uuid})
+            for one in plan.first
+        ],
         groups=(*plan.groups, record),
         awaited=[one.with_headers(**{HEADER_ROOT: uuid}) for one in plan.awaited],
         uuid=uuid,
@@ -166,6 +172,10 @@ def is_linked(callbacks: Iterable[Step[Any]]) -> bool:
 _GATHER: Signature[Any] = Signature(name=JOIN, headers={HEADER_COLLECT: "1"})
 
 
+def _is_single(task: Signature[Any]) -> bool:
+    return not (task.on_success or task.on_error or task.headers.get(HEADER_UNIQUE))
+
+
 def _is_plain(steps: Sequence[Step[Any]]) -> bool:
     return all(isinstance(step, Signature) and not step.on_success for step in steps)
 
@@ -173,8 +183,13 @@ def _is_plain(steps: Sequence[Step[Any]]) -> bool:
 class _Linker:
     """Goes through a workflow from its end to its start."""
 
-    def __init__(self, now: dt.datetime, *, may_cut: bool = False) -> None:
+    def __init__(
+        self, now: dt.datetime, *, may_cut: bool = False, uuid: str = "", queue: str = ""
+    ) -> None:
         self.now = now
+        self.uuid = uuid  # of the workflow
+        self._queue = queue
+        self._headers = {HEADER_ROOT: uuid}
         self.rests: list[Rest] = []
         self._may_cut = may_cut
         self.groups: list[GroupMeta] = []
@@ -205,6 +220,8 @@ class _Linker:
                 if last:
                     step = step.with_headers(**{HEADER_LAST: last})
                 after, plan = self._link_task(step, after, role if is_last else None, prefix)
+                if begins if index == 0 else prefix == "task_":  # it is no chord's callback
+                    after = (_for_go(after[0]),)
                 if index and is_last:
                     last = last_header(after[0])
                     if begins:
@@ -266,6 +283,12 @@ class _Linker:
         names: list[str] = []
         leading: list[str] = []
         for member in step.steps:
+            if begins and self.uuid and isinstance(member, Signature) and _is_single(member):
+                joined = self._joined(member, membership)
+                heads_.append(joined)
+                uuids.append(joined.uuid)
+                names.append(joined.name)
+                continue
             inner = member.steps if isinstance(member, Chain) else (member,)
             first, planned = self.link_steps(inner, membership, begins=begins)
             heads_.extend(first)
@@ -287,6 +310,18 @@ class _Linker:
             on_failure=step.on_failure,
         )
 
+    def _joined(self, member: Signature[Any], group: Signature[Any]) -> Signature[Any]:
+        """Return a single member that is sent now: as `_taking_over` and `_recorded`, in one."""
+        headers = {**member.headers, HEADER_ROOT: self.uuid} if member.headers else self._headers
+        return member.replace(
+            uuid=member.uuid or new_uuid(),
+            routing_key=member.routing_key or self._queue,
+            group_uuid=group.group_uuid,
+            group_task_count=group.group_task_count,
+            chord_callback=group.chord_callback,
+            headers=headers,
+        )
+
     def _callback(self, step: Group[Any], after: Sequence[Signature[Any]]) -> Signature[Any] | None:
         """Return the chord callback that stands for all that follows the group."""
         on_error = self.errors(step.on_error)
@@ -294,6 +329,8 @@ class _Linker:
             return None
         if len(after) == 1 and not on_error:
             callback = after[0]
+            if callback.is_fixed and all(one.is_fixed for one in callback.on_success):
+                callback = callback.replace(immutable=True)  # as in `_for_go`
         else:
             callback = Signature[Any](
                 name=JOIN, uuid=new_uuid("chord_"), on_success=after, on_error=on_error
@@ -325,6 +362,13 @@ class _Linker:
             return (self.with_callbacks(callback),)
         steps = callback.steps if isinstance(callback, Chain) else (callback,)
         return self.link_steps(steps, begins=False)[0]
+
+
+def _for_go(task: Signature[Any]) -> Signature[Any]:
+    """Return the task so that a Go worker, which does not know `fixed`, passes no results on."""
+    if task.on_success and all(one.is_fixed for one in task.on_success):
+        return task.replace(immutable=True)
+    return task
 
 
 def _taking_over(task: Signature[Any], role: Signature[Any]) -> Signature[Any]:

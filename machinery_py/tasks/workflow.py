@@ -29,8 +29,7 @@ from machinery_py.values.values import from_result
 JOIN = "machinery.join"
 
 OnFailure = Literal["abort", "skip", "collect"]
-"""What a failed member does to its chord: fail it; leave its results out; be a Failure among them.
-"""
+"""A failed member fails its chord, leaves its results out, or is a `Failure` among them."""
 
 R = TypeVar("R", covariant=True)
 S = TypeVar("S")

@@ -14,6 +14,7 @@ it at once.
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any
@@ -200,9 +201,14 @@ def _decode_member(body: bytes) -> Signature[Any] | None:
     if fields is None:
         return None
     try:
-        return Signature(**fields, chord_callback=decode_signature(callback))
+        return Signature(**fields, chord_callback=_decode_callback(callback))
     except DecodeError:
         return None
+
+
+@functools.lru_cache(maxsize=16)
+def _decode_callback(body: bytes) -> Signature[Any]:
+    return decode_signature(body)
 
 
 def decode_exact(body: bytes) -> Signature[Any]:

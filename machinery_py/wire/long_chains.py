@@ -20,16 +20,17 @@ from machinery_py.wire.decode import decode_list
 from machinery_py.wire.signatures import encode_signature
 
 
-def link_any(step: Step[Any], *, now: dt.datetime, are_kept: bool) -> Plan:
+def link_any(step: Step[Any], *, now: dt.datetime, are_kept: bool, queue: str = "") -> Plan:
     """Link a workflow of any length for sending.
 
     Args:
         are_kept: the result backend keeps records.
+        queue: as of `link`.
 
     Raises:
         Unsupported: it does not, and the workflow is too long for a message.
     """
-    plan = link(step, now=now, may_cut=True)
+    plan = link(step, now=now, may_cut=True, queue=queue)
     if not plan.rests:
         return plan
     if not are_kept:

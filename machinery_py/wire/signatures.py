@@ -16,7 +16,7 @@ import msgspec
 from msgspec.json import Decoder
 
 from machinery_py.errors import ArgumentError, DecodeError
-from machinery_py.tasks.signature import Arg, Lazy, Signature
+from machinery_py.tasks.signature import Arg, Checked, Lazy, Signature
 from machinery_py.values.values import Number, describe_as
 from machinery_py.wire.decode import ReceivedArg, decode_exact, decode_list, decode_signature
 from machinery_py.wire.depth import MAX_LEVELS, is_deep, levels
@@ -175,7 +175,7 @@ def _encode_nested(signature: Signature[Any]) -> bytes:
     body = b"".join(pieces)
     if deepest > _LONG and levels(body) > MAX_LEVELS:
         raise ArgumentError(
-            f"{signature.name} holds {deepest} signatures inside of each other (Go reads 5000)"
+            f"{signature.name} holds {deepest} signatures inside of each other (Go reads 4999)"
         )
     return body
 
@@ -281,18 +281,20 @@ def checked_value(arg: Arg) -> Any:
     return describe_as(arg.type, value)
 
 
-def write_args(args: Sequence[Arg], owner: str, what: str = "argument") -> list[WrittenArg]:
+def write_args(args: Sequence[Arg], owner: str) -> list[WrittenArg]:
     """Return the args as records for the encoder.
 
     Raises:
         ArgumentError: one cannot be sent; names the owner and the argument.
     """
+    if type(args) is Checked:  # they were made of values that can be sent
+        return [WrittenArg(arg.name, arg.type, arg.value) for arg in args]
     written = []
     for arg in args:
         try:
             written.append(WrittenArg(arg.name, arg.type, checked_value(arg)))
         except ArgumentError as error:
-            raise _blame(args, arg, owner, what, error) from None
+            raise _blame(args, arg, owner, "argument", error) from None
     return written
 
 
@@ -346,5 +348,5 @@ def format_time(moment: dt.datetime) -> str:
             moment = moment.replace(tzinfo=dt.UTC) - offset
         except OverflowError:
             moment = FIRST_MOMENT if offset > dt.timedelta(0) else LAST_MOMENT
-    text = moment.isoformat()[:-6]
+    text = encode(moment)[1:-2].decode()  # as isoformat(), in a third of its time
     return (text.rstrip("0") if moment.microsecond else text) + "Z"

@@ -99,7 +99,7 @@ def encode_state(state: TaskState) -> bytes:
     written = _WrittenState(
         state.task_uuid,
         state.task_name,
-        state.state.value,
+        state.state._value_,
         results,
         state.error,
         created_at,

@@ -64,6 +64,7 @@ class ExecutionGuard:
         self.signature = signature
         self._delivery = delivery
         self._owner = owner(app.config)
+        self._scope = scope_of(task.name, owner=self._owner)
         self._lease: LockLease | None = None
         self._slots: SlotLease | None = None
         is_in_line = bool(task.rules) or task.settings.exclusive == "wait"
@@ -78,9 +79,10 @@ class ExecutionGuard:
         settings = self._task.settings
         try:
             name = self._lock_name() if settings.exclusive else ""
-            stop = self._await_turn(self._rules(name), on_lost)
+            rules = [self._keyed(rule) for rule in self._task.rules]
+            stop = self._await_turn(rules, name, on_lost)
             if stop is None and settings.exclusive:
-                stop = self._lock(name, on_lost)
+                stop = self._lock(rules, name, on_lost)
             headers = self.signature.headers or ()
             if stop is None and HEADER_UNIQUE_START in headers:
                 stop = None if start(self._app, self.signature) else self._settlement()
@@ -135,13 +137,6 @@ class ExecutionGuard:
         task, how = self._task, self._task.settings.exclusive_key
         return lock_name(task.name, task.call, self.signature.args, how, owner=self._owner)
 
-    def _rules(self, lock: str) -> list[Rule]:
-        """Return the rules by which it runs. `lock`: of an exclusive task."""
-        rules = [self._keyed(rule) for rule in self._task.rules]
-        if self._task.settings.exclusive == "wait":
-            rules.append(Rule(name=EXCLUSIVE, key=lock))
-        return rules
-
     def _keyed(self, rule: Rule) -> Rule:
         task, option = self._task, "rate_key" if rule.name == RATE else "running_key"
         how = getattr(task.settings, option)
@@ -151,12 +146,18 @@ class ExecutionGuard:
         return msgspec.structs.replace(rule, key=key)
 
     def _await_turn(
-        self, rules: Sequence[Rule], on_lost: Callable[[], object]
+        self, rules: Sequence[Rule], lock: str, on_lost: Callable[[], object]
     ) -> Failed | Settlement | None:
-        """Get in line for what holds it back; None: it is its turn."""
+        """Get in line for what holds it back; None: it is its turn.
+
+        Args:
+            lock: its name, of an exclusive task.
+        """
         if self._ticket is None:
             return None
-        slots, scope = self._app.slots, scope_of(self._task.name, owner=self._owner)
+        if self._task.settings.exclusive == "wait":
+            rules = [*rules, Rule(name=EXCLUSIVE, key=lock)]
+        slots, scope = self._app.slots, self._scope
         try:
             with self._ticket.turn((scope, *[rule.key for rule in rules])):
                 answer, self._slots = slots.enter(
@@ -177,25 +178,32 @@ class ExecutionGuard:
             return self._later(answer.wait)
         stop = self._wait_for_lock(answer.key, lambda _: answer.wait)
         if isinstance(stop, Failed):
-            slots.forget(answer)
+            slots.forget(answer.held)
         return stop
 
-    def _lock(self, name: str, on_lost: Callable[[], object]) -> Failed | Settlement | None:
+    def _lock(
+        self, rules: Sequence[Rule], name: str, on_lost: Callable[[], object]
+    ) -> Failed | Settlement | None:
+        """Take its lock, or take back what was counted for it."""
         self._lease = self._app.locks.take(name, on_lost=on_lost)
         if self._lease is not None:
             return None
+        stop: Failed | Settlement
         if self._task.settings.exclusive == "skip":
-            return Failed(
+            stop = Failed(
                 error=f"skipped: another run of it holds the lock {name!r}",
                 error_type="Skipped",
                 retryable=False,
             )
-        slots, self._slots = self._slots, None
-        stop = self._wait_for_lock(name, _patience)
-        if slots is not None and not isinstance(stop, Failed):
-            self._app.slots.keep_place(slots, EXCLUSIVE)
         else:
-            self._slots = slots
+            stop = self._wait_for_lock(name, _patience)
+        slots = self._app.slots
+        if self._slots is not None and not isinstance(stop, Failed):
+            # Until its lease ends, the slot of EXCLUSIVE keeps it the first of those who wait.
+            slots.drop([self._slots])
+            self._slots = None
+        if rules:
+            slots.uncount(self._scope, self.signature.uuid, mark_of(self._delivery), rules)
         return stop
 
     def _wait_for_lock(self, name: str, pause: Callable[[float], float]) -> Failed | Settlement:

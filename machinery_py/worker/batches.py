@@ -17,7 +17,8 @@ in this worker: losing it loses nothing.
 | running | its worker is killed | comes back with a strike, and then runs in a batch of its own |
 | running | its task process dies | RETRY at once with a strike, and then in a batch of its own |
 | running | its worker is stopped | if not over in time: goes back to its queue |
-| running | it is revoked | runs on; it is not retried |
+| running | it is revoked | runs on; it is not retried. Are all revoked, the run is ended |
+| running | its lease is lost | runs on; it alone is fenced. Are all lost, the run is cancelled |
 | running | the time limit | fails, or is retried by its own rules |
 | over, before the commit | its worker is killed | comes back and runs again: at least once |
 
@@ -214,3 +215,18 @@ class Batches:
         if self._open:
             missing = sum(calls[0].settings.batch - len(calls) for calls in self._open.values())
         return free + int(min(missing, free * self._share / max(1.0 - self._share, 1e-3)))
+
+
+def demand(held: Mapping[int, Execution], batches: Batches | None) -> tuple[int, float | None]:
+    """Return the slots that the held executions need, and when the oldest that waits for one came.
+
+    A batch needs one slot, and what is gathered none.
+    """
+    gathered = batches.waiting() if batches is not None else set[int]()
+    slots = len(held) - (batches.surplus(held) if batches is not None else 0)
+    waiting = [
+        one.received_at
+        for number, one in held.items()
+        if not one.call_started and number not in gathered
+    ]
+    return min(slots, sum(not one.is_over for one in held.values())), min(waiting, default=None)

@@ -7,29 +7,30 @@ loses nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from machinery_py.app import Application, Outgoing
+from machinery_py.app import Application
 from machinery_py.backends.base import ReadyGroup
 from machinery_py.errors import DecodeError, MachineryError, NameRefused, StateNotFound
 from machinery_py.names import check_uuid
 from machinery_py.registry.outcomes import (
     CHORD_FAILED,
+    REVOKED,
     STEP_FAILED,
     Failed,
     Succeeded,
     follow_up,
 )
-from machinery_py.revocation import end_unheld, fire
+from machinery_py.revocation import end_unheld, fire, revoked_among
 from machinery_py.stores.base import AWAY, Firing
 from machinery_py.tasks.context import on_behalf_of
 from machinery_py.tasks.lineage import kin_of, lasts_of
 from machinery_py.tasks.signature import HEADER_COLLECT, Signature
 from machinery_py.tasks.states import Arrival, TaskState
-from machinery_py.tasks.workflow import JOIN, chord_callback, chord_results
+from machinery_py.tasks.workflow import JOIN, chord_callback, chord_results, is_tolerant
 from machinery_py.texts import get_logger
 from machinery_py.wire.signatures import decode_signature
 from machinery_py.worker.hooks import text_of
@@ -40,10 +41,15 @@ BATCH = 100  # groups that are asked for at once
 _STEP = re.compile(r"step .+? (\S+) failed: ", re.DOTALL)  # as outcomes.broken writes it
 
 
-def settle_ready_groups(app: Application) -> list[str]:
+def settle_ready_groups(
+    app: Application, note: Callable[[Sequence[Arrival]], object] | None = None
+) -> list[str]:
     """Settle the groups that are ready, and return those that this caller settled.
 
     Groups that cannot be settled now keep none behind them waiting.
+
+    Args:
+        note: called with the arrivals in other groups that follow.
     """
     settled, left = list[str](), set[str]()
     while True:
@@ -51,11 +57,13 @@ def settle_ready_groups(app: Application) -> list[str]:
         new = [group for group in ready if group.group_uuid not in left]
         if not new:
             return settled
-        left.update(group.group_uuid for group in new if not _settle(app, group))
+        left.update(group.group_uuid for group in new if not _settle(app, group, note))
         settled += [group.group_uuid for group in new if group.group_uuid not in left]
 
 
-def _settle(app: Application, ready: ReadyGroup) -> bool:
+def _settle(
+    app: Application, ready: ReadyGroup, note: Callable[[Sequence[Arrival]], object] | None
+) -> bool:
     try:
         firing, sent = _firing(app, ready)
         settled = fire(app, firing)
@@ -70,6 +78,8 @@ def _settle(app: Application, ready: ReadyGroup) -> bool:
         return False
     if settled:
         app.report_sent(sent)
+        if note is not None and firing.arrivals:
+            note(firing.arrivals)
     return settled
 
 
@@ -87,10 +97,10 @@ def _firing(app: Application, ready: ReadyGroup) -> tuple[Firing, Sequence[Signa
         # The members carried bytes that are no callback; the group must end all the same.
         logger.error("the callback of %s cannot be sent: %s", ready.group_uuid, error)
         return Firing(group_uuid=ready.group_uuid), ()
-    if ready.failed_member:
+    if ready.failed_member and not _goes_on(app, ready, callback):
         return _failed(app, ready, callback, _why(app, ready.failed_member, callback))
     try:
-        states = app.store.backend.group_task_states(ready.group_uuid)
+        states = app.store.backend.group_results(ready.group_uuid)
         results = chord_results(callback, states)
         return _succeeded(app, ready, [chord_callback(one, results) for one in callbacks])
     except StateNotFound as error:
@@ -106,6 +116,24 @@ def _firing(app: Application, ready: ReadyGroup) -> tuple[Firing, Sequence[Signa
     )
 
 
+def _goes_on(app: Application, ready: ReadyGroup, callback: Signature[Any]) -> bool:
+    """Return whether the group goes on without the members that have failed.
+
+    Of a tolerant group a member counts as failed if none has run; or if worker/go_groups.py has
+    found that all are over.
+    """
+    if not is_tolerant(callback):
+        return False
+    try:
+        states = app.store.backend.group_task_states(ready.group_uuid)
+    except StateNotFound:
+        return False
+    failed = [one for one in states if one.task_uuid == ready.failed_member]
+    return all(one.is_finished for one in states) and any(
+        one.error_type != STEP_FAILED for one in failed
+    )
+
+
 def _is_bundle(callback: Signature[Any]) -> bool:
     """Return whether it stands for several callbacks: not one that gathers, which is a member."""
     return callback.name == JOIN and HEADER_COLLECT not in callback.headers
@@ -115,34 +143,45 @@ def _succeeded(
     app: Application, ready: ReadyGroup, filled: Sequence[Signature[Any]]
 ) -> tuple[Firing, Sequence[Signature[Any]]]:
     """Send the callbacks. One that gathers succeeds here and now, with the list it has got."""
+    gathering = [one for one in filled if one.name == JOIN]
+    out = app.outgoing([one for one in filled if one.name != JOIN])
+    firings = [Firing(states=out.states, send=out.messages, groups=out.groups)]
+    sent = list(out.signatures)
+    # What runs in a worker is dropped there.
+    revoked = revoked_among(app, gathering) if gathering else {}
+    for one in gathering:
+        if one.uuid not in revoked:
+            firing, signatures = _gathered(app, one)
+        elif revoked[one.uuid]:
+            continue  # its end was settled when it was revoked
+        else:
+            firing, signatures = _failed_one(app, ready, one, REVOKED)
+        firings.append(firing)
+        sent += signatures
+    return _together(ready, firings), sent
+
+
+def _gathered(app: Application, one: Signature[Any]) -> tuple[Firing, Sequence[Signature[Any]]]:
     now = app.now()
-    sends: list[Signature[Any]] = []
-    outs: list[Outgoing] = []
-    states: list[TaskState] = []
-    arrivals: list[Arrival] = []
-    for one in filled:
-        if one.name != JOIN:
-            sends.append(one)
-            continue
-        then = follow_up(one, Succeeded(one.args), now=now)
-        state = app.pending(one, now)
-        states.append(
-            msgspec.structs.replace(
-                state, state=then.state, results=then.results, finished_at=now, message=b""
-            )
-        )
-        with on_behalf_of(one, queue=one.routing_key or app.config.default_queue):
-            outs.append(app.outgoing(then.send))
-            arrivals += app.arrivals(then.arrived)
-    outs.append(app.outgoing(sends))
-    firing = Firing(
-        group_uuid=ready.group_uuid,
-        states=(*states, *(state for out in outs for state in out.states)),
-        send=[message for out in outs for message in out.messages],
-        groups=[group for out in outs for group in out.groups],
-        arrivals=arrivals,
+    then = follow_up(one, Succeeded(one.args), now=now)
+    state = msgspec.structs.replace(
+        app.pending(one, now), state=then.state, results=then.results, finished_at=now, message=b""
     )
-    return firing, [one for out in outs for one in out.signatures]
+    with on_behalf_of(one, queue=one.routing_key or app.config.default_queue):
+        out, arrivals = app.outgoing(then.send), app.arrivals(then.arrived)
+    states = (state, *out.states)
+    firing = Firing(states=states, send=out.messages, groups=out.groups, arrivals=arrivals)
+    return firing, out.signatures
+
+
+def _together(ready: ReadyGroup, firings: Sequence[Firing]) -> Firing:
+    return Firing(
+        group_uuid=ready.group_uuid,
+        states=[state for one in firings for state in one.states],
+        send=[message for one in firings for message in one.send],
+        groups=[group for one in firings for group in one.groups],
+        arrivals=[arrival for one in firings for arrival in one.arrivals],
+    )
 
 
 def _why(app: Application, member: str, callback: Signature[Any]) -> Failed:
@@ -182,23 +221,22 @@ def _failed(
         state = known.get(one.uuid)
         if state is not None and state.is_finished and state.error_type != STEP_FAILED:
             continue  # revoked: its end was settled then
-        queue = one.routing_key or app.config.default_queue
-        stands = TaskState(
-            task_uuid=one.uuid,
-            run=one.run,
-            attempt=one.attempt,
-            queue=queue,
-            keep_for=app.life_of(one),
-            root=one.root,
-            parent=one.parent,
-        )
-        firing, signatures = end_unheld(app, one, outcome, stands, group_uuid=ready.group_uuid)
+        firing, signatures = _failed_one(app, ready, one, outcome)
         firings.append(firing)
         sent += signatures
-    whole = Firing(
-        group_uuid=ready.group_uuid,
-        states=[state for one in firings for state in one.states],
-        send=[message for one in firings for message in one.send],
-        arrivals=[arrival for one in firings for arrival in one.arrivals],
+    return _together(ready, firings), sent
+
+
+def _failed_one(
+    app: Application, ready: ReadyGroup, one: Signature[Any], outcome: Failed
+) -> tuple[Firing, Sequence[Signature[Any]]]:
+    stands = TaskState(
+        task_uuid=one.uuid,
+        run=one.run,
+        attempt=one.attempt,
+        queue=one.routing_key or app.config.default_queue,
+        keep_for=app.life_of(one),
+        root=one.root,
+        parent=one.parent,
     )
-    return whole, sent
+    return end_unheld(app, one, outcome, stands, group_uuid=ready.group_uuid)

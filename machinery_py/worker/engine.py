@@ -33,6 +33,7 @@ from machinery_py.worker.executors import Executors
 from machinery_py.worker.frames import Setup
 from machinery_py.worker.go_groups import GoGroupPoller
 from machinery_py.worker.hooks import HandlerSetters
+from machinery_py.worker.limit_watch import LimitWatch
 from machinery_py.worker.maintenance import Maintenance
 from machinery_py.worker.parts import CONSUMER, Part, RunningParts, added
 from machinery_py.worker.processes import ProcessPool
@@ -105,6 +106,7 @@ class Engine(HandlerSetters):
         self._is_patient = self._is_online = False
         self._timer = Timer(f"{self.name}-timer")
         self._agent = Agent(app, self.name)
+        self._limits = LimitWatch(app, self.name)
         self._signs: Signs | None = None
         self._processes = ProcessPool(self.name)
         self._processes.close()
@@ -124,7 +126,8 @@ class Engine(HandlerSetters):
             Part("timer", ("broker",), self._timer.start, lambda: self._timer.close(LOOP_WAIT)),
             Part("pool", ("broker",), stop=self._close_pool),
             Part("settler", ("pool",), self._settle, self._close_settler),
-            Part(CONSUMER, ("control", "settler"), self._consume, self._drain),
+            Part("limits", ("broker",), self._limits.start, lambda: self._limits.stop(LOOP_WAIT)),
+            Part(CONSUMER, ("control", "limits", "settler"), self._consume, self._drain),
             Part("scheduler", (CONSUMER,), self._schedule, self._end_schedule),
         ]
         given = [*self.app.hooks.parts, *self._added]

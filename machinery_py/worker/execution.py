@@ -8,7 +8,6 @@ finish              follow_up                → the settlement; the first calle
 from __future__ import annotations
 
 import datetime as dt
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -100,12 +99,11 @@ class Execution:
     start_is_logged: bool = False
     error_is_handled: bool = False  # by the error handler, in place of the log
     error: Exception | None = None
-    received_at: float = 0.0  # monotonic second; set for the autoscaler
+    received_at: float = 0.0  # monotonic second
     started_at: dt.datetime | None = None
     call_started: float = 0.0  # performance counter; 0: not begun
     runtime: float = 0.0  # seconds
     thread_id: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
     _done: bool = False
 
     @property
@@ -179,7 +177,7 @@ class Execution:
 
     def begin(self) -> bool:
         """Begin the run. False: it has ended before, because it was handed back."""
-        with self._lock:
+        with self.hooks.settling:
             if self._done:
                 return False
             self.call_started = time.perf_counter()
@@ -187,7 +185,7 @@ class Execution:
 
     def settle(self, settlement: Settlement, *, unbegun: bool = False) -> bool:
         """End it like this. False: it has ended, or begun though it should be `unbegun`."""
-        with self._lock:
+        with self.hooks.settling:
             if self._done or (unbegun and self.call_started):
                 return False
             self._done = True

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from machinery_py.brokers.base import Fate
@@ -45,7 +45,7 @@ class Executors:
 
     Args:
         on_done: called in the executor's thread when an execution has been settled by its task.
-        on_mark: called when the state of an execution is worth a mark: started, and progress.
+        on_mark: called when the states of executions are worth a mark: started, and progress.
         processes: makes the calls of process tasks; closed with the executors.
         loop: of the coroutines, closed by its owner; by default one of their own.
     """
@@ -57,7 +57,7 @@ class Executors:
         *,
         name: str,
         on_done: Report,
-        on_mark: Report,
+        on_mark: Callable[[Sequence[Execution]], None],
         processes: ProcessPool | None = None,
         loop: EventLoopThread | None = None,
     ) -> None:
@@ -239,9 +239,10 @@ class Executors:
                 for one in execution.calls or (execution,):
                     if one.phase is State.STARTED:
                         events.emit(TaskStarted(signature=one.signature, worker=one.worker))
-        for one in execution.calls or (execution,):
+        calls = execution.calls or (execution,)
+        for one in calls:
             one.progress = execution.progress
-            self._on_mark(one)
+        self._on_mark(calls)
 
     def _finish(self, execution: Execution) -> bool:
         """Free the slot after the run. False: this thread was replaced while it was stuck."""

@@ -46,6 +46,7 @@ class _PolledGroup:
     members: Sequence[str] = ()
     place: int = 0  # the members before it are over
     full_at: float = 0.0  # all were seen to be over; 0: not yet
+    lacks: bool = False  # a member before `place` failed, which the chord tolerates
 
     @property
     def tolerant(self) -> bool:
@@ -176,15 +177,19 @@ class GoGroupPoller:
         while group.place < len(group.members):
             ahead = group.members[group.place : group.place + count]
             count = BATCH
-            states = self._backend.member_states(group.arrival.group_uuid, ahead)
+            states = self._backend.member_results(group.arrival.group_uuid, ahead)
             for member in ahead:
                 state = states.get(member)
                 if state is None or not state.is_finished:
                     return None
-                if state.state is State.FAILURE and not group.tolerant:
-                    return _change(group, [member], ok=False)
+                if state.state is State.FAILURE:
+                    if not group.tolerant:
+                        return _change(group, [member], ok=False)
+                    group.lacks = True
                 group.place += 1
-        return _change(group, group.members, ok=True)
+        # With a failed member Go sets its flag, and sends nothing. A store settles such a group
+        # only if a member arrives as failed; worker/chords.py goes on all the same.
+        return _change(group, group.members, ok=not group.lacks)
 
     def forget(self, group_uuids: Sequence[str]) -> None:
         """Poll these no more: they are settled, or gone."""

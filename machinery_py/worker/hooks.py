@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Self
 
@@ -30,6 +31,7 @@ class WorkerHooks:
         ended: called with each execution whose end was committed, in the thread that did it.
         is_behind: returns whether no new tasks are to be taken, because handlers of ended ones
             are late; None: none is.
+        settling: held for a moment while an execution begins or ends: one lock for all of them.
     """
 
     def __init__(self) -> None:
@@ -43,6 +45,7 @@ class WorkerHooks:
         ).run
         self.ended: Callable[[Any], object] = lambda _: None
         self.is_behind: Callable[[], bool] | None = None
+        self.settling = threading.Lock()
 
 
 class HandlerSetters:

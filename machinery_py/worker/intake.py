@@ -8,13 +8,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from machinery_py.brokers.base import Fate
-from machinery_py.errors import DecodeError, NameRefused
+from machinery_py.errors import ArgumentError, DecodeError, NameRefused
 from machinery_py.names import REASON as REASON_NAME
 from machinery_py.names import check_call, check_message, is_made
 from machinery_py.registry.outcomes import Failed, Succeeded
-from machinery_py.tasks.signature import HEADER_EXPIRES, HEADER_LOST_HOW, Arg, Signature
+from machinery_py.tasks.signature import (
+    HEADER_COLLECT,
+    HEADER_EXPIRES,
+    HEADER_LOST_HOW,
+    Arg,
+    Signature,
+)
 from machinery_py.tasks.states import State
-from machinery_py.tasks.workflow import JOIN
+from machinery_py.tasks.workflow import JOIN, chord_callback
 from machinery_py.texts import cut, get_logger
 from machinery_py.wire.signatures import decode_signature
 from machinery_py.worker.execution import Execution
@@ -63,14 +69,15 @@ def peek(execution: Execution) -> str:
     # A foreign sender may leave the UUID out: the state needs a key, and the retry the same one.
     signature = signature.with_uuid()
     try:
-        if signature.group_uuid or not is_made(signature.uuid):
+        group_uuid = signature.group_uuid
+        if not is_made(signature.uuid) or (group_uuid and not is_made(group_uuid)):
             check_message(
                 signature.routing_key,
                 delivery.queue,
                 execution.app.config.default_queue,
                 name=signature.name,
                 uuid=signature.uuid,
-                group_uuid=signature.group_uuid,
+                group_uuid=group_uuid,
             )
         else:
             check_call(signature.name, signature.routing_key)
@@ -103,16 +110,31 @@ def accept(execution: Execution, revoked: Mapping[str, bool]) -> bool:
             Failed(error="expired before it was started", error_type="Expired", retryable=False)
         )
     elif signature.name == JOIN:
-        # A Go worker ended the last member, or it stands for an empty group: its results are those.
+        # A Go worker ended the last member, or it stands for an empty group.
         execution.phase = State.RECEIVED
-        results = [Arg(type=one.type, value=one.value) for one in signature.args]
-        execution.finish(Succeeded(results))
+        _join(execution)
     elif execution.task is None:
         _unknown(execution)
     else:
         execution.phase = State.RECEIVED
         return True
     return False
+
+
+def _join(execution: Execution) -> None:
+    """End a JOIN as worker/chords.py does: what a Go worker sent has the bare results."""
+    joined = execution.signature
+    try:
+        if HEADER_COLLECT in joined.headers and not joined.is_fixed:
+            joined = chord_callback(joined.replace(args=()), [[one] for one in joined.args])
+        elif any(HEADER_COLLECT in one.headers for one in joined.on_success):
+            results = [[one] for one in joined.args]
+            callbacks = [chord_callback(one, results) for one in joined.on_success]
+            execution.signature = joined.replace(on_success=callbacks, immutable=True)
+    except ArgumentError as error:
+        execution.finish(Failed(error=str(error), error_type="ArgumentError", retryable=False))
+        return
+    execution.finish(Succeeded([Arg(type=one.type, value=one.value) for one in joined.args]))
 
 
 def _reject(execution: Execution, reason: str, error: str) -> None:

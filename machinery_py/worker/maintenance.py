@@ -12,6 +12,7 @@ from machinery_py.revocation import revoked_among
 from machinery_py.stores.base import Session
 from machinery_py.texts import get_logger
 from machinery_py.worker.chords import settle_ready_groups
+from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.go_groups import GoGroupPoller
 from machinery_py.worker.receiver import Receiver
@@ -87,7 +88,7 @@ class Maintenance:
 
     def _settle_groups(self) -> None:
         with self._groups.settling:
-            settle_ready_groups(self._app)
+            settle_ready_groups(self._app, self._groups.note)
 
     def _look(self) -> None:
         try:
@@ -106,7 +107,7 @@ class Maintenance:
             if (
                 context is not None
                 and not (context.cancelled or execution.acked)
-                and self._session.consumer.is_lost(execution.delivery)
+                and self._is_lost(execution)
             ):
                 self._executors.cancel(execution)
         self._stop_revoked()
@@ -114,6 +115,14 @@ class Maintenance:
             long_ago = time.perf_counter() - STALE
             if all(0 < execution.call_started < long_ago for execution in running):
                 self._receiver.hand_back()
+
+    def _is_lost(self, execution: Execution) -> bool:
+        """Return whether nothing of the run can be settled; of a batch that is each of its calls.
+
+        A call that is lost runs on with the others, and its settlement alone is fenced.
+        """
+        is_lost = self._session.consumer.is_lost
+        return all(is_lost(one.delivery) for one in execution.calls or (execution,))
 
     def _stop_revoked(self) -> None:
         """Ask revoked tasks that run to stop, and end those that have not begun."""

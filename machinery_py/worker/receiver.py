@@ -27,7 +27,7 @@ from machinery_py.texts import get_logger
 from machinery_py.threads import LoopThread
 from machinery_py.worker import task_log
 from machinery_py.worker.autoscale import Autoscaler
-from machinery_py.worker.batches import Batches, alone
+from machinery_py.worker.batches import Batches, alone, demand
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.hooks import WorkerHooks
@@ -267,11 +267,7 @@ class Receiver:
         )
 
     def _work(self) -> None:
-        has_log, consumer, events = (
-            task_log.is_on(self._app),
-            self._session.consumer,
-            self._app.events,
-        )
+        has_log, consumer = task_log.is_on(self._app), self._session.consumer
         while not self.loop.is_stopping():
             self._make_changes()
             if self._suspects:
@@ -288,7 +284,7 @@ class Receiver:
                 # The first claim does not wait: the worker is ready when it has returned.
                 timeout = self._patience() if self.connected else 0.0
                 order = self.order.draw(self._random) if self.order.weights else ()
-                consumer.is_timed = has_log or TaskReceived in events.wanted
+                consumer.is_timed = has_log or TaskReceived in self._app.events.wanted
                 deliveries = self._session.receive(free, timeout, order)
                 if self._autoscaler is not None:
                     self._autoscaler.claimed(time.monotonic(), is_full=len(deliveries) >= free)
@@ -302,15 +298,9 @@ class Receiver:
 
     def _scale(self, autoscaler: Autoscaler) -> None:
         current = self._executors.concurrency
-        gathered = self._batches.waiting() if self._batches is not None else ()
-        held = [one for one in self.held() if id(one) not in gathered]
-        waiting = [one.received_at for one in held if not one.call_started]
-        wanted = autoscaler.wanted(
-            time.monotonic(),
-            current=current,
-            held=sum(not one.is_over for one in held),
-            oldest=min(waiting, default=None),
-        )
+        held, oldest = demand(dict(self._held), self._batches)
+        now = time.monotonic()
+        wanted = autoscaler.wanted(now, current=current, held=held, oldest=oldest)
         if wanted != current:
             logger.info("from %d to %d tasks at a time", current, wanted)
             self._executors.resize(wanted)
@@ -375,33 +365,34 @@ class Receiver:
             Execution(self._app, self._hooks, delivery, self._worker, session=self._session)
             for delivery in deliveries
         ]
+        now = time.monotonic()
         for execution in executions:
+            execution.received_at = now
             self._held[id(execution)] = execution
-        if self._autoscaler is not None:
-            now = time.monotonic()
-            for execution in executions:
-                execution.received_at = now
         revoked = self._revoked(executions)
         if TaskStarted in self._app.events.wanted:
             self._await_reports(executions)
         tell_received = TaskReceived in self._app.events.wanted
+        accepted: list[Execution] = []
         for execution in executions:
-            if accept(execution, revoked):
-                if tell_received:
-                    self._tell_received(execution)
-                if execution.delivery.strikes:
-                    self._suspects.append(execution)
-                    continue
-                self._settler.mark(execution)
-                if execution.settings.batch:
-                    self._gather(execution)
-                else:
-                    if execution.task is not None and execution.task.is_guarded:
-                        set_guard(execution)
-                    self._executors.submit(execution)
-            else:
+            if not accept(execution, revoked):
                 self._settler.put(execution)
                 self._note_return(execution)
+                continue
+            if tell_received:
+                self._tell_received(execution)
+            if execution.delivery.strikes:
+                self._suspects.append(execution)
+            else:
+                accepted.append(execution)
+        self._settler.mark(accepted)
+        for execution in accepted:
+            if execution.settings.batch:
+                self._gather(execution)
+            else:
+                if execution.task is not None and execution.task.is_guarded:
+                    set_guard(execution)
+                self._executors.submit(execution)
         if self._batches is not None:
             self._batches.claimed(len(executions))
 
@@ -461,7 +452,7 @@ class Receiver:
                 suspect.signature.uuid,
                 "once" if suspect.strikes == 1 else f"{suspect.strikes} times",
             )
-            self._settler.mark(suspect)
+            self._settler.mark((suspect,))
             self._executors.submit(alone(suspect))
             self._watch(suspect)
 

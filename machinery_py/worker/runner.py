@@ -334,6 +334,8 @@ def _passes_on(execution: Execution) -> bool:
 def _end(execution: Execution, outcome: Outcome) -> None:
     """Finish, and call the user's hooks, in the task's thread; what they raise is logged."""
     execution.runtime = time.perf_counter() - execution.call_started
+    if execution.context is not None:
+        execution.context.end()  # what reports holds the execution: a cycle would need a collection
     for one in execution.calls:
         one.runtime = execution.runtime
     hooks = execution.hooks

@@ -2,7 +2,9 @@
 
 There is no timer: while one commit is on its way the next batch gathers; an idle worker commits at
 once. RECEIVED and STARTED are written in the same commits, and left out when the task has ended by
-then; alone they wait for MARK_DELAY, lest the end of a short task wait for their commit.
+then; alone they wait for MARK_DELAY, lest the end of a short task wait for their commit. RECEIVED
+is left out of large commits as well: so much held in advance is short tasks, and STARTED or the end
+follows within the prefetch window.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from machinery_py.events import (
 from machinery_py.registry.outcomes import REVOKED
 from machinery_py.revocation import let_go
 from machinery_py.stores.base import AWAY, Mark, Session, Settlement
+from machinery_py.tasks.signature import HEADER_UNIQUE
 from machinery_py.tasks.states import FINISHED, State
 from machinery_py.texts import get_logger
 from machinery_py.threads import LoopThread
@@ -44,6 +47,7 @@ from machinery_py.worker.reconnect import Reconnect
 logger = get_logger(__name__)
 
 MAX_BATCH = 512  # executions; bounds how long one commit holds the store
+BUSY = 32  # executions in a commit from which RECEIVED is not written
 MARK_DELAY = 0.002  # seconds; longer than a short task takes
 
 
@@ -71,7 +75,7 @@ class Settler:
         self._reconnect = reconnect
         self._on_settled: Callable[[Sequence[Execution]], None] = lambda _: None
         self._on_reported: Callable[[], None] = lambda: None
-        self._queue: queue.SimpleQueue[Execution | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Sequence[Execution] | None] = queue.SimpleQueue()
         self.loop = LoopThread(f"{name}-settler", self._work)
         self.healthy = True
         self.processed = self.failed = 0
@@ -93,13 +97,15 @@ class Settler:
         if execution.settlement is not None and not execution.committed:
             # Done here, during the commit before; in the settler's thread the store would wait.
             self._session.prepare(execution.settlement)
-        self._queue.put(execution)
+        self._queue.put((execution,))
 
-    def mark(self, execution: Execution) -> None:
-        """Commit a mark, unless one is waiting already."""
-        if not execution.queued:
+    def mark(self, executions: Sequence[Execution]) -> None:
+        """Commit a mark of each, unless one is waiting already."""
+        new = [one for one in executions if not one.queued]
+        for execution in new:
             execution.queued = True
-            self._queue.put(execution)
+        if new:
+            self._queue.put(new)
 
     def close(self, timeout: float) -> bool:
         """Commit what is there and end. False: the store was away, and some was given up."""
@@ -126,10 +132,10 @@ class Settler:
         pause = None if wait else MARK_DELAY
         try:
             while len(batch) < MAX_BATCH:
-                one = self._queue.get(timeout=pause) if not batch else self._queue.get(block=False)
-                if one is None:
+                some = self._queue.get(timeout=pause) if not batch else self._queue.get(block=False)
+                if some is None:
                     return batch, True
-                batch.append(one)
+                batch += some
         except queue.Empty:
             pass
         return batch, False
@@ -152,7 +158,7 @@ class Settler:
             execution.queued = False
         if late and self._has_lines():
             task_log.write(task_log.starts(late))
-        marks = [mark for execution in late if (mark := execution.mark()) is not None]
+        marks = _marks(late, room=BUSY - len(over))
         if not over and not marks:
             return marked
         verdicts = self._settle(over, marks)
@@ -173,7 +179,7 @@ class Settler:
 
     def _report(self, over: Sequence[Execution], verdicts: Sequence[Verdict]) -> None:
         """Count, log and emit what has become true, or has not."""
-        has_lines = self._has_lines()
+        has_lines, is_told = self._has_lines(), _is_told(self._app)
         for execution, verdict in zip(over, verdicts, strict=True):
             settlement = execution.settlement
             states = settlement.states if settlement is not None else ()
@@ -184,7 +190,8 @@ class Settler:
             else:
                 self.processed += state in FINISHED
                 self.failed += state is State.FAILURE
-            report_end(self._app, execution, verdict)
+            if is_told:
+                report_end(self._app, execution, verdict)
         if has_lines:
             task_log.write(task_log.ends(self._app, over, verdicts))
 
@@ -195,7 +202,7 @@ class Settler:
     def _settle_groups(self) -> None:
         try:
             with self._groups.settling:
-                self._groups.forget(settle_ready_groups(self._app))
+                self._groups.forget(settle_ready_groups(self._app, self._groups.note))
         except AWAY as error:
             logger.warning("a group could not be settled: %s; it will be tried again", error)
         except Exception:  # maintenance tries again; this loop must live on
@@ -282,6 +289,14 @@ class Settler:
                 )
 
 
+def _marks(executions: Sequence[Execution], *, room: int) -> list[Mark]:
+    """Return the marks of what is not over; RECEIVED only if there is room for all of them."""
+    wanted = [one for one in executions if one.settlement is None]
+    if len(wanted) >= room:
+        wanted = [one for one in wanted if one.phase is not State.RECEIVED]
+    return [mark for one in wanted if (mark := one.mark()) is not None]
+
+
 def _settlements(over: Sequence[Execution]) -> list[Settlement]:
     return [execution.settlement for execution in over if execution.settlement is not None]
 
@@ -304,9 +319,11 @@ def release(app: Application, executions: Sequence[Execution], verdicts: Sequenc
         if execution.guard is not None:
             execution.guard.leave()
         signature, settlement = execution.signature, execution.settlement
-        if settlement is not None and signature.headers and verdict is not FENCED:
+        if settlement is None:
+            continue
+        if HEADER_UNIQUE in signature.headers and verdict is not FENCED:
             over.append((signature, settlement))
-        if settlement is not None and execution.revoked and settlement.fate is Fate.DONE:
+        if execution.revoked and settlement.fate is Fate.DONE:
             revoked.append(signature.uuid)
     if over:
         tidy(app, over)
@@ -318,6 +335,11 @@ def release(app: Application, executions: Sequence[Execution], verdicts: Sequenc
 _TOLD = frozenset(
     {TaskSent, *kinds_of(TaskEnded), TaskRevoked, TaskRejected, TaskFenced, MessageDead}
 )
+
+
+def _is_told(app: Application) -> bool:
+    """Return whether anybody wants to know of ends."""
+    return bool(app.hooks.on_end) or not app.events.wanted.isdisjoint(_TOLD)
 
 
 def report_end(app: Application, execution: Execution, verdict: Verdict) -> None:

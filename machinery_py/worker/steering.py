@@ -216,13 +216,21 @@ class Steering:
         task.settings = msgspec.structs.replace(task.settings, time_limit=given.seconds)
 
     def _terminate(self, given: Terminate) -> dict[str, str]:
-        running = self._executors.running()
-        runs = {one.signature.uuid: one for run in running for one in run.calls or (run,)}
-        wanted = [runs[uuid].signature for uuid in given.uuids if uuid in runs]
-        revoked = revoked_among(self._app, wanted) if wanted else {}
-        return {
-            uuid: "killed" if self._executors.terminate(runs[uuid]) else "asked" for uuid in revoked
-        }
+        wanted, answers = set(given.uuids), dict[str, str]()
+        for run in self._executors.running():
+            calls = run.calls or (run,)
+            signatures = [one.signature for one in calls if one.signature.uuid in wanted]
+            revoked = revoked_among(self._app, signatures) if signatures else {}
+            if not revoked:
+                continue
+            for one in calls:
+                one.revoked = one.revoked or one.signature.uuid in revoked
+            if len(revoked) < len(calls):
+                how = "left"  # no call of a batch can be ended without the others
+            else:
+                how = "killed" if self._executors.terminate(run) else "asked"
+            answers.update(dict.fromkeys(revoked, how))
+        return answers
 
     def _find(self, given: Find) -> list[str]:
         signatures = [one.signature for one in self._receiver.held()]

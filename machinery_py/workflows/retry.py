@@ -101,6 +101,12 @@ def _retry(app: Application, uuid: str, states: Sequence[TaskState]) -> list[str
                     f"failed ({state.error}), and its message is not kept (send it anew)"
                 )
             failed.append(decode_signature(state.message))
+    if gone and not failed:
+        last = next(one for one in states if one.task_uuid in gone)
+        raise WorkflowError(
+            f"workflow {uuid} cannot be retried: {last.task_name} {last.task_uuid} has failed "
+            f"({last.error}), and no task that made it fail is known any more (send it anew)"
+        )
     pairs = [anew(one) for one in failed if not _went_on(app, one, gone)]
     for one, _ in pairs:
         for arrival in _arrivals_after(app, one):

@@ -424,6 +424,22 @@ def test_terminated_task_in_a_thread_is_asked_and_a_deaf_worker_named(server: Se
     consumer.close()
 
 
+def test_call_in_a_batch_is_left_unless_all_its_calls_are_terminated(server: Server) -> None:
+    @server.task(batch=2, batch_within=HANG)
+    def hold(rows: list[int]) -> list[int]:
+        wait_until(lambda: current_task().cancelled)
+        return rows
+
+    with server.new_worker("ada", 1):
+        first, second = hold.send(1), hold.send(2)
+        wait_until(lambda: len(server.control.workers().active()["ada"]) == 2)
+        left = server.control.revoke(first.uuid, terminate=True)
+        assert left == {"ada": {first.uuid: "left"}}
+        asked = server.control.revoke(first.uuid, second.uuid, terminate=True)
+        assert asked == {"ada": {first.uuid: "asked", second.uuid: "asked"}}
+        assert [one.get(timeout=HANG) for one in (first, second)] == [1, 2]
+
+
 def test_headers_to_revoke_by_must_be_few_plain_and_short(server: Server) -> None:
     many = {f"{number}{'x' * 240}": "\0" * 250 for number in range(20)}
     revoke = server.control.revoke

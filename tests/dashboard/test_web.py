@@ -336,15 +336,48 @@ def test_slow_clients_hold_up_nobody_and_are_cut_off(
             one.close()
 
 
+def asking(site: Site, head: bytes) -> socket.socket:
+    one = socket.create_connection((site.host, site.port), HANG)
+    one.sendall(head)
+    return one
+
+
+def test_silent_clients_leave_their_place_to_one_that_asks(bench: Bench) -> None:
+    with site_of(bench.server) as site:
+        held = [asking(site, b"GET / HT") for _ in range(served.MOST_CONNECTIONS)]
+        for _ in range(3):
+            assert site.request("GET", "api/queues").status == 200
+        assert [one.recv(1) for one in held[:3]] == [b""] * 3  # the oldest ones
+        for one in held:
+            one.close()
+
+
+def refuses(site: Site) -> bool:
+    with closing(socket.create_connection((site.host, site.port), HANG)) as another:
+        another.settimeout(served.TIMEOUT / 2)  # at once, not as one that is slow
+        another.sendall(b"GET /api/queues HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        try:
+            return another.recv(1) == b""
+        except ConnectionError:
+            return True
+
+
 def test_too_many_connections_are_refused_until_there_is_room(bench: Bench) -> None:
     with site_of(bench.server) as site:
-        held = [
-            socket.create_connection((site.host, site.port), HANG)
-            for _ in range(served.MOST_CONNECTIONS)
-        ]
-        with closing(socket.create_connection((site.host, site.port), HANG)) as another:
-            another.settimeout(served.TIMEOUT / 2)  # at once, not as one that is slow
-            assert another.recv(1) == b""
+        head = (
+            b"POST /api/queues/pause HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n"
+            b"Content-Type: application/json\r\nCookie: machinery_csrf=a\r\n"
+            b"X-CSRF-Token: a\r\n\r\n{"
+        )
+        held = [asking(site, head) for _ in range(served.MOST_CONNECTIONS)]
+
+        def is_full() -> bool:
+            if refuses(site):
+                return True
+            held.append(asking(site, head))  # for one that was cut off before it was read
+            return False
+
+        wait_until(is_full)
         for one in held:
             one.close()
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 
 import pytest
 
+from machinery_py import Config, Server
 from machinery_py.connections.redis.client import RedisDriver
+from machinery_py.connections.redis.scripts import Script
 from machinery_py.errors import BackendUnavailable, NameRefused
 from machinery_py.limits import Limits, Rule
 from machinery_py.limits.redis import RedisLimits
 from machinery_py.testing.conformance.limits import LEASE, ask, slot, waits
+from machinery_py.testing.waiting import HANG, wait_until
 from tests.support.servers import RedisServer
 
 TWO = Rule(name="running", limit=2)
@@ -43,6 +49,23 @@ def test_limits_start_anew_in_a_redis_that_restarts_empty(
     assert ask(limits, "e", TWO, again=True).wait == 0.0
 
 
+def test_cancelled_waiting_ends_while_the_store_is_away(empty_redis: RedisServer) -> None:
+    server = Server(Config(broker="memory://limits-away", lock=empty_redis.url))
+    limiter = server.limiter("smtp", "1/h")
+
+    async def main() -> None:
+        assert await limiter.acquire_async()
+        waiting = asyncio.create_task(limiter.acquire_async())
+        wait = functools.partial(wait_until, lambda: server.inspect.limits()[0].usage[0].waiting)
+        await asyncio.to_thread(wait, HANG)
+        empty_redis.stop()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(main())
+
+
 def test_slot_is_lost_when_others_took_it_after_its_key_was_deleted(
     empty_redis: RedisServer, limits: Limits
 ) -> None:
@@ -51,6 +74,23 @@ def test_slot_is_lost_when_others_took_it_after_its_key_was_deleted(
     slot(limits, "c", TWO)
 
     assert sorted(limits.renew(held, ttl=LEASE)) == [False, True]
+
+
+class Dying(RedisLimits):
+    """Dies as soon as it has asked."""
+
+    def _run(self, script: Script, scope: str, *values: object) -> Any:
+        super()._run(script, scope, *values)
+        raise KeyboardInterrupt
+
+
+def test_slot_of_a_process_that_died_at_once_is_listed(empty_redis: RedisServer) -> None:
+    with closing(RedisDriver(empty_redis.url)) as driver:
+        with pytest.raises(KeyboardInterrupt):
+            ask(Dying(driver), "a", TWO)
+
+        [report] = RedisLimits(driver).read()
+        assert [one.running for one in report.usage] == [1]
 
 
 @pytest.mark.parametrize("value", ["garbage", b"\x91\x01", b"\x80"], ids=repr)

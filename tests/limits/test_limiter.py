@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 import time
 from argparse import Namespace
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from machinery_py import ArgumentError, LimitNotAcquired, Server
+from machinery_py import ArgumentError, LimitNotAcquired, Server, TaskFailed
 from machinery_py.cli.limits import limits, limits_reset, limits_set
+from machinery_py.testing.conformance.exclusive import Overlap
 from machinery_py.testing.harness import Harness
 from machinery_py.testing.waiting import HANG, wait_until
 
@@ -95,6 +98,55 @@ def test_cancelled_coroutine_holds_nothing(server: Server) -> None:
     assert not any(one.waiting for r in server.inspect.limits() for one in r.usage)
 
 
+def waiting(server: Server) -> int:
+    return sum(one.waiting for report in server.inspect.limits() for one in report.usage)
+
+
+@pytest.mark.parametrize("kind", ["thread", "coroutine"])
+def test_task_whose_time_ends_while_it_waits_leaves_the_line(server: Server, kind: str) -> None:
+    limiter = server.limiter("smtp", "1/h")
+    assert limiter.acquire()
+
+    def wait() -> None:
+        limiter.acquire()
+
+    async def wait_async() -> None:
+        await limiter.acquire_async()
+
+    task: Any = server.task("wait", time_limit=0.5)(wait_async if kind == "coroutine" else wait)
+    with server.new_worker(concurrency=1, scheduler=False):
+        result = task.send()
+        wait_until(lambda: waiting(server) == 1, HANG)
+        with pytest.raises(TaskFailed, match="time limit"):
+            result.get(timeout=HANG)
+        wait_until(lambda: waiting(server) == 0, HANG)  # much earlier than the place would lapse
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """In the background of a shell SIGINT is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_waiting_that_is_interrupted_leaves_the_line(server: Server) -> None:
+    limiter = server.limiter("smtp", "1/h")
+    assert limiter.acquire()
+
+    def interrupt() -> None:
+        wait_until(lambda: waiting(server) == 1, HANG)
+        signal.raise_signal(signal.SIGINT)  # its handler runs in the main thread
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        limiter.acquire()
+    thread.join(HANG)
+    assert waiting(server) == 0
+
+
 def test_changed_limit_counts_from_the_next_run_on_until_it_is_reset(server: Server) -> None:
     ran: list[int] = []
 
@@ -120,11 +172,63 @@ def test_changed_limit_counts_from_the_next_run_on_until_it_is_reset(server: Ser
         assert server.inspect.limits()[0].changed == {}
 
 
+def test_task_without_limits_in_its_code_can_be_limited_while_it_runs(server: Server) -> None:
+    overlap = Overlap()
+    gate = threading.Event()
+
+    @server.task
+    def plain(number: int) -> None:
+        with overlap:
+            gate.wait(HANG)
+
+    server.control.limit("plain", max_running=1)
+    with server.new_worker(concurrency=4, scheduler=False):
+        results = [plain.send(number) for number in range(4)]
+        wait_until(lambda: overlap.inside)
+        [report] = server.inspect.limits()
+        assert (report.name, dict(report.options)) == ("plain", {})
+        assert report.changed == {"max_running": 1}
+        gate.set()
+        for result in results:
+            result.get(timeout=HANG)
+        assert overlap.most == 1
+
+        gate.clear()
+        server.control.reset_limit("plain")
+        wait_until(lambda: not plain.is_guarded)
+        results = [plain.send(number) for number in range(3)]
+        wait_until(lambda: overlap.inside == 3)
+        server.control.limit("plain", rate="1/h")
+        wait_until(lambda: plain.is_guarded)
+        gate.set()
+        for result in results:
+            result.get(timeout=HANG)
+        first, second = plain.send(8), plain.send(9)
+        first.get(timeout=HANG)
+        wait_until(lambda: any(one.delayed for one in server.inspect.queues()))
+        assert not second.is_finished()
+
+
+def test_limit_that_is_reset_between_two_workers_of_a_process_holds_no_more(
+    server: Server,
+) -> None:
+    @server.task
+    def plain() -> None: ...
+
+    server.control.limit("plain", max_running=1)
+    with server.new_worker(concurrency=1, scheduler=False):
+        wait_until(lambda: plain.is_guarded)
+    server.control.reset_limit("plain")
+
+    with server.new_worker(concurrency=1, scheduler=False):
+        wait_until(lambda: not plain.is_guarded)
+
+
 @pytest.mark.parametrize(
     ("name", "limit", "error"),
     [
         ("call_ap", {"rate": "1/s"}, r"no task 'call_ap' is known here; did you mean 'call_api'"),
-        ("call_api", {"max_running": 1}, r"the code sets none: its workers do not ask"),
+        ("call_api", {"max_running": 0}, r"call_api: max_running=0"),
         ("call_api", {"rate": "5"}, r"call_api: rate='5' \(expected a number and a unit"),
         ("call_api", {"rate": "1/d", "burst": 2**31 - 1}, r"it takes more than 100 years\)"),
         ("call_api", {"speed": 5}, r"no limit 'speed' \(known: burst, max_running"),

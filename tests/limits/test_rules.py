@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from machinery_py.connections.memory import MemoryHub
 from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.limits import Rule, Slot
+from machinery_py.limits.base import slots_of
 from machinery_py.limits.memory import MemoryLimits
 from machinery_py.limits.redis import RedisLimits
 from machinery_py.limits.rules import MOST_WAITING
@@ -69,6 +70,7 @@ class Both:
         self.scope = f"scope {next(_scopes)}"
         self.tokens: dict[int, str] = {}
         self.held: dict[int, tuple[Slot, ...]] = {}
+        self.asked: dict[int, tuple[Slot, ...]] = {}  # also under rates
 
     def do(self, step: Step) -> None:
         self.clock.advance(step.pause)
@@ -80,7 +82,7 @@ class Both:
                 assert self.pure.renew(held, ttl=LEASE) == self.lua.renew(held, ttl=LEASE)
             case "leave":
                 for store in (self.pure, self.lua):
-                    store.leave(held)
+                    store.leave(self.asked.get(step.who, ()) if step.again else held)
             case _:
                 for store in (self.pure, self.lua):
                     store.change(self.scope, step.changes)
@@ -101,6 +103,8 @@ class Both:
         )
         assert pure == lua
         self.held[step.who] = pure.held
+        token = self.tokens[step.who]
+        self.asked[step.who] = slots_of(self.scope, str(step.who), token, step.rules)
 
     def compare(self) -> None:
         assert [one for one in self.lua.read() if one.scope == self.scope] == self.pure.read()

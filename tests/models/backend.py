@@ -50,14 +50,14 @@ def begin(redis: Redis, deliveries: Sequence[tuple[str, int]]) -> object:
     return begun
 
 
-def states(redis: Redis, uuids: Sequence[str]) -> object:
+def states(redis: Redis, uuids: Sequence[str], bare: bool) -> object:
     """What holds something else looks missing."""
 
     def text(key: str) -> object:
         value = redis.keys.get(key)
         return value if isinstance(value, str) else None
 
-    return [[text(document(uuid)), text(companion(uuid))] for uuid in uuids]
+    return [[text(document(uuid)), None if bare else text(companion(uuid))] for uuid in uuids]
 
 
 def marks(redis: Redis, uuids: Sequence[str]) -> object:

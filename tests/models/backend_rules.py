@@ -209,10 +209,11 @@ class BackendMachine(StateRules):
         passed=st.sampled_from([0, 0, 1_000_000, 60_000_000, 4_000_000_000]),
         limit=st.integers(1, 2),
         since=st.integers(-5, 5),
+        bare=st.booleans(),
     )
-    def look(self, passed: int, limit: int, since: int) -> None:
+    def look(self, passed: int, limit: int, since: int, bare: bool) -> None:
         now = self.passed(passed)
-        self.run(redis_scripts.STATES, backend.states, TASKS, reading=packed)
+        self.run(redis_scripts.STATES, backend.states, TASKS, bare, reading=packed)
         self.run(redis_scripts.MARKS, backend.marks, TASKS)
         self.run(redis_scripts.READY, backend.ready, limit, reading=ready)
         self.run(redis_scripts.PARTIAL, backend.partial, now, limit)

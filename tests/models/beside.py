@@ -9,7 +9,8 @@ import msgspec
 from hypothesis import note
 from redis.exceptions import ResponseError
 
-from machinery_py.connections.redis.client import RedisConnection, RedisDriver, command, raw
+from machinery_py.connections.redis.client import RedisDriver, raw
+from machinery_py.connections.redis.connection import RedisConnection, command
 from machinery_py.connections.redis.scripts import Script, pack
 from tests.models.redis import Bag, Hash, Redis, WrongType, Zset
 

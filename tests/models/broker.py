@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
+from machinery_py.brokers.redis.scripts import MOVE_PATIENCE
+from machinery_py.connections.redis.keys import queue_keys
+from machinery_py.wire.decode import known_fields
 from tests.models.messages import (
     DELAYED,
     Entry,
@@ -20,6 +24,7 @@ from tests.models.messages import (
     end,
     entry_of,
     flight_of,
+    give,
     give_back,
     is_spoilt,
     list_of,
@@ -347,10 +352,41 @@ def look(redis: Redis, now: str, queues: Sequence[Queue], lease: int) -> object:
     return [due_in(redis, queues, moment), late, everybody, redis.woken]
 
 
-def due(redis: Redis, now: str, limit: int) -> object:
-    return [
-        body for body, score in redis.scores(DELAYED).in_order() if score <= float(now + "000")
-    ][:limit]
+def due(redis: Redis, now: str, most: int, room: float) -> object:
+    """Move what is due, as far as its bytes say plainly where it belongs, and there is room."""
+    late = redis.scores(DELAYED).in_order()
+    if late and late[0][1] / 1000 < int(now) - MOVE_PATIENCE:
+        room = math.inf
+    moved: list[tuple[Queue, int, str]] = []
+    others: list[str] = []
+    free: dict[str, float] = {}
+    for body in [body for body, score in late if score <= float(now + "000")][:most]:
+        queue, level = address_of(redis, body)
+        name = list_of(queue, level)
+        if not queue[0] or is_spoilt(redis, (name, "")):
+            others.append(body)
+        elif free.setdefault(name, room - len(redis.items(name))) > 0:
+            free[name] -= 1
+            moved.append((queue, level, body))
+    for queue, level, body in moved:
+        redis.unscore(DELAYED, body)
+        give(redis, queue, level, body, int(now))
+    return [redis.woken, len(moved), others]
+
+
+def address_of(redis: Redis, body: str) -> tuple[Queue, int]:
+    """The queue and the priority that a body names; no queue if only Python can read them."""
+    said = known_fields(body.encode("latin-1"))
+    own = body[3 : body.find('"Priority"')]
+    known = redis.members("mpy:queues")
+    if (
+        said is None
+        or not body.startswith('{"UUID"')
+        or '"UUID"' in own
+        or said.RoutingKey not in known
+    ):
+        return ("", ""), 0
+    return queue_keys(said.RoutingKey), said.Priority if said.Priority < 256 else 0
 
 
 def bury_due(redis: Redis, now: str, queue: Queue, body: str, head: str) -> int:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from machinery_py.brokers.redis import scripts as redis_scripts
+from machinery_py.brokers.redis.mover import ANY
 from machinery_py.connections.redis.client import raw
 from tests.models import broker
-from tests.models.beside import text
+from tests.models.beside import text, unpacked
 from tests.models.machine import (
     BODIES,
     CONNECTIONS,
@@ -30,11 +30,12 @@ from tests.models.machine import (
     Token,
 )
 from tests.models.messages import DELAYED
+from tests.models.redis import Zset
 
 
 def packed(reply: Any) -> Any:
     """A reply that is msgpack."""
-    return text(msgspec.msgpack.decode(reply.encode("latin-1"))) if reply != "WRONGTYPE" else reply
+    return text(unpacked(reply.encode("latin-1"))) if reply != "WRONGTYPE" else reply
 
 
 def claimed(reply: Any) -> Any:
@@ -234,12 +235,30 @@ class BrokerMachine(Arrivals):
     def look(self, passed: int, lease: int) -> None:
         self.run(redis_scripts.LOOK, broker.look, self.passed(passed), self.keys, lease)
 
-    @rule(passed=Passed, limit=st.integers(1, 3), queue=Queue1, level=st.sampled_from([0, 0, 3]))
-    def move_what_is_due(self, passed: int, limit: int, queue: str, level: int) -> None:
-        now = self.passed(passed)
-        bodies = self.run(redis_scripts.DUE, broker.due, now, limit)
-        if bodies == "WRONGTYPE":
-            bodies = ["plain"]
+    @rule(
+        passed=Passed,
+        limit=st.integers(1, 3),
+        room=st.sampled_from([0, 1, ANY]),
+        queue=Queue1,
+        level=st.sampled_from([0, 0, 3]),
+        late=st.lists(
+            st.tuples(st.sampled_from(BODIES), st.sampled_from([-20_000_000, 0, 1])), max_size=4
+        ),
+    )
+    def move_what_is_due(
+        self,
+        passed: int,
+        limit: int,
+        room: int,
+        queue: str,
+        level: int,
+        late: list[tuple[bytes, int]],
+    ) -> None:
+        now, delayed = self.passed(passed), self.key(DELAYED)
+        for body, due in late if isinstance(self.model.keys.get(delayed, Zset()), Zset) else ():
+            self.beside.both("ZADD", delayed, f"{self.now + due}000", body.decode("latin-1"))
+        reply = self.run(redis_scripts.DUE, broker.due, now, limit, room)
+        bodies = ["plain"] if reply == "WRONGTYPE" else reply[2]
         rows = [
             (0, level, 0, raw(b""), 0, raw(body.encode("latin-1"))) for body in [*bodies, "gone"]
         ]

@@ -319,7 +319,7 @@ class ClusterQueueMachine(ClusterMachine, BrokerMachine):
 
     @rule(
         bodies=st.lists(
-            st.tuples(st.sampled_from(BODIES), st.sampled_from([b"5", b"1790000000000000000"])),
+            st.tuples(st.sampled_from(BODIES), st.sampled_from([b"5", b"1.79e+18"])),
             max_size=2,
         )
     )

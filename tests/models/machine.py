@@ -23,6 +23,9 @@ CONNECTIONS = ("11", "12", "13")
 BODIES = (
     b'{"RoutingKey":"jobs"}',
     b'{"RoutingKey":"{mail}.low","ETA":null}',
+    b'{"UUID":"u","Name":"n","RoutingKey":"jobs","Priority":3,"Immutable":true,"RetryCount":0}',
+    b'{"UUID":"u","Name":"n","RoutingKey":"jobs","Args":[{"UUID":"v","Priority":9,"Immutable":true,'
+    b'"RetryCount":0}],"Priority":256,"Immutable":true,"RetryCount":0}',
     b"plain",
     b"\xff\x00\n 1 2",
     b"",

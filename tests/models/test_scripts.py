@@ -107,6 +107,7 @@ def test_each_lua_file_is_a_script_or_included() -> None:
 
 #: Listings for people, and records behind one compare-and-swap: the conformance suites hold them.
 #: Steps of large submissions: tests/stores/redis/test_steps.py compares them with SUBMIT.
+#: NEW: tests/stores/redis/test_new.py compares it with SUBMIT.
 #: Limits: tests/limits/test_rules.py holds them against the pure rules.
 WITHOUT_MODEL = {
     "broker": {
@@ -114,7 +115,7 @@ WITHOUT_MODEL = {
         *("PURGE", "STATS", "TAKE_DEAD", "WAITING", "WORKERS"),
     },
     "backend": {"AMEND", "LOOSEN", "RECORDS", "RELEASE"},
-    "settlement": {"AMEND"},
+    "settlement": {"AMEND", "NEW"},
     "steps": {"CARRY", "COMMIT", "STAGE"},
     "limits": {"ENTER", "LEAVE", "READ", "RENEW"},
     "locks": {"ACQUIRE", "ACQUIRE_IN_CLUSTER", "RELEASE", "RENEW"},
@@ -170,6 +171,10 @@ FULL = [
     message("d", due=SOON),
     message("e", due=SOON, label="x"),
 ]
+# As Go and this library write it, as far as the mover looks at it.
+PLAIN = (
+    '{"UUID":"task_9","Name":"n","RoutingKey":"mail","Priority":1,"Immutable":true,"RetryCount":0}'
+)
 DEAD = (LATE, raw(b"head"), FULL)
 ENDS = [
     0,
@@ -213,14 +218,14 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "broker HOLDS": ("s1", [(QUEUES[0][1], "1")]),
     "broker CONDEMN": (NOW, "s1", QUEUES, "", False, broker.TOMBSTONE),
     "broker LOOK": (NOW, QUEUES, 1_000_000),
-    "broker DUE": (NOW, 10),
+    "broker DUE": (NOW, 10, 10),
     "broker MOVE": (NOW, QUEUES, [message("late", place=1)]),
     "broker BURY_DELAYED": (NOW, QUEUES[0], raw(b"late"), raw(b"head")),
     "broker WAITING": (QUEUES[0],),
     "broker PENDING": (QUEUES[0], 10),
     "broker LATE": (QUEUES, 10),
     "broker STATS": (NOW, QUEUES, 2),
-    "broker LATE_NAMES": (0, 2),
+    "broker LATE_NAMES": (NOW, 0, 2),
     "broker WORKERS": (QUEUES,),
     "broker PURGE": (QUEUES[0], [raw(b"late")]),
     "broker PAUSE": (QUEUES[0],),
@@ -231,7 +236,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "broker TAKE_DEAD": ([(QUEUES[0], "4"), (QUEUES[1], "1")],),
     "backend APPLY": (NOW, 3600, *changes(arrivals=[ARRIVAL], outbox=b"out")),
     "backend BEGIN": ([("task_2", 0), ("task_1", 0)],),
-    "backend STATES": (["task_1", "task_2"],),
+    "backend STATES": (["task_1", "task_2"], False),
     "backend MARKS": (["task_1", "task_2"],),
     "backend READY": (10,),
     "backend PARTIAL": (str(START + 60_000_000), 10),
@@ -246,6 +251,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "backend FORGET_TASK": (["task_2", "task_1"], []),
     "backend FORGET_GROUP": ([], ["group_1"]),
     "backend TEND": (str(START + 4_000_000_000), 3600),
+    "settlement NEW": (NOW, 3600, "token", QUEUES[0], 1, 1),
     "settlement SUBMIT": (NOW, 3600, "token", LIMITS, QUEUES, FULL, *changes()),
     "settlement SETTLE": (NOW, 3600, "s1", QUEUES, ENDS, [], *changes(arrivals=[ARRIVAL])),
     "settlement FIRE": (NOW, 3600, QUEUES, FULL, *changes(fires="group_1")),
@@ -274,6 +280,11 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "locks RELEASE": ("lock", "aa", 0),
 }
 
+#: Arguments behind the packed one.
+MORE: dict[str, tuple[bytes, ...]] = {
+    settlement.NEW.path: (b"task_3", b"document", b"companion", b"60", b"group_4", b"group", b"a")
+}
+
 GOS = ("jobs", "mail", "delayed_tasks", "task_1", "task_2", "group_1", "group_2")
 
 
@@ -288,7 +299,7 @@ def beside(empty_redis: RedisServer) -> Iterator[Beside]:
 def call(beside: Beside, script: Script, values: Any) -> str:
     """What it was refused with, or "" if it was carried out."""
     try:
-        beside.link.ask(b"EVAL", script.body, b"0", pack(values))
+        beside.link.ask(b"EVAL", script.body, b"0", pack(values), *MORE.get(script.path, ()))
     except ResponseError as error:
         return str(error)
     return ""
@@ -332,7 +343,11 @@ def fill(beside: Beside) -> None:
                 "",
                 LIMITS,
                 QUEUES,
-                [*FULL, message("late", due=LATE), message("parked", due=LATE, label="x", place=0)],
+                [
+                    *FULL,
+                    *(message(one, due=LATE) for one in ("late", PLAIN, PLAIN.replace("1", "2"))),
+                    message("parked", due=LATE, label="x", place=0),
+                ],
             ),
         ),
         (

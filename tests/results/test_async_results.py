@@ -53,6 +53,13 @@ def test_a_result_is_there_when_the_task_has_run(bench: Bench) -> None:
     assert result.get(timeout=0) == result.get() == 3
 
 
+def test_what_is_over_is_there_at_once_the_second_time(bench: Bench) -> None:
+    result = group(bench.add.signature(1, 2), bench.add.signature(3, 4)).send()
+    bench.drain()
+
+    assert [result.get(timeout=HANG), result.get(timeout=0)] == [[3, 7], [3, 7]]
+
+
 def test_a_failure_is_raised_each_time(bench: Bench) -> None:
     result = bench.fail.send("boom")
     bench.drain()
@@ -411,7 +418,7 @@ class _WatchedListener(MemoryListener):
         backend.bench.drain()
 
 
-def test_waiter_for_a_chain_watches_its_current_step(bench: Bench) -> None:
+def test_waiter_for_a_chain_watches_its_last_step(bench: Bench) -> None:
     hub = MemoryHub(bench.harness.clock)
     backend = _Watched(hub)
     bench.server.app.stores.store = OneStore(MemoryBroker(hub), backend, hub.transaction)
@@ -422,4 +429,5 @@ def test_waiter_for_a_chain_watches_its_current_step(bench: Bench) -> None:
     result = bench.server.send_chain(steps)
     backend.bench, backend.result = bench, result
 
+    assert list(result._awaited()) == [result.uuid]
     assert result.get(timeout=HANG) == 4

@@ -106,7 +106,7 @@ class ExpiringTokens(dict[str, float]):
 def test_threads_may_replay_together_when_tokens_have_expired(clock: ManualClock) -> None:
     store = TwoStores(MemoryBroker(MemoryHub(clock)), MemoryBackend(MemoryHub(clock)), clock)
     store.submit(submission(replay=True))
-    tokens = store._replayed._seen = ExpiringTokens(store._replayed._seen)
+    tokens = store._submitter.replayed._seen = ExpiringTokens(store._submitter.replayed._seen)
     clock.advance(TOKEN_LIFE)
     other = threading.Thread(
         target=store.submit, args=(Submission(token="other", messages=(), replay=True),)

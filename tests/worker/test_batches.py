@@ -29,7 +29,7 @@ from machinery_py.brokers.base import Delivery
 from machinery_py.tasks.signature import HEADER_ATTEMPT, Signature
 from machinery_py.testing.harness import Harness
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.worker.batches import Batches
+from machinery_py.worker.batches import Batches, demand
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.hooks import WorkerHooks
 from tests.worker.test_admission import let_workers_die
@@ -109,6 +109,19 @@ def test_gathered_calls_need_no_slot_and_a_batch_needs_one(server: Server) -> No
         batches.add(one, 0.0)
     assert batches.surplus(held) == 2 + 2  # a batch of three, and two that are gathered
     assert batches.surplus({}) == 2 - 2
+
+
+def test_autoscaler_sees_a_batch_as_one(server: Server) -> None:
+    calls, batches = Calls(server), Batches()
+    executions = [calls.one() for _ in range(7)]
+    held = {id(one): one for one in executions}
+    for moment, one in enumerate(executions):
+        one.received_at = float(moment)
+        batches.add(one, 0.0)
+    assert demand(held, batches) == (2, 0.0)  # two batches; what is gathered needs no slot
+    executions[0].call_started = executions[1].call_started = 1.0
+    assert demand(held, batches) == (2, 2.0)
+    assert demand(held, None) == (7, 2.0)
 
 
 def test_more_is_claimed_only_as_far_as_batches_come(server: Server) -> None:

@@ -1,5 +1,6 @@
 """Cost of a plain task, counted, since time cannot be asserted on a shared machine."""
 
+import gc
 import threading
 from collections import Counter
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import machinery_py
 from machinery_py import Server
 from machinery_py.config.config import Config
+from machinery_py.worker.execution import Execution
 
 TASKS = 1_000
 MOST = (
@@ -58,3 +60,25 @@ def calls_of_a_round() -> Counter[str]:
         threading.setprofile(None)
         server.close()
     return calls
+
+
+def test_plain_task_leaves_nothing_to_the_garbage_collector() -> None:
+    """Cycles would be kept until a collection, and cost more of them the faster tasks are."""
+    server = Server(config=Config(broker="memory://", result_backend="memory://", log_tasks=False))
+
+    @server.task
+    def no_op(number: int) -> int:
+        return number
+
+    for number in range(TASKS):
+        no_op.send(number)
+    worker = server.new_worker("w", concurrency=4, burst=True)
+    gc.collect()
+    gc.disable()
+    try:
+        worker.launch(signals=False)
+        left = sum(type(one) is Execution for one in gc.get_objects())
+    finally:
+        gc.enable()
+        server.close()
+    assert left < TASKS / 10  # the last batches may still be in a frame

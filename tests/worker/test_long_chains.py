@@ -72,6 +72,6 @@ def test_long_chain_needs_a_result_backend() -> None:
     server = Server(Config(broker="memory://", result_backend="null"))
     add = server.register_task("add", lambda a, b: a + b)
 
-    with pytest.raises(Unsupported, match="more than 5000 steps needs a result backend"):
+    with pytest.raises(Unsupported, match="more than 4999 steps needs a result backend"):
         server.send_chain(chain(add.signature(1, 1), *(add.partial(1) for _ in range(5))))
     server.close()

@@ -386,4 +386,4 @@ def test_command_line_draws_the_parts(tmp_path: Path) -> None:
     rows = [line.split(maxsplit=2)[1:] for line in ended.stdout.splitlines()]
     assert rows[:3] == [["events"], ["lifespan", "after events"], ["broker", "after lifespan"]]
     assert ["Tunnel", "after broker"] in rows
-    assert ["consumer", "after control, settler, Tunnel"] in rows
+    assert ["consumer", "after control, limits, settler, Tunnel"] in rows

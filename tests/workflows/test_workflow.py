@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -19,9 +20,11 @@ from machinery_py import (
     current_task,
     group,
 )
-from machinery_py.tasks.signature import Step
+from machinery_py.tasks.lineage import lasts_of
+from machinery_py.tasks.signature import HEADER_LAST, Signature, Step
 from machinery_py.tasks.states import State
 from machinery_py.testing import Harness
+from machinery_py.testing.waiting import HANG, wait_until
 
 
 class Shop:
@@ -348,7 +351,7 @@ def test_long_chain_with_a_group_or_in_one_is_refused_when_it_is_sent(
         else chain(*steps, group(shop.fetch.partial("b"), shop.fetch.partial("c")))
     )
 
-    with pytest.raises(ArgumentError, match="Go reads 5000"):
+    with pytest.raises(ArgumentError, match="Go reads 4999"):
         work.send()
 
 
@@ -356,3 +359,55 @@ def test_header_that_cannot_be_encoded_is_refused_in_words(shop: Shop) -> None:
     header = {"machinery_last": '[["task_1", 0]]\ud800'}
     with pytest.raises(ArgumentError, match="cannot be sent"):
         shop.server.send(shop.fetch.signature("a").with_headers(**header))
+
+
+def test_revoked_task_sends_no_success_when_the_group_in_its_place_ends(shop: Shop) -> None:
+    server, uuids = shop.server, list[str]()
+
+    @server.task
+    def revoke() -> str:
+        server.revoke(uuids)
+        return "b"
+
+    @server.task
+    def give_way() -> list[str]:
+        raise Replace(group(shop.fetch.signature("a"), revoke.signature()))
+
+    result = give_way.signature().then(shop.fetch.partial("then")).send()
+    uuids.append(result.uuid)
+    shop.drain()
+
+    with pytest.raises(TaskFailed, match="revoked"):
+        result.get(timeout=0)
+    assert shop.runs == ["a"]
+
+
+@pytest.mark.parametrize("run", ["-1", "1000000000", "99999999999999999999", "1.5", '"1"'])
+def test_last_task_with_an_impossible_run_is_none(run: str) -> None:
+    text = f'[["task_1", {run}]]'
+    assert lasts_of(Signature(name="a", headers={HEADER_LAST: text})) == []
+    assert lasts_of(Signature(name="a", headers={HEADER_LAST: '[["task_1", 7]]'})) == [
+        ("task_1", 7)
+    ]
+
+
+def test_retry_says_that_the_results_of_members_are_gone() -> None:
+    server = Server("memory://gone")
+
+    @server.task
+    def fetch() -> str:
+        return "a"
+
+    @server.task
+    def forget() -> str:
+        uuid = result.group.results[0].uuid
+        wait_until(server.result(uuid).is_finished)
+        server.backend.purge_state(uuid)
+        return "b"
+
+    result = chord([fetch.signature(), forget.signature()], fetch.partial().fixed()).send()
+    with closing(server), server.new_worker(concurrency=2):
+        with pytest.raises(TaskFailed, match="the chord's members are not there any more"):
+            server.result(result.uuid).get(timeout=HANG)
+        with pytest.raises(WorkflowError, match="the chord's members are not there any more"):
+            server.workflow(result.workflow).retry()

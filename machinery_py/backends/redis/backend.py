@@ -173,18 +173,31 @@ class RedisBackend(Backend, OutboxBackend):
         return [mark.decode() for mark in marks]
 
     def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
+        return self._read(uuids, bare=False)
+
+    def member_results(self, group_uuid: str, uuids: Sequence[str]) -> dict[str, TaskState]:
+        found = self._read(uuids, bare=True)
+        failed = [uuid for uuid in uuids if uuid in found and found[uuid].state is State.FAILURE]
+        return found | self.get_states(failed)
+
+    def _read(self, uuids: Sequence[str], *, bare: bool) -> dict[str, TaskState]:
+        """Read states; `bare`: Go's fields alone, which takes a third of the time."""
         found: dict[str, TaskState] = {}
         for start in range(0, len(uuids), READ):
             wanted = uuids[start : start + READ]
-            for uuid, (document, companion) in zip(wanted, self._documents(wanted), strict=True):
+            for uuid, (document, companion) in zip(
+                wanted, self._documents(wanted, bare=bare), strict=True
+            ):
                 if document is not None:
                     found[uuid] = state_of(document, companion)
         return found
 
-    def _documents(self, uuids: Sequence[str]) -> Sequence[tuple[bytes | None, bytes | None]]:
-        """Return the document and its companion for each."""
-        if len(uuids) > FEW:
-            return decode_rows(self.driver.run(scripts.STATES, uuids))
+    def _documents(
+        self, uuids: Sequence[str], *, bare: bool
+    ) -> Sequence[tuple[bytes | None, bytes | None]]:
+        """Return the document and, unless `bare`, its companion for each."""
+        if bare or len(uuids) > FEW:
+            return decode_rows(self.driver.run(scripts.STATES, uuids, bare))
         keys = [key for uuid in uuids for key in (document_key(uuid), companion_key(uuid))]
         found = self.driver.ask(b"MGET", *keys, doing="reading states")
         return list(zip(found[::2], found[1::2], strict=True))

@@ -52,11 +52,7 @@ _MOST = 2**31  # seconds; a longer expiry is refused by Redis
 
 def packed_state(state: TaskState, now: dt.datetime, expire: int) -> tuple[object, ...]:
     """Pack a state as changes.lua says."""
-    try:
-        document, lines = encode_state(state), _lines(state)
-    except (ArgumentError, UnicodeEncodeError):
-        state = printable_state(state)
-        document, lines = encode_state(state), _lines(state)
+    state, document, lines = _written(state)
     # The creation time is Go's last but one field, behind all that could hold such a text.
     at = document.rindex(_CREATED) + len(_CREATED)
     end = document.index(b'"', at)
@@ -76,6 +72,25 @@ def packed_state(state: TaskState, now: dt.datetime, expire: int) -> tuple[objec
         line(state.queue),
         str(expire if word in FINISHED and state.keep_for is None else _kept(state, now, expire)),
     )
+
+
+def new_state(state: TaskState, now: dt.datetime, expire: int) -> tuple[bytes, ...]:
+    """Return (UUID, document, companion, seconds kept) of a task of which nothing is stored.
+
+    Its UUID is one that we have made.
+    """
+    state, document, lines = _written(state)
+    kept = b"%d" % _kept(state, now, expire)
+    return state.task_uuid.encode(), document, b"0\n0\n\n" + lines, kept
+
+
+def _written(state: TaskState) -> tuple[TaskState, bytes, bytes]:
+    """Return the state, its document, and the lines of its companion behind the mark."""
+    try:
+        return state, encode_state(state), _lines(state)
+    except (ArgumentError, UnicodeEncodeError):
+        state = printable_state(state)
+        return state, encode_state(state), _lines(state)
 
 
 def _lines(state: TaskState) -> bytes:

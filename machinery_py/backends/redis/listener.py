@@ -5,17 +5,18 @@ Limits: nothing is published of a task that a Go program ends; the waiter looks 
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
 from collections.abc import Iterable, Sequence
 
 from machinery_py.backends.base import Listener
-from machinery_py.connections.redis.client import RedisConnection, RedisDriver, command
+from machinery_py.connections.redis.client import RedisDriver
+from machinery_py.connections.redis.connection import RedisConnection, command
 from machinery_py.connections.redis.keys import companion_key
-from machinery_py.errors import BackendUnavailable, MachineryError
+from machinery_py.errors import BackendUnavailable
 
 STEP = 500  # channels in one command
+PING = command(b"PING")
 REPLY = 5.0  # seconds for Redis to confirm a subscription
 
 
@@ -26,7 +27,6 @@ class RedisListener(Listener):
         self._driver = driver
         self._reading = threading.RLock()
         self._changing = threading.Lock()
-        self._wakeup = b"mpy:wake:" + secrets.token_hex(8).encode()
         self._watched: set[bytes] = set()
         self._confirmed = 0
         self._asked = 0
@@ -50,7 +50,7 @@ class RedisListener(Listener):
         if self._link is None:
             self._link = self._driver.take_subscriber()
             self._asked = self._confirmed = 0
-            channels = [self._wakeup, *self._watched]
+            channels = [*self._watched]
         for start in range(0, len(channels), STEP):
             step = channels[start : start + STEP]
             self._link.send(command(b"SUBSCRIBE", *step))
@@ -79,14 +79,15 @@ class RedisListener(Listener):
             self._woken = True
             return
         try:
-            while link.has_news(timeout):
-                timeout = 0.0
+            more = link.has_news(timeout)
+            while more:
                 kind, channel, *_ = link.read()
                 if kind == b"subscribe":
                     self._confirmed += 1
-                elif kind == b"message" and (channel == self._wakeup or channel in self._watched):
+                elif kind == b"message" and channel in self._watched:
                     self._watched.discard(channel)
                     self._woken = True
+                more = link.has_more
         except (
             Exception
         ):  # the connection is gone: the waiter looks again, and then subscribes anew
@@ -136,11 +137,12 @@ class RedisListener(Listener):
 
     def wake(self) -> None:
         self._woken = True
-        if self._link is not None:
-            try:
-                self._driver.ask(b"PUBLISH", self._wakeup, b"", doing="waking a waiter")
-            except MachineryError:
-                pass  # then it wakes by itself
+        with self._changing:
+            if self._link is not None:
+                try:
+                    self._link.send(PING)  # the answer ends the owner's waiting
+                except Exception:  # the connection is gone: that ends it, too
+                    self._lose()
 
     def close(self) -> None:
         with self._changing:

@@ -89,6 +89,10 @@ class MongoBroker(DriverUser, Broker):
             return True
         return self.once(token, MESSAGES, _pack(messages), lambda: self.store([(token, messages)]))
 
+    @step("looking for a submission")
+    def was_put(self, store: Store, token: str) -> bool:
+        return store.machinery_tokens.find_one({"_id": token}, {"_id": 1}) is not None
+
     def once(self, token: str, kind: str, intent: bytes, carry_out: Callable[[], object]) -> bool:
         """Carry out a submission that bears this token; False if that was done before.
 

@@ -28,6 +28,7 @@ from machinery_py.brokers.base import (
     WorkerInfo,
 )
 from machinery_py.brokers.entries import close_all
+from machinery_py.brokers.putting import PutsAhead, Putting
 from machinery_py.brokers.rabbitmq.consumer import AMQPConsumer
 from machinery_py.brokers.rabbitmq.control import Report, ask, order_pause
 from machinery_py.brokers.rabbitmq.inspect import DelayedSplit, Inspection, inspecting
@@ -37,7 +38,12 @@ from machinery_py.brokers.rabbitmq.messages import (
     headers_of,
     message_of,
 )
-from machinery_py.brokers.rabbitmq.publisher import MessagePublisher, PublishAttempts
+from machinery_py.brokers.rabbitmq.publisher import (
+    MessagePublisher,
+    PublishAttempt,
+    PublishAttempts,
+    Sending,
+)
 from machinery_py.brokers.rabbitmq.topics import AMQPSubscription, TopicSender
 from machinery_py.brokers.rabbitmq.topology import Topology, digest
 from machinery_py.connections.durability import Concern
@@ -49,7 +55,42 @@ SETTLED = 1.5
 TEND_EVERY = 1.0  # seconds; RabbitMQ looks after delayed messages and dead consumers by itself
 
 
-class AMQPBroker(Broker):
+class AMQPPutting(Putting):
+    """Messages of a submission on their way.
+
+    Attributes:
+        is_new: some of them had not been stored by an earlier try.
+    """
+
+    def __init__(
+        self,
+        publisher: MessagePublisher,
+        publications: Sequence[Publication],
+        attempt: PublishAttempt,
+    ) -> None:
+        self._publisher = publisher
+        self._attempt = attempt
+        self._sending: Sending | None = None
+        attempt.lock.acquire()
+        try:
+            self.is_new = bool(attempt.left) or not publications
+            if attempt.left:
+                self._sending = publisher.begin(publications, attempt)
+        except BaseException:
+            attempt.lock.release()
+            raise
+
+    def wait(self) -> None:
+        if self._sending is not None:
+            self._publisher.wait(self._sending)
+
+    def close(self) -> None:
+        if self._sending is not None:
+            self._sending.end()
+        self._attempt.lock.release()
+
+
+class AMQPBroker(Broker, PutsAhead):
     """Queues on the driver's server. The driver belongs to whoever made it."""
 
     features = BrokerFeatures(
@@ -75,12 +116,17 @@ class AMQPBroker(Broker):
         self._consumers: weakref.WeakSet[AMQPConsumer] = weakref.WeakSet()
 
     def put(self, messages: Sequence[Message], *, token: str) -> bool:
+        with self.begin_put(messages, token=token) as putting:
+            putting.wait()
+            return putting.is_new
+
+    def begin_put(self, messages: Sequence[Message], *, token: str) -> AMQPPutting:
         attempt = self._attempts.of(token, len(messages), self.driver.clock.monotonic())
-        with attempt.lock:
-            if not attempt.left:
-                return not messages
-            self._publisher.send([self._publication(message) for message in messages], attempt)
-            return True
+        publications = [self._publication(message) for message in messages]
+        return AMQPPutting(self._publisher, publications, attempt)
+
+    def was_put(self, token: str) -> bool:
+        return self._attempts.stored(token)
 
     def waiting(self, queue: str) -> int:
         return self._publisher.waiting(self.topology.queue_of(queue))

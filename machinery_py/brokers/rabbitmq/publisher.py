@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from machinery_py.brokers.base import Message
 from machinery_py.brokers.rabbitmq.messages import (
@@ -42,7 +42,7 @@ from machinery_py.connections.rabbitmq.client import (
 )
 from machinery_py.connections.rabbitmq.frames import AddressedMessage
 from machinery_py.connections.rabbitmq.io_thread import AmqpConnectionLost, ChannelLost
-from machinery_py.connections.rabbitmq.publisher import Confirmation, Publisher
+from machinery_py.connections.rabbitmq.publisher import Batch, Confirmation, Publisher
 from machinery_py.connections.rabbitmq.queues import PAUSED
 from machinery_py.connections.recent_tokens import TOKEN_LIFE
 from machinery_py.errors import BrokerUnavailable, PublishRefused, PublishUnknown, for_good
@@ -62,6 +62,24 @@ class PublishAttempt:
         self.born = born
 
 
+class Sending(NamedTuple):
+    """Messages on their way.
+
+    Attributes:
+        news: what the registry is told of in the same batch, behind them.
+    """
+
+    publisher: Publisher
+    publications: Sequence[Publication]
+    attempt: PublishAttempt
+    news: Sequence[tuple[str, str]]
+    batch: Batch
+
+    def end(self) -> None:
+        """Take no more notice of them."""
+        self.publisher.end(self.batch)
+
+
 class PublishAttempts:
     """The submissions of this process, by token. They are forgotten after TOKEN_LIFE."""
 
@@ -77,6 +95,11 @@ class PublishAttempts:
             while known and known[oldest := next(iter(known))].born <= now - TOKEN_LIFE:
                 del known[oldest]
             return known.setdefault(token, PublishAttempt(count, now))
+
+    def stored(self, token: str) -> bool:
+        """Return whether a submission may have been stored, in part at least."""
+        attempt = self._known.get(token)
+        return attempt is not None and attempt.stored
 
 
 class MessagePublisher:
@@ -99,24 +122,39 @@ class MessagePublisher:
             PublishRefused: nothing was stored, or only messages that are not among its `left`.
             PublishUnknown: some of it may have been.
         """
-        attempt = attempt or PublishAttempt(len(wanted), 0.0)
-        self._try(wanted, attempt)
-        if attempt.left:
-            # Returned: a queue or a binding was deleted behind our back.
-            self._forget()
-            self._try(wanted, attempt, last=True)
+        self.wait(self.begin(wanted, attempt or PublishAttempt(len(wanted), 0.0)))
 
-    def _try(
-        self, publications: Sequence[Publication], attempt: PublishAttempt, *, last: bool = False
-    ) -> None:
+    def begin(self, publications: Sequence[Publication], attempt: PublishAttempt) -> Sending:
+        """Send the messages of an attempt that are left on their way; the caller must `end` that.
+
+        Raises:
+            PublishRefused, PublishUnknown: as `send`; nothing is on its way.
+        """
         publisher = self._open()
-        todo = attempt.left
-        wanted = [publications[index] for index in todo]
+        wanted = [publications[index] for index in attempt.left]
         self._check_sizes(wanted, attempt)
         with self._refusing():
             news = self._declare(publisher, [need for one in wanted for need in one.needs])
         # The registry is told of new queues in the same batch.
-        batch = publisher.publish([*(one.message for one in wanted), *map(self._note, news)])
+        batch = publisher.begin([*(one.message for one in wanted), *map(self._note, news)])
+        return Sending(publisher, publications, attempt, news, batch)
+
+    def wait(self, sending: Sending) -> None:
+        """Return when all is stored. Raises as `send`."""
+        self._finish(sending)
+        if sending.attempt.left:
+            # Returned: a queue or a binding was deleted behind our back.
+            self._forget()
+            self._finish(self.begin(sending.publications, sending.attempt), last=True)
+
+    def _finish(self, sending: Sending, *, last: bool = False) -> None:
+        publisher, publications, attempt, news, batch = sending
+        try:
+            publisher.wait(batch)
+        finally:
+            sending.end()
+        todo = attempt.left
+        wanted = [publications[index] for index in todo]
         ends, noted = batch.ends[: len(todo)], batch.ends[len(todo) :]
         largest = largest_of(batch.failure)
         if largest is not None:

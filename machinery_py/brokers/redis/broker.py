@@ -8,11 +8,10 @@ Limits: one server; in a cluster it is the broker of one queue (cluster.py).
 
 from __future__ import annotations
 
-import collections
 import itertools
-import math
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -38,8 +37,6 @@ from machinery_py.brokers.queue_limits import QueueLimit
 from machinery_py.brokers.redis import scripts
 from machinery_py.brokers.redis.consumer import KIND, RedisConsumer, began_by
 from machinery_py.brokers.redis.messages import (
-    Packed,
-    Queues,
     bodies_for,
     full,
     head_of,
@@ -50,10 +47,10 @@ from machinery_py.brokers.redis.messages import (
     named,
     noted,
     packed_batch,
-    packed_go,
     packed_limits,
     unwrapped,
 )
+from machinery_py.brokers.redis.mover import MOVE, DueMover
 from machinery_py.brokers.redis.topics import RedisSubscription, append_records
 from machinery_py.clock import moment_of
 from machinery_py.connections.durability import Concern
@@ -62,16 +59,13 @@ from machinery_py.connections.redis.errors import log_spoilt
 from machinery_py.connections.redis.keys import QUEUES, queue_keys
 from machinery_py.connections.redis.scripts import Script
 from machinery_py.connections.session_files import host_folder, remove
-from machinery_py.errors import BrokerUnavailable, NameRefused, PublishUnknown
-from machinery_py.names import REASON, check_queue
+from machinery_py.errors import BrokerUnavailable, PublishUnknown
 from machinery_py.texts import get_logger
-from machinery_py.wire.decode import known_fields
 
 logger = get_logger(__name__)
 
-FIRST_QUEUE = "machinery_tasks"  # of messages that name none
 LEASE = 10.0  # seconds without a beat until a consumer is given up
-MOVE = 500  # delayed messages that are moved in one step
+ROOM = MOVE  # messages in a list, to which house-keeping then brings no more that are due
 COUNT = 2000  # delayed messages that are looked at in one step
 PATIENCE = 0.5  # seconds that one `tend` moves delayed messages: a million must not delay the beats
 OTHERS = 50  # queues of others that are looked at in one step: there may be ten thousand
@@ -92,6 +86,7 @@ class RedisBroker(Broker):
     def __init__(self, driver: RedisDriver, *, lease: float = LEASE) -> None:
         self.driver = driver
         self.lease = lease
+        self.mover = DueMover(driver)
         self._own: dict[str, None] = {}  # queues that this process has consumers of
         self._cursor = b"0"  # where the next look at queues of others begins
         # The server says whose beat is late; a second look, a little later, makes sure.
@@ -121,7 +116,7 @@ class RedisBroker(Broker):
 
     def consume(self, queues: Sequence[str], *, worker: str) -> RedisConsumer:
         consumer = RedisConsumer(
-            self.driver, tuple(queues), worker=worker, move_due=self.move_due, own=self._own
+            self.driver, tuple(queues), worker=worker, mover=self.mover, own=self._own
         )
         self._consumers.add(consumer)
         return consumer
@@ -163,11 +158,18 @@ class RedisBroker(Broker):
             info = self._read_record(session, queue)  # anew: it may serve others by now
             if info is not None:
                 self._condemn(session, (*info.queues, *info.left), beats[session].decode())
-        if due_in == 0:
-            self.move_due(PATIENCE)
-            return 0.0
         interval = self.lease / 4
+        if due_in == 0:
+            return 0.0 if self._move_some() else interval
         return interval if due_in < 0 else min(interval, due_in / 1e6)
+
+    def _move_some(self) -> bool:
+        """Move what is due to lists in which few wait, for a moment; return whether any was."""
+        end = time.monotonic() + PATIENCE
+        moved = found = self.mover.step(room=ROOM)
+        while found >= MOVE and time.monotonic() < end:
+            found = self.mover.step(room=ROOM)
+        return moved > 0
 
     def _condemn_dead(self, sessions: Iterable[tuple[bytes, bytes]]) -> None:
         """Read the records of sessions that are new to us; condemn those whose process ended."""
@@ -208,48 +210,11 @@ class RedisBroker(Broker):
         self.driver.unblock(to_wake)
         return bool(held >= 0)
 
-    def move_due(self, patience: float = math.inf) -> None:
-        """Move what is due in Go's set to its queues: one step, and more for so many seconds."""
-        end = time.monotonic() + patience
-        while True:
-            bodies = self.driver.run(scripts.DUE, self.driver.now(), MOVE)
-            if not bodies:
-                return
-            try:
-                self._move(bodies)
-            except NameRefused:
-                for body in bodies:
-                    try:
-                        self._move([body])
-                    except NameRefused as error:
-                        self._bury_delayed(body, str(error))
-            if len(bodies) < MOVE or time.monotonic() >= end:
-                return
-
-    def _move(self, bodies: Sequence[bytes]) -> None:
-        queues = Queues()
-        rows: list[Packed] = []
-        for body in bodies:
-            said = known_fields(body)
-            # Bytes that name no queue come to one that workers look at, and are buried there.
-            queue = (said.RoutingKey if said else "") or FIRST_QUEUE
-            check_queue(queue)
-            rows.append(packed_go(body, said, queues.place(queue)))
-        self._run_and_wake(scripts.MOVE, self.driver.now(), queues.keys, rows)
-
-    def _bury_delayed(self, body: bytes, error: str) -> None:
-        """Bring a delayed message with an impossible queue to the dead letters of FIRST_QUEUE."""
-        logger.error(
-            "a delayed message goes to the dead letters of %r: %s: %s", FIRST_QUEUE, REASON, error
-        )
-        head = head_of("", "", REASON, error)
-        keys = queue_keys(FIRST_QUEUE)
-        self.driver.run(scripts.BURY_DELAYED, self.driver.now(), keys, raw(body), head)
-
     # Inspection
 
     def pending(self, queue: str, limit: int) -> list[Message]:
-        self.move_due()
+        while self.mover.step() >= MOVE:
+            pass
         rows = _pending(self.driver.run(scripts.PENDING, queue_keys(queue), limit))
         found: list[Message] = []
         for priority, note, body in rows:
@@ -273,17 +238,17 @@ class RedisBroker(Broker):
         return [message for _, message in found[:limit]]
 
     def stats(self) -> list[QueueStats]:
-        self.move_due()
+        self.mover.step(room=ROOM)
         queues = self._queues()
         values = (self.driver.now(), queues, COUNT)
         lines, to_wake, first, problems = self.driver.run(scripts.STATS, *values)
         self.driver.unblock(to_wake)
         log_spoilt(problems, doing=scripts.STATS.doing)
-        late = self._late_by_queue(*first)
+        late, due = self._late_by_queue(*first)
         return [
             QueueStats(
                 queue=queue,
-                waiting=waiting,
+                waiting=waiting + due[queue],
                 running=running,
                 delayed=parked + late[queue],
                 dead=dead,
@@ -294,16 +259,20 @@ class RedisBroker(Broker):
             for waiting, running, parked, dead, oldest, paused in ([line] if line else ())
         ]
 
-    def _late_by_queue(self, looked: int, names: list[Any]) -> collections.Counter[str]:
-        """Count the messages in Go's set by queue; in steps, since it may hold a million."""
-        counts: collections.Counter[str] = collections.Counter()
+    def _late_by_queue(self, looked: int, names: list[Any]) -> tuple[Counter[str], Counter[str]]:
+        """Count the messages in Go's set by queue: those that are late, and those that are due.
+
+        In steps, since it may hold a million.
+        """
+        late, due = Counter[str](), Counter[str]()
         for start in itertools.count(COUNT, COUNT):
-            for name, count in names:
-                counts[_unquoted(name)] += count
+            for name, not_due, is_due in names:
+                late[_unquoted(name)] += not_due
+                due[_unquoted(name)] += is_due
             if looked < COUNT:
                 break
-            looked, names = self.driver.run(scripts.LATE_NAMES, start, COUNT)
-        return counts
+            looked, names = self.driver.run(scripts.LATE_NAMES, self.driver.now(), start, COUNT)
+        return late, due
 
     def workers(self) -> list[WorkerInfo]:
         found: dict[bytes, WorkerInfo] = {}

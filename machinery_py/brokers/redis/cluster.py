@@ -28,7 +28,7 @@ from machinery_py.brokers.entries import close_all
 from machinery_py.brokers.liveness import log_loss
 from machinery_py.brokers.queue_limits import QueueLimit
 from machinery_py.brokers.redis import scripts
-from machinery_py.brokers.redis.broker import FIRST_QUEUE, LEASE, MOVE, OTHERS, RedisBroker
+from machinery_py.brokers.redis.broker import LEASE, OTHERS, RedisBroker
 from machinery_py.brokers.redis.cluster_consumer import ClusterConsumer, Place, ask_beats
 from machinery_py.brokers.redis.messages import (
     Packed,
@@ -39,6 +39,7 @@ from machinery_py.brokers.redis.messages import (
     packed,
     packed_go,
 )
+from machinery_py.brokers.redis.mover import FIRST_QUEUE, MOVE
 from machinery_py.brokers.redis.topics import RedisSubscription, append_records
 from machinery_py.clock import moment_of
 from machinery_py.connections.durability import Concern
@@ -200,7 +201,7 @@ class ClusterBroker(Broker):
         self._register(queues)
         brokers = [self._of(queue) for queue in dict.fromkeys(queues)]
         self._own.update(dict.fromkeys(queues))
-        return [(one.queue, one.slot, one.move_due) for one in brokers]
+        return [(one.queue, one.slot, one.mover) for one in brokers]
 
     def beat_for(self, session: str, queues: Sequence[str], *, stalled: bool) -> bool:
         every = dict.fromkeys(self._of(queues[0]).queues_of(session, queues))

@@ -28,8 +28,10 @@ from machinery_py.brokers.base import Consumer, Delivery, Disposal
 from machinery_py.brokers.entries import close_all
 from machinery_py.brokers.redis import scripts
 from machinery_py.brokers.redis.consumer import KIND, RedisConsumer
-from machinery_py.connections.redis.client import TIMEOUT, RedisConnection
+from machinery_py.brokers.redis.mover import DueMover
+from machinery_py.connections.redis.client import TIMEOUT
 from machinery_py.connections.redis.cluster import PAUSE, RedisClusterDriver, SlotDriver
+from machinery_py.connections.redis.connection import RedisConnection
 from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.connections.redis.requests import Request, command_at, is_refused_for_now
 from machinery_py.connections.session_files import SessionFile, host_file
@@ -40,7 +42,7 @@ logger = get_logger(__name__)
 
 AWAY_PAUSE = 1.0  # seconds until a queue whose node is away is tried again, if others are there
 
-Place = tuple[str, SlotDriver, Callable[[float], object]]
+Place = tuple[str, SlotDriver, DueMover]
 """A queue, its driver, and what brings its due messages to it."""
 
 
@@ -49,12 +51,12 @@ class QueueConsumer(RedisConsumer):
 
     def __init__(self, owner: ClusterConsumer, place: Place, *, worker: str) -> None:
         self._owner = owner
-        self.queue, self.driver, move_due = place
+        self.queue, self.driver, mover = place
         self._refused_since = 0.0
         self.failure: BrokerUnavailable | None = None  # of the last claim
         self.due_in = 0.0  # seconds until something is due, by the last claim
         self._claim_at = 0.0
-        super().__init__(self.driver, (self.queue,), worker=worker, move_due=move_due, own={})
+        super().__init__(self.driver, (self.queue,), worker=worker, mover=mover, own={})
 
     def _new_file(self) -> SessionFile:
         return self._owner.file
@@ -136,8 +138,8 @@ class QueueConsumer(RedisConsumer):
                 limit, self._queues, sleep=0.0, will_sleep=will_sleep
             )
             if not deliveries and self.due_in <= 0.0:
-                deliveries, self.due_in = self._move_and_claim(
-                    limit, self._queues, will_sleep=will_sleep
+                deliveries, self.due_in = self._claim(
+                    limit, self._queues, sleep=0.0, will_sleep=will_sleep
                 )
         except BrokerUnavailable as error:
             if self.failure is None:
@@ -145,7 +147,6 @@ class QueueConsumer(RedisConsumer):
             self.failure, self._claim_at = error, time.monotonic() + AWAY_PAUSE
             return []
         self.failure = None
-        self._move_behind(deliveries, self.due_in)
         return deliveries
 
     def claim_blocking(self, limit: int, seconds: float) -> list[Delivery]:

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -24,14 +24,18 @@ from machinery_py.brokers.base import WAITING, Consumer, Delivery, Disposal, Fat
 from machinery_py.brokers.liveness import own_record, with_queues
 from machinery_py.brokers.redis import scripts
 from machinery_py.brokers.redis.messages import EMPTY, head_of
+from machinery_py.brokers.redis.mover import MOVE, DueMover
 from machinery_py.clock import micros
-from machinery_py.connections.redis.client import RedisConnection, RedisDriver, command, raw
+from machinery_py.connections.redis.client import RedisDriver, packed_text, raw
+from machinery_py.connections.redis.connection import RedisConnection, command
 from machinery_py.connections.redis.errors import ErrorKind, kind_of, log_spoilt
 from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.connections.redis.scripts import pack
 from machinery_py.connections.session_files import SessionFile, host_file, host_folder, ran
 from machinery_py.errors import BrokerUnavailable, MachineryError
-from machinery_py.texts import printable
+from machinery_py.texts import get_logger, printable
+
+logger = get_logger(__name__)
 
 BLOCK = 1.0  # seconds of one sleep; shorter than half a lease
 LINK_TIMEOUT = 3.0  # seconds for the reply to a claim, beyond its sleep
@@ -39,7 +43,7 @@ LOST_LIFE = 30.0  # seconds that a claim without a reply is asked for
 KIND = "redis"  # of the files that say what consumers run
 
 _claimed = msgspec.msgpack.Decoder(
-    list[tuple[int, int, int, int, int, int, int, list[bytes]]]
+    list[tuple[int, int, int, int, int, int, int, list[msgspec.Raw]]]
 ).decode
 
 
@@ -52,7 +56,7 @@ class RedisConsumer(Consumer):
         queues: tuple[str, ...],
         *,
         worker: str,
-        move_due: Callable[[float], object],
+        mover: DueMover,
         own: dict[str, None],
     ) -> None:
         """`own` is told the queues, which this process looks after."""
@@ -64,7 +68,10 @@ class RedisConsumer(Consumer):
         # The queue to block at, as the last claim said.
         self._blocking_queue: tuple[str, str] | None = None
         self._worker = printable(worker)
-        self._move_due = move_due
+        self._mover = mover
+        self._move_reply: Any = None  # of the move in front of the last claim
+        self._is_due = False  # whether the last claim left something due
+        self._has_found = False  # whether it found something
         self._block = min(BLOCK, driver.limits.block)
         self._claims = itertools.count(1)
         self._lost: list[tuple[int, float]] = []
@@ -141,37 +148,22 @@ class RedisConsumer(Consumer):
             left = deadline - time.monotonic()
             if left <= 0:
                 break
-            if due_in <= 0.0:
-                deliveries, due_in = self._move_and_claim(limit, queues)
-            else:
-                sleep = min(left, due_in, self._block)
-                deliveries, due_in = self._claim(
-                    limit, queues, sleep=sleep, will_sleep=left > self._block
-                )
-        self._move_behind(deliveries, due_in)
+            sleep = min(left, max(0.0, due_in), self._block)
+            deliveries, due_in = self._claim(
+                limit, queues, sleep=sleep, will_sleep=not sleep or left > self._block
+            )
         self._woken = False
         return deliveries
-
-    def _move_and_claim(
-        self, limit: int, queues: Sequence[str], *, will_sleep: bool = True
-    ) -> tuple[list[Delivery], float]:
-        self._move_due(0.0)
-        deliveries, due_in = self._claim(limit, queues, sleep=0.0, will_sleep=will_sleep)
-        return deliveries, max(due_in, 0.01)  # if something is due still, another mover is at it
-
-    def _move_behind(self, deliveries: Sequence[Delivery], due_in: float) -> None:
-        """Move due messages after a claim that found something."""
-        if deliveries and due_in <= 0.0:
-            try:
-                self._move_due(0.0)
-            except MachineryError:
-                pass  # these deliveries are ours now; the next mover does its part
 
     def _claim(
         self, limit: int, queues: Sequence[str], *, sleep: float, will_sleep: bool
     ) -> tuple[list[Delivery], float]:
-        """Block for `sleep` seconds and claim; return deliveries, and seconds until more is due."""
+        """Block for `sleep` seconds and claim; return deliveries, and seconds until more is due.
+
+        Where the last claim has left something due and this one does not block, a move precedes it.
+        """
         claim = next(self._claims)
+        move_of = 0 if sleep or not self._is_due else limit if self._has_found else MOVE
         now = time.monotonic()
         session = self.session
         keys = list(map(queue_keys, queues))
@@ -183,7 +175,7 @@ class RedisConsumer(Consumer):
             blocks = (client, will_sleep or bool(sleep), self._noted, is_apart, self._is_timed())
             argument = pack((self._driver.now(), session, keys, limit, claim, lost, *blocks))
             self._noted = True  # until the reply says that it is not
-            reply = self._ask(link, argument, sleep)
+            reply = self._ask(link, argument, sleep, move_of)
         except MachineryError:
             raise
         except Exception as error:  # redis-py's, sorted by `fail`
@@ -205,13 +197,36 @@ class RedisConsumer(Consumer):
         self.none_revoked = not revoked
         deliveries = self._deliveries(session, queues, blob)
         self._noted = (will_sleep or bool(sleep)) and not deliveries
+        self._is_due, self._has_found = due_in == 0, bool(deliveries)
+        if move_of and not self._moved(move_of, deliveries) and due_in == 0:
+            due_in = 10_000  # what is due still cannot be moved now, or another mover is at it
         return deliveries, self._block if due_in < 0 else due_in / 1e6
 
-    def _ask(self, link: RedisConnection, argument: bytes, sleep: float) -> Any:
+    def _moved(self, count: int, deliveries: Sequence[Delivery]) -> int:
+        """End the move of so many in front of the last claim; return how many were moved."""
+        reply, self._move_reply = self._move_reply, None
+        try:
+            return self._mover.step(count) if reply is None else self._mover.finish(reply)
+        except Exception as error:
+            if not deliveries:
+                raise
+            if not isinstance(error, MachineryError):
+                logger.exception("due messages could not be moved")
+            return 0  # these deliveries are ours now; the next mover does its part
+
+    def _ask(self, link: RedisConnection, argument: bytes, sleep: float, move_of: int) -> Any:
         packet = self._driver.packed_script(scripts.CLAIM, argument)
-        if not sleep:
+        if move_of:
+            link.send(self._mover.packet(move_of) + packet)
+            self._move_reply = _read_before(link)
+        elif not sleep:
             link.send(packet)
-            return self._driver.read_script(link, scripts.CLAIM, argument)
+        else:
+            self._sleep(link, packet, sleep)
+        return self._driver.read_script(link, scripts.CLAIM, argument)
+
+    def _sleep(self, link: RedisConnection, packet: bytes, seconds: float) -> None:
+        """Send the claim with a blocking move in front of it, and wait for the end of that."""
         name, prefix = self._blocking_queue or self.keys[0]
         arrivals = f"{prefix}i:{self.session}".encode()
         source = name.encode() if self._blocking_queue else arrivals
@@ -220,18 +235,12 @@ class RedisConsumer(Consumer):
             if self._woken:
                 link.send(packet)
             else:
-                seconds = b"%.3f" % max(sleep, 0.001)
-                move = command(b"BLMOVE", source, arrivals, b"LEFT", b"RIGHT", seconds)
+                timeout = b"%.3f" % max(seconds, 0.001)
+                move = command(b"BLMOVE", source, arrivals, b"LEFT", b"RIGHT", timeout)
                 link.send(move + packet)
-                try:
-                    link.read()
-                except Exception as error:
-                    # Of a full Redis or a key of another type the claim behind it says more.
-                    if kind_of(str(error)) not in (ErrorKind.FULL, ErrorKind.TYPE):
-                        raise
+                _read_before(link)
         finally:
             self._asleep = b""
-        return self._driver.read_script(link, scripts.CLAIM, argument)
 
     def _open_link(self) -> RedisConnection:
         timeout = self._block + min(LINK_TIMEOUT, self._driver.limits.read)
@@ -240,7 +249,7 @@ class RedisConsumer(Consumer):
         return self._link
 
     def _deliveries(self, session: str, queues: Sequence[str], blob: bytes) -> list[Delivery]:
-        if len(blob) <= 5:  # an empty array
+        if len(blob) <= 1:  # an empty array
             return []
         now = self._driver.clock.now() if self._is_timed() else None
         return [
@@ -255,7 +264,7 @@ class RedisConsumer(Consumer):
                 sent_at=None if now is None or wait < 0 else now - timedelta(microseconds=wait),
             )
             for index, first, fence, strikes, parks, priority, wait, bodies in _claimed(blob)
-            for number, body in enumerate(bodies, first)
+            for number, body in enumerate(map(packed_text, bodies), first)
         ]
 
     # Ending deliveries
@@ -346,6 +355,16 @@ class RedisConsumer(Consumer):
         _, to_wake = self._driver.run(scripts.CONDEMN, *values)
         self._driver.unblock(to_wake)
         self._file.end()
+
+
+def _read_before(link: RedisConnection) -> Any:
+    """Read the reply in front of a claim's. None: refused; what the claim says tells more."""
+    try:
+        return link.read()
+    except Exception as error:
+        if kind_of(str(error)) not in (ErrorKind.FULL, ErrorKind.TYPE, ErrorKind.SCRIPT):
+            raise
+        return None
 
 
 def mark_of(queue: str) -> int:

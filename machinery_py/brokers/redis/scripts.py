@@ -17,6 +17,7 @@ TOMBSTONE = 86_400_000_000  # µs that a condemned session is looked at
 CLOSED = 60_000_000  # µs that a closed one is
 MARK_EVERY = 250_000  # µs between two notes of when a place of a queue was filled
 MARKS = 4096  # of these notes
+MOVE_PATIENCE = 10_000_000  # µs; what has been due for so long is moved to a long list as well
 MOVE_LIFE = 1800  # seconds that a cluster remembers the name under which a message was put once
 
 #: Constants of putting.lua and messages.lua.
@@ -38,7 +39,7 @@ BEGIN = _lua.script("begin", "beginning a task that came back")
 HOLDS = _lua.script("holds", "looking at deliveries")
 CONDEMN = _lua.script("condemn", "giving messages back")
 LOOK = _lua.script("look", "looking after queues")
-DUE = _lua.script("due", "looking for due messages")
+DUE = _lua.script("due", "moving due messages", PATIENCE=MOVE_PATIENCE)
 MOVE = _lua.script("move", "moving due messages")
 BURY_DELAYED = _lua.script("bury_delayed", "burying a delayed message")
 BROADCAST = _lua.script("broadcast", "sending to a topic", LENGTH=TOPIC_LENGTH)

@@ -16,7 +16,8 @@ from typing import Any
 from machinery_py.brokers.redis import scripts
 from machinery_py.brokers.topics import READ, KeptRecord, KeptSubscription
 from machinery_py.connections.forks import ForkLock
-from machinery_py.connections.redis.client import RedisConnection, RedisDriver, command, raw
+from machinery_py.connections.redis.client import RedisDriver, raw
+from machinery_py.connections.redis.connection import RedisConnection, command
 from machinery_py.connections.redis.keys import topic_key
 from machinery_py.errors import BrokerUnavailable, MachineryError, PublishUnknown
 

@@ -123,6 +123,11 @@ class SQLiteBroker(Broker):
         with self.driver.transaction():
             return super().put_within(messages, limits, token=token)
 
+    def was_put(self, token: str) -> bool:
+        with self.driver.reading() as connection:
+            known = connection.execute("SELECT 1 FROM tokens WHERE token = ?", (token,))
+            return known.fetchone() is not None
+
     def waiting(self, queue: str) -> int:
         with self.driver.reading() as connection:
             return int(connection.execute(_WAITING, (queue,)).fetchone()[0])

@@ -1,8 +1,13 @@
-"""pika's connection, which writes many frames at once and reads deliveries with our own code.
+"""pika's connection, which writes at once and reads deliveries and confirms with our own code.
 
 pika has no public way for either, so this overrides private methods. All but the deliveries to
-subscribers goes through pika as before; a release of pika that does not call these methods would
-read deliveries by itself, correctly and slower.
+subscribers and the confirms of messages goes through pika as before; a release of pika that does
+not call these methods would read those by itself, correctly and slower.
+
+pika's loop waits until the socket is writable, and writes then: a wake-up of its thread and two
+turns of its loop for each message that another thread sends. Here whoever has frames writes them;
+what the socket has no room for is left to the loop. With TLS all is written by the loop, since no
+two threads may use one TLS session.
 """
 
 # What is pika's own is not in its stubs.
@@ -10,20 +15,26 @@ read deliveries by itself, correctly and slower.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from pika import frame
 from pika.adapters.select_connection import SelectConnection
+from pika.adapters.utils.io_services_utils import _AsyncPlaintextTransport
 
 from machinery_py.connections import descriptors
 from machinery_py.connections.rabbitmq.frames import (
+    ACK,
     BODY,
     DELIVER,
     END,
     HEADER,
     METHOD,
+    NACK,
     OVERHEAD,
+    read_confirm,
     read_delivery,
     read_frame,
     read_header,
@@ -31,6 +42,9 @@ from machinery_py.connections.rabbitmq.frames import (
 
 READ = 65_536  # bytes of one system call; pika reads 4,096
 PROTOCOL = b"AMQP"  # no frame, but the answer of a server that speaks another version
+
+#: Takes a confirm: the number of the message, whether all up to it are meant, whether it is stored.
+Hear = Callable[[int, bool, bool], object]
 
 
 @dataclass(slots=True)
@@ -58,7 +72,10 @@ class Connection(SelectConnection):  # type: ignore[misc]  # pika has no types f
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._arrivals: dict[int, _PartialDelivery] = {}  # by channel
+        self._confirmed: dict[int, Hear] = {}  # by channel
         self._frame_buffer = b""  # what pika calls so: a frame that is not all there
+        self._writing = threading.Lock()  # guards the socket's end for writing, and its closing
+        self._plain: Any = None  # pika's transport, if others than the loop may write
         super().__init__(*arguments, **options)
 
     @property
@@ -66,14 +83,75 @@ class Connection(SelectConnection):  # type: ignore[misc]  # pika has no types f
         """Bytes of a body that go into one frame; known when the connection is open."""
         return int(self._body_max_length)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether any thread may `write`; else the thread of the loop alone."""
+        return self._plain is not None
+
     def write(self, frames: bytes) -> None:
-        """Send frames that are encoded already."""
+        """Send frames that are encoded already; nothing if the connection is lost."""
         self._output_marshaled_frames([frames])
+
+    def hear_confirms(self, channel: int, hear: Hear) -> None:
+        """Have the confirms of a channel's messages taken by this."""
+        self._confirmed[channel] = hear
+
+    # Writing
 
     def _proto_connection_made(self, transport: Any) -> None:
         transport._MAX_RECV_BYTES = READ
         descriptors.keep(transport._sock)
+        if type(transport) is _AsyncPlaintextTransport:
+            self._share(transport)
         super()._proto_connection_made(transport)
+
+    def _share(self, transport: Any) -> None:
+        """Let all threads write, one at a time, and none while the socket is closed."""
+        produce, close = transport._produce, transport._close_and_finalize
+
+        def guarded(work: Callable[[], object]) -> Callable[[], None]:
+            def run() -> None:
+                with self._writing:
+                    work()
+
+            return run
+
+        def consume() -> None:
+            # pika would read until there is nothing; the poller tells if there is more.
+            data = transport._sock.recv(READ)
+            if not data:
+                raise transport.RxEndOfFile
+            self._on_data_available(data)
+
+        transport._produce, transport._close_and_finalize = guarded(produce), guarded(close)
+        transport._consume = consume
+        self._plain = transport
+
+    def _adapter_emit_data(self, data: bytes) -> None:
+        transport = self._plain
+        if transport is None:
+            super()._adapter_emit_data(data)
+            return
+        with self._writing:
+            if transport._state != transport._STATE_ACTIVE:
+                return
+            is_first, sent = not transport._tx_buffers, 0
+            if is_first:
+                try:
+                    sent = transport._sock.send(data)
+                except OSError:
+                    pass  # no room; or lost, which the loop finds out by the same error
+            if sent < len(data):
+                transport._buffer_tx_data(data[sent:] if sent else data)
+                if is_first:
+                    self.ioloop.add_callback_threadsafe(self._watch_writable)
+
+    def _watch_writable(self) -> None:
+        transport = self._plain
+        if transport._state == transport._STATE_ACTIVE and transport._tx_buffers:
+            transport._nbio.set_writer(transport._sock.fileno(), transport._on_socket_writable)
+
+    # Reading
 
     def _on_data_available(self, data_in: bytes) -> None:
         self.bytes_received += len(data_in)  # by which pika knows that the server lives
@@ -90,11 +168,17 @@ class Connection(SelectConnection):  # type: ignore[misc]  # pika has no types f
             self._frame_buffer = buffer[begin:]
 
     def _takes(self, buffer: bytes, at: int, after: int) -> bool:
-        """Deal with a frame of a delivery to a subscriber; return whether it was one."""
+        """Deal with a confirm, or a frame of a delivery to a subscriber; whether it was one."""
         kind, number, size = read_frame(buffer, at)
         payload = at + OVERHEAD - 1
-        if kind == METHOD and buffer.startswith(DELIVER, payload) and buffer[after - 1] == END:
-            return self._begins(number, *read_delivery(buffer, payload))
+        if kind == METHOD and buffer[after - 1] == END:
+            if buffer.startswith(DELIVER, payload):
+                return self._begins(number, *read_delivery(buffer, payload))
+            hear = self._confirmed.get(number)
+            if hear is not None and buffer.startswith((ACK, NACK), payload):
+                message, multiple = read_confirm(buffer, payload)
+                hear(message, multiple, buffer.startswith(ACK, payload))
+                return True
         arrival = self._arrivals.get(number)
         if arrival is None or buffer[after - 1] != END:
             return False

@@ -23,7 +23,8 @@ OVERHEAD = 8  # bytes of a frame around its payload
 END = 0xCE
 LONGEST = 255  # bytes of a short string
 
-DELIVER = b"\x00\x3c\x00\x3c"  # class 60, method 60: the beginning of a method frame's payload
+# Class 60 and a method: the beginning of a method frame's payload.
+DELIVER, ACK, NACK = b"\x00\x3c\x00\x3c", b"\x00\x3c\x00\x50", b"\x00\x3c\x00\x78"
 
 # Property flags in the order in which the properties stand.
 _TYPE, _MESSAGE_ID, _REPLY_TO, _CORRELATION_ID = 1 << 5, 1 << 7, 1 << 9, 1 << 10
@@ -176,6 +177,12 @@ def read_delivery(buffer: bytes, at: int) -> tuple[bytes, DeliveryFields]:
     key = end + 10 + buffer[end + 9]  # behind the name of the exchange
     routing_key = buffer[key + 1 : key + 1 + buffer[key]].decode("utf-8", "surrogateescape")
     return buffer[begin:end], DeliveryFields(tag, bool(redelivered & 1), routing_key)
+
+
+def read_confirm(buffer: bytes, at: int) -> tuple[int, bool]:
+    """Return the number of the ACK or NACK frame with its payload at `at`, and its `multiple`."""
+    number, flags = _read_tag(buffer, at + 4)
+    return number, bool(flags & 1)
 
 
 def read_header(buffer: bytes, at: int, end: int) -> tuple[int, Any]:

@@ -66,6 +66,7 @@ class AmqpConnection:
         self._on_lost = on_lost
         self._lock = threading.Lock()
         self._waiting: set[Future[Any]] = set()
+        self._channels: set[Channel] = set()  # that are open; touched in the I/O thread alone
         self._connection: Connection | None = None
         self._opened: Future[None] = Future()
         self._thread: threading.Thread | None = None
@@ -112,6 +113,9 @@ class AmqpConnection:
         except Exception as error:  # ends the connection, and fails all that wait
             ended = error
         self._end(ended or AmqpConnectionLost("closed"))
+        # pika closes none of them when its loop has failed, or the connection was dropped.
+        for channel in list(self._channels):
+            channel.end(AmqpConnectionLost(_text(self.lost)))
         if self._connection is not None:
             self._connection.ioloop.close()  # its poller and its pair of sockets
 
@@ -183,7 +187,13 @@ class AmqpConnection:
         assert connection is not None
 
         def begin(future: Future[Any]) -> None:
-            connection.channel(on_open_callback=lambda raw: resolve(future, Channel(self, raw)))
+            connection.channel(on_open_callback=lambda raw: resolve(future, opened(raw)))
+
+        def opened(raw: Any) -> Channel:
+            channel = Channel(self, raw)
+            self._channels.add(channel)
+            channel.raw.add_on_close_callback(lambda *_: self._channels.discard(channel))
+            return channel
 
         channel: Channel = self.ask(begin, timeout)
         return channel
@@ -246,9 +256,15 @@ class Channel:
 
     def _on_close(self, _: object, reason: Exception) -> None:
         if isinstance(reason, ChannelClosedByBroker):
-            self.lost = ChannelLost(reason.reply_code, reason.reply_text)
+            self.end(ChannelLost(reason.reply_code, reason.reply_text))
         else:
-            self.lost = AmqpConnectionLost(_text(reason))
+            self.end(AmqpConnectionLost(_text(reason)))
+
+    def end(self, lost: Exception) -> None:
+        """Fail all that waits for the channel; in the I/O thread."""
+        if self.lost is not None:
+            return
+        self.lost = lost
         for future in list(self._waiting):
             _fail(future, self.lost)
         if self._on_lost is not None:
@@ -304,7 +320,7 @@ class Channel:
         self.ask(lambda future: self.cancel(tag, lambda: resolve(future, None)), timeout)
 
     def write(self, pieces: Iterable[bytes]) -> None:
-        """Send frames of this channel that are encoded already; in the I/O thread.
+        """Send frames of this channel that are encoded already; from threads as Connection.write.
 
         Raises:
             Exception: nothing was sent, since the channel is closing or closed.

@@ -11,13 +11,14 @@ The server confirms messages by the number that each has on its channel. A messa
 one that no queue takes comes back before its confirm, and is known by its correlation id, the
 number of the batch and its place in it; the server says nothing else of it.
 
-The thread that publishes encodes; the I/O thread writes what is encoded, a piece at a time, and
-hears the confirms. So the server is at the first messages of a large batch while the last are
-encoded.
+The thread that publishes encodes and writes, a piece at a time (with TLS, the I/O thread writes);
+the I/O thread hears the confirms. So the server is at the first messages of a large batch while the
+last are encoded. Any number of threads publish side by side, and none waits for another's confirms.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import threading
@@ -39,7 +40,7 @@ from machinery_py.connections.rabbitmq.io_thread import (
     resolve,
 )
 
-CHUNK = 250  # messages written in one turn of the I/O loop, which has heartbeats to send, too
+CHUNK = 250  # messages written in one go: other threads, and heartbeats, come in between
 PIECE = 65_536  # bytes, about, of one system call
 
 
@@ -55,13 +56,15 @@ class Confirmation(Enum):
 class Batch:
     """Messages on their way. `ends` has one entry for each; `failure` says why some are unknown."""
 
-    def __init__(self, messages: Sequence[AddressedMessage]) -> None:
+    def __init__(self, number: int, messages: Sequence[AddressedMessage]) -> None:
+        self.number = number
         self.messages = messages
         self.ends = [Confirmation.UNKNOWN] * len(messages)
         self.failure: Exception | None = None
         self._left = len(messages)
-        self._heard_at = time.monotonic()
-        self._over = threading.Condition()
+        self._heard_at = 0.0
+        self._over = threading.Lock()  # released when the waiting is over
+        self._over.acquire()
 
     @property
     def is_over(self) -> bool:
@@ -69,34 +72,36 @@ class Batch:
         return not self._left
 
     def note(self, first: int, last: int, end: Confirmation) -> None:
-        """Note the end of the messages from `first` to `last` that have none yet."""
+        """Note the end of the messages from `first` to `last` that have none; in the I/O thread."""
         ends = self.ends
-        with self._over:
-            for index in range(first, last + 1):
-                if ends[index] is Confirmation.UNKNOWN:
-                    ends[index] = end
-                    self._left -= 1
+        for index in range(first, last + 1):
+            if ends[index] is Confirmation.UNKNOWN:
+                ends[index] = end
+                self._left -= 1
+        if self._left:
+            # A part of the confirms wakes nobody: what was heard is read when the time is over.
             self._heard_at = time.monotonic()
-            if not self._left:
-                self._over.notify_all()
+        else:
+            self._release()
 
     def fail(self, error: Exception) -> None:
-        with self._over:
-            self.failure = error
-            self._over.notify_all()
+        self.failure = error
+        self._release()
+
+    def _release(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it was over before
+            self._over.release()
 
     def wait(self, timeout: float) -> bool:
         """Whether all ends are known; gives up when nothing was heard for `timeout` seconds."""
-        with self._over:
-            self._heard_at = time.monotonic()
-            # A part of the confirms wakes nobody: what was heard is read when the time is over.
-            while (
-                self._left
-                and self.failure is None
-                and (left := self._heard_at + timeout - time.monotonic()) > 0
-            ):
-                self._over.wait(left)
-            return not self._left
+        self._heard_at = time.monotonic()
+        while (
+            self._left
+            and self.failure is None
+            and (left := self._heard_at + timeout - time.monotonic()) > 0
+        ):
+            self._over.acquire(timeout=left)
+        return not self._left
 
 
 @dataclass(slots=True)
@@ -116,9 +121,14 @@ class _Run:
 
 
 class Confirms:
-    """The messages on one channel that are not confirmed. Belongs to the I/O thread."""
+    """The messages on one channel that are not confirmed.
+
+    Attributes:
+        lock: to be held for each call. A message must be numbered before its confirm is heard.
+    """
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()
         self._runs: deque[_Run] = deque()
         self._next = 1
 
@@ -155,16 +165,19 @@ class Publisher:
         self._batches: dict[int, Batch] = {}  # that a thread waits for
         self._numbers = itertools.count(1)
         self._retired = False
+        self._is_torn = False  # a write has not come to its end; under the lock of the confirms
         self.channel: Channel = link.channel(timeout)
         self.channel.watch(self._on_lost)
         raw = self.channel.raw
         self._writer = Writer(raw.channel_number, raw.connection.most)
+        self._is_shared = raw.connection.is_shared
         self.channel.ask(self._set_up, timeout)
 
     def _set_up(self, future: Future[Any]) -> None:
         raw = self.channel.raw
         raw.add_on_return_callback(self._on_return)
         raw.confirm_delivery(self._on_confirm, callback=lambda _: resolve(future, None))
+        raw.connection.hear_confirms(raw.channel_number, self._hear)
 
     @property
     def is_open(self) -> bool:
@@ -172,16 +185,33 @@ class Publisher:
 
     def publish(self, messages: Sequence[AddressedMessage]) -> Batch:
         """Publish, and return when all ends are known, or no more will be."""
-        batch, number = Batch(messages), next(self._numbers)
-        self._batches[number] = batch
+        batch = self.begin(messages)
         try:
-            self._send(batch, number)
-            if not batch.wait(self._timeout) and batch.failure is None and not self.link.blocked:
-                self.link.abort()  # it may lead nowhere; the next call uses another
+            self.wait(batch)
         finally:
-            del self._batches[number]
-            self._close_if_done()
+            self.end(batch)
         return batch
+
+    def begin(self, messages: Sequence[AddressedMessage]) -> Batch:
+        """Send messages on their way. The caller must `end` the batch."""
+        batch = Batch(next(self._numbers), messages)
+        self._batches[batch.number] = batch
+        try:
+            self._send(batch)
+        except BaseException:
+            self.end(batch)
+            raise
+        return batch
+
+    def wait(self, batch: Batch) -> None:
+        """Return when all ends of the batch are known, or no more will be."""
+        if not batch.wait(self._timeout) and batch.failure is None and not self.link.blocked:
+            self.link.abort()  # it may lead nowhere; the next call uses another
+
+    def end(self, batch: Batch) -> None:
+        """Take no more notice of the batch."""
+        self._batches.pop(batch.number, None)
+        self._close_if_done()
 
     def retire(self) -> None:
         """Take nothing new; close when what is on its way has come to an end."""
@@ -192,15 +222,19 @@ class Publisher:
         if self._retired and not self._batches:
             self.link.close()
 
-    def _send(self, batch: Batch, number: int) -> None:
+    def _send(self, batch: Batch) -> None:
         for start in range(0, len(batch.messages), CHUNK):
             chunk = batch.messages[start : start + CHUNK]
             try:
-                pieces = self._encoded(chunk, number, start)
+                pieces = self._encoded(chunk, batch.number, start)
             except Exception as error:  # pika's and others, for what cannot be written
                 batch.fail(error)
                 return
-            self.link.tell(functools.partial(self._write, batch, start, len(chunk), pieces))
+            write = functools.partial(self._write, batch, start, len(chunk), pieces)
+            if self._is_shared:
+                write()
+            else:
+                self.link.tell(write)
         if not self.is_open:
             batch.fail(self.channel.lost or AmqpConnectionLost("closed"))
 
@@ -220,16 +254,24 @@ class Publisher:
         return pieces
 
     def _write(self, batch: Batch, start: int, count: int, pieces: Sequence[bytes]) -> None:
-        """Write a chunk; in the I/O thread."""
-        if self.channel.lost is not None:
-            batch.fail(self.channel.lost)
-            return
+        """Write a chunk.
+
+        If that is cut off, be it by Ctrl-C, a part of it may have been sent that has no number:
+        the confirms of all that came behind would be taken for those of others.
+        """
         try:
-            self.channel.write(pieces)
-        except Exception as error:  # a channel that is closing
-            batch.fail(error)
-            return
-        self._confirms.wrote(batch, start, count)
+            with self._confirms.lock:
+                if self._is_torn:
+                    raise AmqpConnectionLost("dropped")
+                self._is_torn = True
+                self.channel.write(pieces)
+                self._confirms.wrote(batch, start, count)
+                self._is_torn = False
+        except BaseException as error:
+            self.link.abort()
+            if not isinstance(error, Exception):
+                raise
+            batch.fail(error)  # a channel that is closing or lost
 
     def tell(self, queue: str, body: bytes, correlation_id: str) -> None:
         """Send an answer that may be lost; on a channel of its own, without confirms."""
@@ -241,9 +283,14 @@ class Publisher:
         self.link.tell(lambda: self.channel.raw.connection.channel(on_open_callback=answer))
 
     def _on_confirm(self, frame: Any) -> None:
+        """Hear a confirm that pika has read."""
         method = frame.method
-        end = Confirmation.CONFIRMED if method.NAME == "Basic.Ack" else Confirmation.REFUSED
-        self._confirms.hear(method.delivery_tag, end, multiple=method.multiple)
+        self._hear(method.delivery_tag, method.multiple, method.NAME == "Basic.Ack")
+
+    def _hear(self, number: int, multiple: bool, is_stored: bool) -> None:
+        end = Confirmation.CONFIRMED if is_stored else Confirmation.REFUSED
+        with self._confirms.lock:
+            self._confirms.hear(number, end, multiple=multiple)
 
     def _on_return(self, _: Any, method: Any, properties: Any, body: bytes) -> None:
         number, _, index = str(properties.correlation_id or "").partition(".")
@@ -252,7 +299,8 @@ class Publisher:
             batch.note(int(index), int(index), Confirmation.RETURNED)
 
     def _on_lost(self, error: Exception) -> None:
-        self._confirms.clear()
+        with self._confirms.lock:
+            self._confirms.clear()
         for batch in list(self._batches.values()):
             batch.fail(error)
 

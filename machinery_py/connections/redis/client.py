@@ -1,6 +1,6 @@
 """Connections to one Redis, shared by broker, backend and lock of a URL.
 
-redis-py opens, authenticates and reads. We decide what is repeated, since its own retries would
+redis-py opens and authenticates. We decide what is repeated, since its own retries would
 publish twice: a call is repeated once, at once, when its connection was lost and its script may be
 carried out twice. A connection on which anything went wrong is closed. After a fork the child opens
 its own.
@@ -23,6 +23,7 @@ from machinery_py.config.urls import without_secrets
 from machinery_py.connections.durability import Concern
 from machinery_py.connections.forks import ForkLock
 from machinery_py.connections.plain_words import plain
+from machinery_py.connections.redis.connection import RedisConnection, command
 from machinery_py.connections.redis.discovery import Servers
 from machinery_py.connections.redis.durability import (
     ASKED,
@@ -47,77 +48,19 @@ WAKE_TRIES = 20  # a wake may come before the sleep it is to end
 FRESH = 0.01  # seconds; a connection that was used since then is not looked at before its next use
 
 
-class RedisConnection:
-    """One connection, for one thread at a time."""
-
-    def __init__(
-        self,
-        connection: Any,
-        server: int,
-        *,
-        write_timeout: float = 0.0,
-        on_close: Callable[[], object] = int,
-    ) -> None:
-        self._connection = connection  # redis-py has no types for it
-        self._write_timeout = write_timeout  # 0: that of replies
-        self._on_close: Callable[[], object] | None = on_close
-        self.server = server  # as the driver's `servers` counted when it was opened
-        self.number = b""
-        self.used_at = 0.0
-
-    def ask(self, *parts: bytes) -> Any:
-        """Send one command and return its reply. Any exception of redis-py."""
-        self.send(command(*parts))
-        return self.read()
-
-    def send(self, packet: bytes) -> None:
-        if not self._write_timeout:
-            self._connection.send_packed_command([packet], check_health=False)
-            return
-        socket = self._connection._sock
-        before = socket.gettimeout()
-        socket.settimeout(self._write_timeout)
-        # If this fails, the connection is closed.
-        self._connection.send_packed_command([packet], check_health=False)
-        socket.settimeout(before)
-
-    def read(self) -> Any:
-        return self._connection.read_response(disable_decoding=True)
-
-    def has_news(self, timeout: float = 0.0) -> bool:
-        """Whether something can be read: a reply, a message, or the end of the connection."""
-        return bool(self._connection.can_read(timeout))
-
-    def is_broken(self) -> bool:
-        """Close it if the server has; for a connection on which no reply is awaited."""
-        try:
-            if not self.has_news():
-                return False
-        except Exception:  # redis-py's: it is gone
-            pass
-        self.close()
-        return True
-
-    def close(self) -> None:
-        self._connection.disconnect()
-        on_close, self._on_close = self._on_close, None
-        if on_close is not None:
-            on_close()
-
-
-def command(*parts: bytes) -> bytes:
-    """Encode a command as it goes over the wire."""
-    pieces = [b"*%d\r\n" % len(parts)]
-    for part in parts:
-        pieces.append(b"$%d\r\n" % len(part))
-        pieces.append(part)
-        pieces.append(b"\r\n")
-    return b"".join(pieces)
-
-
 def raw(data: bytes) -> msgspec.Raw:
     """Wrap bytes for `pack`: Redis' unpacker knows msgpack's `str` of any bytes, and no `bin`."""
     return msgspec.Raw(b"\xdb" + len(data).to_bytes(4, "big") + data)
+
+
+# Length of the head of msgpack's `str`, by its first byte; of short texts it is one byte.
+_HEADS = {0xD9: 2, 0xDA: 3, 0xDB: 5}
+
+
+def packed_text(packed: msgspec.Raw) -> bytes:
+    """Return the bytes that Redis has packed: to its packer any bytes are a text."""
+    data = bytes(packed)
+    return data[_HEADS.get(data[0], 1) :]
 
 
 class RedisDriver:
@@ -302,22 +245,24 @@ class RedisDriver:
         self,
         script: Script,
         *values: object,
+        more: Sequence[bytes] = (),
         again: bool = True,
         lost: type[MachineryError] | None = None,
     ) -> Any:
         """Run a script with these values.
 
         Args:
+            more: arguments behind that of the values.
             again: it may be carried out twice, so it is repeated once if the connection is lost.
             lost: raised when it may have been carried out; `script.away`, if not given, which is
                 raised when nothing was written.
         """
-        script, argument = self.adapted(script), pack(values)
-        packet = evalsha(script, argument)
+        script, arguments = self.adapted(script), (b"0", pack(values), *more)
+        packet = command(b"EVALSHA", script.sha, *arguments)
 
         def ask(link: RedisConnection) -> Any:
             link.send(packet)
-            return read_script(link, script, argument)
+            return _read_script(link, script, arguments)
 
         return self._attempt(ask, doing=script.doing, away=script.away, again=again, lost=lost)
 
@@ -464,14 +409,20 @@ def _ask_if_allowed(link: RedisConnection, *parts: bytes) -> Any:
 
 
 def evalsha(script: Script, argument: bytes, *keys: bytes) -> bytes:
+    if not keys:
+        return b"".join((script.call, b"%d\r\n" % len(argument), argument, b"\r\n"))
     return command(b"EVALSHA", script.sha, b"%d" % len(keys), *keys, argument)
 
 
 def read_script(link: RedisConnection, script: Script, argument: bytes, *keys: bytes) -> Any:
     """Read the reply of a script that was sent by its name; send it in full if it is not known."""
+    return _read_script(link, script, (b"%d" % len(keys), *keys, argument))
+
+
+def _read_script(link: RedisConnection, script: Script, arguments: Sequence[bytes]) -> Any:
     try:
         return link.read()
     except Exception as error:
         if kind_of(str(error)) is not ErrorKind.SCRIPT:
             raise
-    return link.ask(b"EVAL", script.body, b"%d" % len(keys), *keys, argument)
+    return link.ask(b"EVAL", script.body, *arguments)

@@ -25,13 +25,9 @@ from machinery_py.config.urls import without_secrets
 from machinery_py.connections.durability import Concern
 from machinery_py.connections.forks import ForkLock
 from machinery_py.connections.plain_words import plain
-from machinery_py.connections.redis.client import (
-    TIMEOUT,
-    RedisConnection,
-    RedisDriver,
-    command,
-)
+from machinery_py.connections.redis.client import TIMEOUT, RedisDriver
 from machinery_py.connections.redis.cluster_nodes import Address, Nodes, NodeServers
+from machinery_py.connections.redis.connection import RedisConnection, command
 from machinery_py.connections.redis.errors import ErrorKind, as_ours, kind_of
 from machinery_py.connections.redis.keys import DELAYED
 from machinery_py.connections.redis.pool import NO_LIMITS, PoolLimits, Quota
@@ -314,9 +310,12 @@ class SlotDriver(_PartDriver):
         self,
         script: Script,
         *values: object,
+        more: Sequence[bytes] = (),
         again: bool = True,
         lost: type[MachineryError] | None = None,
     ) -> Any:
+        if more:
+            raise ValueError(f"{script.path}: it cannot be run in a slot")
         request = self.request(script, *values)
         return self.cluster.ask(
             [request], doing=script.doing, away=script.away, again=again, lost=lost

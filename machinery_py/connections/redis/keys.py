@@ -1,8 +1,8 @@
 """Keys on Redis.
 
 All keys of a queue bear its name as hash tag: a cluster keeps them in one slot with its list. One
-Redis holds ITEMS and ONE_SERVER, a cluster ITEMS and CLUSTER. Channels: `mpy:m:{<uuid>}`, on which
-the end of a task is announced, and `mpy:wake:<token>`, which wakes one listener.
+Redis holds ITEMS and ONE_SERVER, a cluster ITEMS and CLUSTER. The end of a task is announced on the
+channel `mpy:m:{<uuid>}`.
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from machinery_py.connections.redis.client import RedisConnection, RedisDriver, command, evalsha
+from machinery_py.connections.redis.client import RedisDriver, evalsha
 from machinery_py.connections.redis.cluster_nodes import Address, Nodes
+from machinery_py.connections.redis.connection import RedisConnection, command
 from machinery_py.connections.redis.discovery import fatal
 from machinery_py.connections.redis.errors import ErrorKind, kind_of
 from machinery_py.connections.redis.scripts import Script

@@ -39,11 +39,15 @@ class Script:
     away: type[MachineryError] = BackendUnavailable
     body: bytes = field(init=False, repr=False)
     sha: bytes = field(init=False, repr=False)
+    call: bytes = field(init=False, repr=False)  # EVALSHA without keys, up to its argument's length
 
     def __post_init__(self) -> None:
         body = self.text.encode()
         object.__setattr__(self, "body", body)
-        object.__setattr__(self, "sha", hashlib.sha1(body).hexdigest().encode())
+        sha = hashlib.sha1(body).hexdigest().encode()
+        object.__setattr__(self, "sha", sha)
+        call = b"*4\r\n$7\r\nEVALSHA\r\n$40\r\n%b\r\n$1\r\n0\r\n$" % sha
+        object.__setattr__(self, "call", call)
 
     def with_text(self, text: str) -> Script:
         """Return the same script with another text."""

@@ -35,6 +35,7 @@ local function leave(one, who, token)
     end
   end
   drop(one, who)
+  if one.interval > 0 and one.last == token then one.tat, one.last = one.tat - one.interval, '' end
   return 0
 end
 

@@ -7,11 +7,13 @@
 -- written. Marks come last, and are dropped when they cannot be written: they must not keep what is
 -- over from being settled. What cannot come back, wait or die, since something else lies under a
 -- key of its queue, stays in flight, and is fenced.
+--! include stores/lua/plain_ends.lua
 --! include brokers/redis/lua/messages.lua
 --! include backends/redis/lua/changes.lua
 
 local text, expire, session, queues, ends, marks
 text, expire, session, queues, ends, marks, C, S = unpack(unpacked)
+ends = rest
 local now, to_wake, backs, verdicts, plans = now_of(text), {}, {}, {}, {}
 local flights, asked, held, over, gone, changes = {}, {}, {}, {}, {}, {}
 for i, q in ipairs(queues) do
@@ -68,4 +70,11 @@ for at = 1, #marks, 3 do
   end
 end
 if #open > 0 then pcall(note_states, now) end
-return {table.concat(verdicts), to_wake}
+local at = 0
+for i, letter in ipairs(letters) do
+  if letter == '' then
+    at = at + 1
+    letters[i] = verdicts[at]
+  end
+end
+return {table.concat(letters), to_wake}

@@ -96,6 +96,16 @@ class ExclusiveConformance(AppCase):
         with idle.running(concurrency=1):
             assert waits.get(timeout=HANG) == "a"
 
+    def test_call_that_finds_its_lock_held_is_not_counted_by_its_rate(self, idle: App) -> None:
+        hold = waiting(idle, exclusive="wait", exclusive_key="feed", rate="1/h", max_running=1)
+        idle.gate("a").set()
+        with idle.server.lock("feed"), idle.running(concurrency=1):
+            waits = hold.send("a")
+            wait_until(lambda: sum(one.delayed for one in idle.server.inspect.queues()) == 1)
+
+        with idle.running(concurrency=1):
+            assert waits.get(timeout=HANG) == "a"  # else in five minutes
+
     def test_exclusive_call_that_may_not_wait_is_skipped(self, app: App) -> None:
         hold = waiting(app, exclusive="skip", exclusive_key=lambda name, *rest: f"feed-{rest[0]}")
         first = hold.send("a", 7)

@@ -170,6 +170,20 @@ class GroupConformance(BackendCase):
         write(backend, state_of("b", State.FAILURE, run=1))
         assert backend.group_completed("g") is True
 
+    def test_results_for_a_callback_say_what_failed_and_how(self, backend: Backend) -> None:
+        backend.init_group("g", ["a", "b"])
+        results = (Arg(type="int64", value=1),)
+        failed = state_of("b", State.FAILURE, error="no", error_type="builtins.ValueError")
+        write(backend, state_of("a", State.SUCCESS, results=results), failed)
+
+        first, second = backend.group_results("g")
+
+        assert (first.task_uuid, first.state, list(first.results)) == ("a", "SUCCESS", [*results])
+        assert (second.state, second.error) == ("FAILURE", "no")
+        assert second.error_type == "builtins.ValueError"
+        with pytest.raises(StateNotFound):
+            backend.group_results("nobody")
+
     def test_unknown_task_and_group_are_not_found(self, backend: Backend) -> None:
         with pytest.raises(StateNotFound):
             backend.get_state("nobody")

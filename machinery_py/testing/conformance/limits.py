@@ -324,11 +324,13 @@ class LimitsConformance:
         assert ask(one, "c", rule).wait <= 0.6
         assert waits(one, "ab", tenant) == pytest.approx([0.0, 0.2])
         assert [report.changed for report in one.read()] == [(RATE,)]
+        assert {scope: list(rules) for scope, rules in one.changed().items()} == {"s": [RATE]}
         assert one.enter("other", "a", "a", [rule], ttl=LEASE).wait == 0.0
         assert one.enter("other", "b", "b", [rule], ttl=LEASE).wait == 60.0
         two.change("s", [])
         assert ask(one, "d", tenant).wait > 60.0
         assert {report.changed for report in one.read()} == {()}
+        assert not one.changed()
 
     def test_lowered_limit_holds_for_runs_at_a_time(self, limits: Limits) -> None:
         three, none = Rule(name="running", limit=3), Rule(name="running", limit=0)

@@ -15,10 +15,13 @@ from __future__ import annotations
 import datetime as dt
 from collections import Counter
 
+import msgspec
 import pytest
 
 from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Verdict
 from machinery_py.brokers.base import Fate, Message
+from machinery_py.brokers.queue_limits import QueueLimit
+from machinery_py.errors import QueueFull
 from machinery_py.stores.base import Firing, Mark, Session, Settlement, Store, Submission
 from machinery_py.tasks.states import Arrival, GroupMeta, State
 from machinery_py.testing.clocks import ManualClock
@@ -60,6 +63,21 @@ class SettlementConformance(FencingConformance):
 
         assert store.backend.get_state("a").state is State.STARTED
         assert [uuid_of(delivery) for delivery in session.receive(9, 0)] == ["b"]
+
+    def test_repeat_of_a_submission_finds_the_queue_full_of_itself(self, store: Store) -> None:
+        limited = Submission(
+            token="t",
+            messages=[message_of("a"), message_of("b")],
+            states=[state_of("a"), state_of("b")],
+            limits=[QueueLimit("q", 3, 2)],
+        )
+        store.submit(limited)
+
+        store.submit(limited)
+        with pytest.raises(QueueFull):
+            store.submit(msgspec.structs.replace(limited, token="another"))
+
+        assert drain(store, "q") == ["a", "b"]
 
     def test_submission_with_an_eta_waits_for_it(
         self, store: Store, session: Session, clock: ManualClock

@@ -33,7 +33,7 @@ def test_stats_count_a_message_that_comes_due_meanwhile(
         reply = run(script, *values, **options)
         if script is scripts.STATS:
             clock.advance(11)
-            other.move_due()
+            other.mover.step()
         return reply
 
     monkeypatch.setattr(broker.driver, "run", run_and_move)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import random
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -17,16 +18,20 @@ from pika import frame, spec
 from machinery_py.brokers.rabbitmq.fetch import Fetch
 from machinery_py.connections.rabbitmq.client import AmqpDriver
 from machinery_py.connections.rabbitmq.frames import (
+    ACK,
+    NACK,
+    OVERHEAD,
     AddressedMessage,
     DeliveryFields,
     Properties,
     Writer,
     acks,
     nacks,
+    read_confirm,
 )
-from machinery_py.connections.rabbitmq.io_thread import AmqpConnection, Channel
+from machinery_py.connections.rabbitmq.io_thread import AmqpConnection, AmqpConnectionLost, Channel
 from machinery_py.connections.rabbitmq.io_thread import resolve as fill
-from machinery_py.connections.rabbitmq.publisher import Batch, Confirmation, Confirms
+from machinery_py.connections.rabbitmq.publisher import Batch, Confirmation, Confirms, Publisher
 from machinery_py.testing.waiting import HANG
 from tests.support.proxy import REPLIES, Proxy
 from tests.support.servers import RabbitMQServer
@@ -148,13 +153,22 @@ def test_acknowledgements_are_those_that_pika_reads() -> None:
 # Confirms
 
 
+@given(st.integers(1, 2**63), st.booleans(), st.sampled_from([spec.Basic.Ack, spec.Basic.Nack]))
+def test_confirms_are_read_as_pika_reads_them(number: int, multiple: bool, kind: Any) -> None:
+    data = frame.Method(3, kind(delivery_tag=number, multiple=multiple)).marshal()
+    payload = data[OVERHEAD - 1 :]
+
+    assert payload.startswith((ACK, NACK)[kind is spec.Basic.Nack])
+    assert read_confirm(data, OVERHEAD - 1) == (number, multiple)
+
+
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=6), st.randoms(use_true_random=False))
 def test_each_publish_ends_as_confirmed_in_any_batching(
     sizes: list[int], rng: random.Random
 ) -> None:
     confirms, batches = (
         Confirms(),
-        [Batch([AddressedMessage("", "", b"", {})] * (2 * size)) for size in sizes],
+        [Batch(1, [AddressedMessage("", "", b"", {})] * (2 * size)) for size in sizes],
     )
     numbers: list[tuple[Batch, int]] = []
     for part in (0, 1):  # the chunks of several threads meet in the I/O thread
@@ -179,7 +193,7 @@ def test_each_publish_ends_as_confirmed_in_any_batching(
 
 
 def test_a_returned_message_stays_returned_when_its_confirm_comes() -> None:
-    confirms, batch = Confirms(), Batch([AddressedMessage("", "", b"", {})] * 3)
+    confirms, batch = Confirms(), Batch(1, [AddressedMessage("", "", b"", {})] * 3)
     confirms.wrote(batch, 0, 3)
 
     batch.note(1, 1, Confirmation.RETURNED)
@@ -190,7 +204,7 @@ def test_a_returned_message_stays_returned_when_its_confirm_comes() -> None:
 
 
 def test_batch_is_waited_for_while_the_server_answers() -> None:
-    batch = Batch([AddressedMessage("", "", b"", {})] * 2)
+    batch = Batch(1, [AddressedMessage("", "", b"", {})] * 2)
     batch.note(0, 0, Confirmation.CONFIRMED)
 
     assert not batch.wait(0.01)
@@ -354,3 +368,80 @@ def test_the_short_cut_is_taken_by_deliveries_to_subscribers(
     assert (type(method), type(properties)) == (DeliveryFields, Properties)
     assert (properties.message_id, body) == ("uuid", b"body")
     assert (method.redelivered, method.routing_key) == (False, "q")
+
+
+def test_the_short_cut_is_taken_by_confirms(
+    link: AmqpConnection, theirs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_pika = list[object]()
+    monkeypatch.setattr(Publisher, "_on_confirm", lambda _, method: by_pika.append(method))
+    publisher = Publisher(link, HANG)
+
+    ends = publisher.publish([AddressedMessage("", "q", b"body", {})] * 3).ends
+
+    assert (ends, by_pika) == ([Confirmation.CONFIRMED] * 3, [])
+
+
+def test_threads_that_write_more_than_the_socket_takes_write_whole_frames(
+    link: AmqpConnection, theirs: Any
+) -> None:
+    publisher, ends = Publisher(link, HANG), list[Confirmation]()
+
+    def publish(thread: int) -> None:
+        bodies = [bytes([thread]) * size for size in (10, 3_000_000, 10, 100_000)]
+        ends.extend(publisher.publish([AddressedMessage("", "q", one, {}) for one in bodies]).ends)
+
+    threads = [threading.Thread(target=publish, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANG)
+
+    assert ends == [Confirmation.CONFIRMED] * 24
+    found = [theirs.basic_get("q", auto_ack=True)[2] for _ in ends]
+    for number in range(6):
+        own = [body for body in found if body[0] == number]
+        assert [len(body) for body in own] == [10, 3_000_000, 10, 100_000]
+        assert all(body == bytes([number]) * len(body) for body in own)
+
+
+def test_connection_that_ends_while_threads_write_fails_each_batch(
+    link: AmqpConnection, theirs: Any
+) -> None:
+    publisher, begun = Publisher(link, HANG), threading.Barrier(5)
+    failures = list[Exception | None]()
+
+    def publish() -> None:
+        begun.wait(HANG)
+        while (batch := publisher.publish([AddressedMessage("", "q", b"x" * 5_000, {})])).is_over:
+            pass
+        failures.append(batch.failure)
+
+    threads = [threading.Thread(target=publish) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    begun.wait(HANG)
+    publisher.publish([AddressedMessage("", "q", b"", {})])
+    link.abort()
+    for thread in threads:
+        thread.join(HANG)
+
+    assert [type(one) for one in failures] == [AmqpConnectionLost] * 4
+
+
+def test_write_that_is_cut_off_ends_the_connection(
+    link: AmqpConnection, theirs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, write = Publisher(link, HANG), Channel.write
+
+    def cut_off(channel: Channel, pieces: Any) -> None:
+        write(channel, pieces)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Channel, "write", cut_off)
+        publisher.publish([AddressedMessage("", "q", b"body", {})])
+
+    later = publisher.publish([AddressedMessage("", "q", b"its number is not known", {})])
+    assert later.ends == [Confirmation.UNKNOWN]
+    assert not publisher.is_open

@@ -52,6 +52,23 @@ def driver(empty_redis: RedisServer) -> Iterator[RedisDriver]:
     driver.close()
 
 
+class Counting(StagedSteps):
+    """Notes what it stages."""
+
+    def stage(self, token: str, *args: Any, **more: Any) -> int:
+        self.staged = [*getattr(self, "staged", ()), token]
+        return super().stage(token, *args, **more)
+
+
+class FilledUp(StagedSteps):
+    """Finds Redis full when all is staged."""
+
+    def stage(self, *args: Any, **more: Any) -> int:
+        count = super().stage(*args, **more)
+        ask(self._driver, "CONFIG", "SET", "maxmemory", "1")
+        return count
+
+
 class Interrupted(StagedSteps):
     """Meets these commands of others when its submission is committed."""
 
@@ -109,6 +126,13 @@ def test_full_redis_refuses_what_is_not_committed(driver: RedisDriver) -> None:
     assert ask(driver, "DBSIZE") == 0
 
 
+def test_redis_that_is_full_at_the_commit_keeps_no_steps(driver: RedisDriver) -> None:
+    with pytest.raises(PublishRefused, match="memory"):
+        FilledUp(driver, 3600).submit(SUBMISSION)
+
+    assert ask(driver, "DBSIZE") == 0
+
+
 def test_name_refused_in_a_later_step_refuses_all(driver: RedisDriver) -> None:
     ask(driver, "SET", "jobs", "somebody else's")
     last = Message(uuid="last", name="add", queue="jobs", body=b"last")
@@ -159,6 +183,19 @@ def test_queue_limit_refuses_all_steps(driver: RedisDriver) -> None:
 
     assert waiting(driver) == BODIES
     assert ask(driver, "KEYS", "mpy:staged:*") == []
+
+
+def test_full_queue_refuses_before_anything_is_staged(driver: RedisDriver) -> None:
+    limited = msgspec.structs.replace(SUBMISSION, limits=[QueueLimit("mail", 6, 5)])
+    steps = Counting(driver, 3600)
+    steps.submit(limited)
+
+    with pytest.raises(QueueFull, match="mail"):
+        steps.submit(msgspec.structs.replace(limited, token="another"))
+
+    assert steps.staged == ["t"]
+    steps.submit(limited)  # a repeat of what was stored is not refused
+    assert waiting(driver) == BODIES
 
 
 def test_staged_steps_expire_and_are_staged_anew(driver: RedisDriver) -> None:

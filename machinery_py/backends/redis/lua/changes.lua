@@ -26,47 +26,12 @@
 -- large one, maintenance does that in steps.
 -- commit: writes it. note_states: writes the listings and the groups, once for all that a script
 -- has committed.
---! include connections/redis/lua/prelude.lua
+--! include backends/redis/lua/documents.lua
 
 local C, S
-local known, firing, fired, rates, done, open, arrived = {}, {}, {}, {}, {}, {}, {}
+local known, firing, fired, arrived = {}, {}, {}, {}
 local NONE = {}
-local function doc_key(uuid)
-  if #uuid > 2 then return uuid end
-  return 'mpy:k:{' .. uuid .. '}'
-end
-local function companion(uuid) return 'mpy:m:{' .. uuid .. '}' end
 local function life_key(uuid) return 'mpy:l:{' .. uuid .. '}' end
-local function cut(doc, before, after)
-  local _, from = string.find(doc, before, 1, true)
-  local to = from and string.find(doc, after, from + 1, true)
-  return to and string.sub(doc, from + 1, to - 1)
-end
-local function word_and_time(doc)
-  -- Searching plain texts takes a tenth of the time of a pattern. The last such field counts: results may hold others.
-  local _, word = string.find(doc, '"State":"', 1, true)
-  local _, last = string.find(doc, '"CreatedAt":"', -90, true)
-  if not word or not last then return string.match(doc, '"State":"(%u+)".*"CreatedAt":"([^"]*)"') end
-  repeat
-    local _, at = string.find(doc, '"CreatedAt":"', last, true)
-    last = at or last
-  until not at
-  return string.match(doc, '^%u+', word + 1), string.match(doc, '^[^"]*', last + 1)
-end
-local function unquoted(uuid)
-  if uuid == '%' then return '' end
-  return (string.gsub(string.gsub(string.gsub(uuid, '%%7D', '}'), '%%7B', '{'), '%%25', '%%'))
-end
-local function is_of(uuid, doc, head, after)
-  local at = #head + 1
-  if string.find(doc, uuid, at, true) == at and string.byte(doc, at + #uuid) == 34 and string.find(doc, head, 1, true) == 1 then
-    return true
-  end
-  -- JSON may write the same in another way, and a cluster quotes.
-  local stop = string.sub(doc, 1, #head) == head and string.find(doc, after, at, true)
-  local fine, read = pcall(cjson.decode, '[' .. string.sub(doc, at - 1, (stop or 0) - 1) .. ']')
-  return fine and (read[1] == uuid or read[1] == unquoted(uuid))
-end
 local function is_group(uuid, doc) return is_of(uuid, doc, '{"GroupUUID":"', ',"TaskUUIDs":') end
 local function group_doc(uuid)
   local key = doc_key(uuid)
@@ -76,11 +41,7 @@ local function group_doc(uuid)
   return doc
 end
 local function is_queue(uuid)
-  -- UUIDs as Go makes them, task_1a2b3c4d-…, are no names of queues; a pattern takes longer.
-  local size = #uuid
-  if size < 3 or ((size == 41 or size == 42) and string.byte(uuid, size - 36) == 95 and string.byte(uuid, size - 27) == 45) then
-    return false
-  end
+  if #uuid < 3 or is_made(uuid) then return false end
   if string.sub(uuid, 1, 4) == 'mpy:' or uuid == 'delayed_tasks' or uuid == 'TriggerChordMutex' then return true end
   local p = 'mpy:{' .. uuid .. '}:'
   return call('EXISTS', p .. 'n', p .. 'c', p .. 's') > 0
@@ -88,7 +49,7 @@ end
 local function row_of(key, m, doc, kept)
   local word, created
   if doc then word, created = word_and_time(doc) end
-  if not kept or string.sub(kept, 1, 6) == '0\n0\n\n\n\n' then
+  if not kept or string.sub(kept, 1, 7) == '0\n0\n\n\n\n' then
     return {key = key, m = m, run = 0, mark = '', epoch = '0', there = doc or kept, doc = doc, word = word, created = created,
             kept = kept}
   end
@@ -115,7 +76,7 @@ local function look(uuids)
       if not doc then
         missing[#missing + 1] = key
         if is_queue(uuid) then wrong = uuid .. ' is a queue, not a task' end
-      elseif not is_of(uuid, doc, '{"TaskUUID":"', ',"TaskName":') then
+      elseif not is_task(uuid, doc) then
         wrong = key .. ' holds a text, not task ' .. uuid
       end
       known[uuid] = row_of(key, keys[2 * i], doc, found[2 * i])
@@ -146,9 +107,7 @@ local function read(uuid)
 end
 local function follows(row, s)
   if not row.word then return true end
-  local run = S[s + $RUN]
-  if run < row.run then return false end
-  return string.find(run == row.run and $SAME or $LATER, ' ' .. row.word .. '>' .. S[s + $WORD] .. ' ', 1, true)
+  return may_follow(row.word, row.run, S[s + $WORD], S[s + $RUN])
 end
 local function named(head, doc)
   local name = cut(doc, '"TaskName":', ',"State":"')
@@ -179,7 +138,6 @@ local function merged(s, row, mark, force)
   return {state = s, key = row.key, m = row.m, run = run, mark = mark, epoch = row.epoch, there = true,
           doc = head .. created .. S[s + $TAIL], word = S[s + $WORD], created = created, kept = kept, sticky = sticky}
 end
-local function group_keys(uuid) return 'mpy:g:{' .. uuid .. '}', 'mpy:h:{' .. uuid .. '}' end
 local function has_fired(uuid)
   if fired[uuid] == nil then fired[uuid] = call('HGET', (group_keys(uuid)), 'fired') end
   return fired[uuid]
@@ -261,7 +219,7 @@ end
 local function write(row, force, held, expire)
   local s = row.state
   local uuid, word, kept = S[s], row.word, S[s + $KEPT]
-  local final = word == 'SUCCESS' or word == 'FAILURE'
+  local final = is_final(word)
   if force then
     try('ZREM', 'mpy:done', uuid)
     for i = #done, 1, -1 do
@@ -275,14 +233,11 @@ local function write(row, force, held, expire)
   call('SET', row.key, row.doc, 'EX', kept)
   call('SET', row.m, row.kept, 'EX', kept)
   if final then
-    done[#done + 1] = uuid
     local queue = S[s + $QUEUE]
     if queue == '' then queue = select(3, string.match(row.kept, $OURS)) end
-    local name = word .. queue
-    rates[name] = (rates[name] or 0) + 1
-    call('PUBLISH', row.m, '')
+    list_end(uuid, row.m, word, queue)
   else
-    open[#open + 1] = uuid
+    list_open(uuid)
   end
 end
 local function note_group(uuid, a, now)
@@ -302,29 +257,9 @@ local function note_group(uuid, a, now)
   end
 end
 local function note_states(now)
-  local rows_done, rows_open, over = {}, {}, {}
-  local stamp = int(now)
-  for i, uuid in ipairs(done) do
-    rows_done[2 * i - 1], rows_done[2 * i] = stamp, uuid
-    if #open > 0 then over[uuid] = true end
-  end
-  for _, uuid in ipairs(open) do
-    if not over[uuid] then
-      rows_open[#rows_open + 1] = stamp
-      rows_open[#rows_open + 1] = uuid
-    end
-  end
-  pcall(rows, 'ZREM', 'mpy:open', done)
-  pcall(rows, 'ZADD', 'mpy:done', rows_done)
-  pcall(rows, 'ZADD', 'mpy:open', rows_open)
-  if next(rates) then
-    local key = 'mpy:rate:' .. int(math.floor(now / 1000000))
-    local new = false
-    for name, count in pairs(rates) do new = try('HINCRBY', key, name, count) == count or new end
-    if new then call('EXPIRE', key, '$RATES') end
-  end
+  note_listings(now)
   for uuid, a in pairs(arrived) do note_group(uuid, a, now) end
-  done, open, rates, arrived = {}, {}, {}, {}
+  arrived = {}
 end
 local function arrive(a)
   local uuid, member = a[1], a[2]

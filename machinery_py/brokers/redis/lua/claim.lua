@@ -10,19 +10,17 @@
 --! include brokers/redis/lua/messages.lua
 
 local text, session, queues, limit, claim, lost, number, will_sleep, noted, apart, timed = unpack(unpacked)
-local now, to_wake, found, runs, count, with_notes, places, problems = now_of(text), {}, {}, 0, 0, {}, {}, {}
-local function reply() return '\221' .. struct.pack('>I4', runs) .. table.concat(found) end
+local now, to_wake, found, count, with_notes, places, problems = now_of(text), {}, {}, 0, {}, {}, {}
 local function report(index, receipt, fence, strikes, parks, level, wait, bodies, from, to)
   from, to = from or 1, to or #bodies
   if level > 255 then level = math.ceil(level / $FAIR) - 1 end
-  found[#found + 1] = '\152' .. cmsgpack.pack(places[index] - 1, receipt, fence, strikes, parks, level, wait or -1)
-    .. '\221' .. struct.pack('>I4', to - from + 1)
-  for i = from, to do
-    local body = bodies[i]
-    found[#found + 1] = bin_head(body)
-    found[#found + 1] = body
+  local part = bodies
+  if to - from + 1 < #bodies then
+    part = {}
+    for i = from, to do part[#part + 1] = bodies[i] end
   end
-  runs, count = runs + 1, count + to - from + 1
+  found[#found + 1] = {places[index] - 1, receipt, fence, strikes, parks, level, wait or -1, part}
+  count = count + #part
 end
 -- µs that each of these messages has waited, which were just taken from the list: since the last
 -- mark at its place or before. Marks of an empty list go: a Go program, which makes none, may fill
@@ -139,7 +137,7 @@ if not alive then
     call('DEL', q[2] .. 'i:' .. session)
     return_arrivals(q, arrived[index])
   end
-  return {0, -1, 1, to_wake, reply(), 0, problems}
+  return {0, -1, 1, to_wake, cmsgpack.pack(found), 0, problems}
 end
 for index, q in ipairs(queues) do
   if #lost > 0 then
@@ -211,4 +209,4 @@ if will_sleep and count == 0 then
     if (apart or index ~= blocking_queue) and not stopped[index] then try('SADD', q[2] .. 'w', number) end
   end
 end
-return {1, due_in(queues, now), revoked, to_wake, reply(), places[blocking_queue] or 0, problems}
+return {1, due_in(queues, now), revoked, to_wake, cmsgpack.pack(found), places[blocking_queue] or 0, problems}

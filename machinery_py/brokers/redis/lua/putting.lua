@@ -12,43 +12,12 @@
 -- place: puts a message on its list, or there: at the head with the turn that it has, else with the
 -- next one of its tenant. That is none that is over: a tenant waits for one turn of each other at most.
 --
--- give: puts bodies on a queue's list, at its head or tail, and marks when; the first that a queue
--- ever gets, that it is there. What comes back to an empty list has a mark only if none is left.
 -- check: raises, before anything is written, if a key that these messages come to is something
 -- else.
 -- put: stores messages; returns connections of blocked clients that must be woken.
---! include connections/redis/lua/prelude.lua
+--! include brokers/redis/lua/giving.lua
 
 local DELAYED = '$DELAYED'
-local function list_of(q, level)
-  if level > 0 then return q[2] .. 'p:' .. int(level) end
-  return q[1]
-end
-local function wake(q, set, count, to_wake)
-  for _, number in ipairs(try('SPOP', q[2] .. set, count) or {}) do to_wake[#to_wake + 1] = number end
-end
-local function give(q, level, bodies, at_head, now, to_wake)
-  local list, p = list_of(q, level), q[2]
-  local length
-  for i = 1, #bodies, 2000 do
-    length = call(at_head and 'LPUSH' or 'RPUSH', list, unpack(bodies, i, math.min(i + 1999, #bodies)))
-  end
-  if level > 0 then
-    try('SADD', 'mpy:queues', q[1])
-    call('ZADD', p .. 'l', level, int(level))
-    wake(q, 'v', #bodies, to_wake)
-  elseif not at_head then
-    local place, last = (try('INCRBY', p .. 'c', #bodies) or #bodies) - #bodies, nil
-    if place == 0 then try('SADD', 'mpy:queues', q[1]) end
-    if length == #bodies then call('DEL', p .. 'o') else last = try('LINDEX', p .. 'o', -1) end
-    if not last or now - tonumber(string.match(last, ' (%d+)') or 0) >= $EVERY then
-      if (try('RPUSH', p .. 'o', int(place) .. ' ' .. int(now)) or 0) > $MARKS then call('LPOP', p .. 'o') end
-    end
-  elseif length == #bodies and call('EXISTS', p .. 'o') == 0 then
-    try('RPUSH', p .. 'o', int((tonumber(try('GET', p .. 'c') or '') or 0) - length) .. ' ' .. int(now))
-  end
-  wake(q, 'w', #bodies, to_wake)
-end
 local function wrap(number, level, fence, strikes, parks, label, body)
   return table.concat({number, level, fence, strikes, parks, #label}, ' ') .. '\n' .. label .. body
 end

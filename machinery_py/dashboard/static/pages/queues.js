@@ -60,22 +60,27 @@ const LIMITS = [
   },
 ];
 
+/** Change a limit; without a name, that of a task whose name is typed. */
 function ChangeLimit({ limit, close, onDone }) {
+  const [name, setName] = useState(limit.name);
   const [value, setValue] = useState(limit.limit.split("=")[1]);
-  const change = () => post("limits/change", { name: limit.name, option: limit.option, value });
-  return html`<${Dialog} title=${`Change ${limit.option} of ${limit.name}`} close=${close}>
+  const change = () => post("limits/change", { name, option: limit.option, value });
+  return html`<${Dialog} title=${`Change ${limit.option} of ${limit.name || "a task"}`} close=${close}>
     <p>It counts for all workers from their next runs on, until it is reset.</p>
+    ${!limit.name &&
+    html`<label>Task <input value=${name}
+      onInput=${(event) => setName(event.target.value)} /></label>`}
     <label>${limit.option} <input value=${value}
       onInput=${(event) => setValue(event.target.value)} /></label>
     <footer>
       <button type="button" onClick=${close}>Cancel</button>
       <${Action} run=${change} onDone=${() => (onDone(), close())}
-        done=${`${limit.name}: ${limit.option}=${value}, from now on.`}>Change</${Action}>
+        done=${`${name}: ${limit.option}=${value}, from now on.`}>Change</${Action}>
     </footer>
   </${Dialog}>`;
 }
 
-/** The limits of tasks: those that the code sets can be changed, for all workers at once. */
+/** The limits of tasks: changed, for all workers at once. */
 function Limits() {
   const found = useData("limits", {}, 2);
   const mayChange = useMayChange();
@@ -91,8 +96,12 @@ function Limits() {
         onDone=${found.refresh} label=${`Reset ${one.name}`}
         done=${`The limits of the code count again for ${one.name}.`}>Reset</${Action}>`}`;
   };
-  if (!rows.length) return null;
+  if (!rows.length && !mayChange) return null;
+  const limitRate = (close) => html`<${ChangeLimit} close=${close} onDone=${found.refresh}
+    limit=${{ name: "", option: "rate", limit: "rate=5/s" }} />`;
   return html`<section><h2>Limits</h2>
+    ${mayChange &&
+    html`<p><button type="button" onClick=${() => openDialog(limitRate)}>Limit the rate of a task …</button></p>`}
     <${Table} label="Limits" rows=${rows}
       rowKey=${(one) => `${one.name} ${one.option} ${one.in_use} ${one.key}`}
       columns=${mayChange ? [...LIMITS, actions(buttons)] : LIMITS} />

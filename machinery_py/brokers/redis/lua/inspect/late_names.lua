@@ -1,5 +1,5 @@
--- In: start, size. Out: as `late_names`.
+-- In: now, start, size. Out: as `late_names`.
 --! include connections/redis/lua/prelude.lua
 --! include brokers/redis/lua/inspect/late_count.lua
 
-return late_names(unpacked[1], unpacked[2])
+return late_names(unpacked[2], unpacked[3], now_of(unpacked[1]))

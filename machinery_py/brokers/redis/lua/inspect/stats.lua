@@ -36,4 +36,4 @@ for i, q in ipairs(queues) do
   lines[i] = fine and line or {}
   if not fine then problems[#problems + 1] = words(line) end
 end
-return {lines, to_wake, late_names(0, unpacked[3]), problems}
+return {lines, to_wake, late_names(0, unpacked[3], now), problems}

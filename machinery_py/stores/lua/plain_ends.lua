@@ -1,0 +1,68 @@
+-- Settlements in the plain case: of deliveries that are held here, of tasks that have ended alone:
+-- nothing follows, nothing waits for them, and their states may end like this. These are written;
+-- all others are left in `rest`, as they were in `ends`, to settle.lua, which is the whole truth.
+-- `letters` has an "s" at the places of the first, and "" at those of the others.
+--
+-- It takes what it needs apart by itself, since the strings that the rest makes are what costs: Redis
+-- hashes every byte of a string that Lua sees.
+--! include backends/redis/lua/documents.lua
+
+local letters, rest = {}, {}
+do
+  local text, _, session, queues, ends, _, C, S = unpack(unpacked)
+  local keys, places, seen, gone = {}, {}, {}, {}
+  for at = 1, #ends, 5 do
+    local c, q = ends[at + 3], queues[ends[at] + 1]
+    local s = c > 0 and C[c + $FIRST]
+    local uuid = s and S[s]
+    local plain = s and ends[at + 2] == 'done' and not ends[at + 4] and not C[c + $GROUPS] and not C[c + $ARRIVALS]
+      and C[c + $LAST] == s + $STATE - 1 and C[c] == uuid and is_final(S[s + $WORD]) and S[s + $NAMED] and S[s + $WHOLE]
+      and not seen[uuid] and #places < 1000
+    if uuid then seen[uuid] = true end
+    letters[(at + 4) / 5] = ''
+    if plain and call('HEXISTS', q[2] .. 'f:' .. session, ends[at + 1]) == 1 then
+      places[#places + 1] = at
+      keys[#keys + 1] = doc_key(uuid)
+      keys[#keys + 1] = companion(uuid)
+    end
+  end
+  local found = #keys > 0 and call('MGET', unpack(keys)) or {}
+  for i, at in ipairs(places) do
+    local c = ends[at + 3]
+    local s, doc, kept = C[c + $FIRST], found[2 * i - 1], found[2 * i]
+    local run, epoch, progress = '0', '0', ''
+    if kept and string.sub(kept, 1, 7) ~= '0\n0\n\n\n\n' then
+      run, epoch, progress = string.match(kept, '^(%d+)\n(%d+)\n[^\n]*\n[^\n]*\n([^\n]?)')
+    end
+    if doc and kept and progress == '' and is_task(S[s], doc) then
+      local word, created = word_and_time(doc)
+      if word and may_follow(word, tonumber(run), S[s + $WORD], S[s + $RUN]) then
+        if created == '0001-01-01T00:00:00Z' then created = S[s + $CREATED] end
+        local q, run = queues[ends[at] + 1], S[s + $RUN]
+        gone[q] = gone[q] or {}
+        table.insert(gone[q], ends[at + 1])
+        run = run == 0 and '0' or int(run)
+        found[2 * i - 1] = S[s + $HEAD] .. created .. S[s + $TAIL]
+        found[2 * i] = run .. '\n' .. epoch .. '\n' .. C[c + $MARK] .. '\n' .. S[s + $LINES]
+        letters[(at + 4) / 5] = 's'
+      end
+    end
+  end
+  -- First what makes room: a full Redis allows it, and then lets the rest pass.
+  for q, receipts in pairs(gone) do rows('HDEL', q[2] .. 'f:' .. session, receipts) end
+  for i, at in ipairs(places) do
+    if letters[(at + 4) / 5] == 's' then
+      local s = C[ends[at + 3] + $FIRST]
+      call('SET', keys[2 * i - 1], found[2 * i - 1], 'EX', S[s + $KEPT])
+      call('SET', keys[2 * i], found[2 * i], 'EX', S[s + $KEPT])
+      list_end(S[s], keys[2 * i], S[s + $WORD], S[s + $QUEUE])
+    end
+  end
+  if #done > 0 then note_listings(now_of(text)) end
+  for at = 1, #ends, 5 do
+    if letters[(at + 4) / 5] == '' then
+      for i = at, at + 4 do rest[#rest + 1] = ends[i] end
+    end
+  end
+  if #rest == 0 and #unpacked[6] == 0 then return {table.concat(letters), {}} end
+end
