@@ -114,6 +114,8 @@ ALSO = {
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "fleet" in metafunc.fixturenames:
         fleets = FLEETS if FULL else BRIEF + ALSO.get(metafunc.module.__name__, [])
+        if metafunc.module.__name__ == "tests.interop.test_workflows":
+            fleets = [(stores, one) for stores, one in fleets if stores == "redis+redis"]
         metafunc.parametrize("fleet", fleets, ids="-".join, indirect=True)
 
 

@@ -14,6 +14,7 @@ carried out and its reply is lost.
 from __future__ import annotations
 
 import datetime as dt
+import math
 import os
 import signal
 import sys
@@ -23,16 +24,20 @@ from typing import Any
 
 from pymongo import monitoring
 
-from machinery_py import Replace, Server, State, chord, group
+from machinery_py import Config, Replace, Server, State, chord, group
 from machinery_py.backends.base import Amendment, Verdict
 from machinery_py.brokers.base import Delivery, Message
+from machinery_py.brokers.putting import PutsAhead, Putting
 from machinery_py.stores import redis_steps
 from machinery_py.stores.base import Firing, Mark, Session, Settlement, Store, Submission
 from machinery_py.stores.outbox import TwoStores
 
 server = Server(
-    broker=os.environ.get("CRASH_BROKER", "memory://"),
-    result_backend=os.environ.get("CRASH_BACKEND", "memory://"),
+    Config(
+        broker=os.environ.get("CRASH_BROKER", "memory://"),
+        result_backend=os.environ.get("CRASH_BACKEND", "memory://"),
+        lease=float(os.environ.get("CRASH_LEASE", "10")),
+    )
 )
 
 
@@ -169,6 +174,10 @@ TWO_STORE_POINTS = ("after-put", "after-clear")
 PUT_POINTS = ("before-put", "behind-put")
 
 
+#: Of a sender whose message and state are on their way at once: the state is not written; it is.
+AHEAD_POINTS = ("behind-message", "behind-state")
+
+
 #: Of a sender to Redis that submits in steps of two messages: one is staged, all of them are, they
 #: are committed, and one is carried out.
 STAGED_POINTS = ("after-stage", "after-staged", "after-commit", "after-carry")
@@ -245,6 +254,8 @@ class KillingStore(Store):
             store.broker.put = around("before-put", store.broker.put, "behind-put")  # type: ignore[method-assign]
             store.broker.bury = around("before-bury", store.broker.bury, "after-bury")  # type: ignore[method-assign]
             store._apply_failure = around("", store._apply_failure, "after-failure")  # type: ignore[method-assign]
+            if killer.point in AHEAD_POINTS:
+                kill_ahead(store)
 
         if killer.point in STAGED_POINTS:
             steps = store._steps  # type: ignore[attr-defined]
@@ -303,6 +314,23 @@ def around(before: str, step: Callable[..., Any], after: str) -> Callable[..., A
         return done
 
     return run
+
+
+def kill_ahead(store: TwoStores) -> None:
+    """Send the first task as a later one; let the killer in when its message is stored, or both."""
+    sender, broker = store._submitter, store.broker
+    assert isinstance(broker, PutsAhead)
+    begin_put = broker.begin_put
+
+    def confirmed(*what: Any, **options: Any) -> Putting:
+        putting = begin_put(*what, **options)
+        putting.wait()
+        killer.reach("behind-message")
+        return putting
+
+    broker.begin_put = confirmed  # type: ignore[method-assign]
+    sender._stored_at = math.inf
+    sender._store_states = around("", sender._store_states, "behind-state")  # type: ignore[method-assign]
 
 
 def after_scripts(run: Callable[..., Any]) -> Callable[..., Any]:

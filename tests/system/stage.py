@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import functools
 import os
 import pathlib
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from machinery_py import Config, Server, State, Task
+from machinery_py import Config, Server, State
 from machinery_py.brokers.base import QueueStats
 from machinery_py.connections.mongodb.client import MongoDriver
 from machinery_py.connections.redis.client import RedisDriver
@@ -64,9 +65,14 @@ def url_of(kind: str, file: pathlib.Path, request: pytest.FixtureRequest) -> str
 class Stage:
     """The files of one cell, and the processes that use them.
 
+    Attributes:
+        program: the module whose processes are killed.
+
     Args:
         stores: one store, or a broker and a result backend with a plus between.
     """
+
+    program = "tests.system.crashing"
 
     def __init__(
         self, stores: str, folder: pathlib.Path, request: pytest.FixtureRequest, python: WarmPython
@@ -80,9 +86,9 @@ class Stage:
         self._python = python
 
     def run(self, command: str, *words: str) -> subprocess.CompletedProcess[str]:
-        """Run crashing.py in a process of its own until it ends, or is killed."""
+        """Run the program in a process of its own until it ends, or is killed."""
         return self._python.run(
-            "tests.system.crashing",
+            self.program,
             command,
             *words,
             environment={
@@ -126,8 +132,8 @@ def survivor(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("CRASH_LEDGER", str(stage.ledger))
     server = Server(Config(broker=stage.broker, result_backend=stage.backend, lease=stage.lease))
     for task in crashing.server.app.registry:
-        copied = Task(task.name, task.function, {}, server)
-        copied.settings = task.settings
+        copied = copy.copy(task)
+        copied._sender = server
         server.app.registry.add(copied)
     yield server
     server.close()

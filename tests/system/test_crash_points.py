@@ -18,6 +18,7 @@ import pytest
 from machinery_py import Server, State
 from tests.system import crashing
 from tests.system.crashing import (
+    AHEAD_POINTS,
     CLUSTER_POINTS,
     PUT_POINTS,
     REFUSAL_POINTS,
@@ -266,6 +267,9 @@ FEW_SENDS = (
         for stores, point in zip(BESIDE_AMQP, itertools.cycle(SENDER_POINTS))
     ),
     *itertools.product(("redis",), STAGED_POINTS, ("group", "chord")),
+    *itertools.product(("amqp+redis",), AHEAD_POINTS, ("task", "chain")),
+    ("amqp+sqlite", "behind-message", "task"),
+    ("amqp", "behind-message", "task"),
     *(("mongodb", f"write-{write}", "chord") for write in ("1-after", "3-before", "5-before")),
     ("mongodb+redis", "write-1-after", "chord"),
     ("amqp+mongodb", "write-2-before", "chord"),
@@ -276,6 +280,7 @@ def all_sends() -> Iterator[Cell]:
     yield from FEW_SENDS
     stores = ("sqlite+memcached", "amqp", *BESIDE_AMQP)
     yield from itertools.product(stores, SENDER_POINTS, ("task", "chain", "chord"))
+    yield from itertools.product(("amqp", *BESIDE_AMQP), AHEAD_POINTS, ("task", "chain", "delayed"))
     for when in ("before", "after"):
         for number in range(1, 9):
             yield "mongodb", f"write-{number}-{when}", "chord"
@@ -295,10 +300,11 @@ def test_killed_sender_has_sent_all_or_nothing(
     calls = stage.calls()
     killed = bool(calls.pop("killed", 0))
     assert sender.returncode == (-9 if killed else 0), sender.stderr
-    if point in (*SENDER_POINTS, *STAGED_POINTS):
+    if point in (*SENDER_POINTS, *STAGED_POINTS, *AHEAD_POINTS):
         assert killed
     if not calls:
-        assert killed and point not in ("after-submit", "after-commit", "after-carry")
+        assert killed
+        assert point not in ("after-submit", "after-commit", "after-carry", "behind-message")
     else:
         assert point not in ("before-submit", "after-stage", "after-staged")
         assert calls == EXPECTED[shape]
