@@ -1,8 +1,12 @@
-"""`python -m benchmarks`: measure, show progress, and print a table."""
+"""`python -m benchmarks`: measure, show progress, and print a table.
+
+`python -m benchmarks ceiling` and `python -m benchmarks growth` are commands of their own.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -143,8 +147,13 @@ def amount(value: float) -> str:
 
 
 def main() -> int:
+    if sys.argv[1:2] in (["ceiling"], ["growth"]):
+        command = importlib.import_module(f"benchmarks.{sys.argv[1]}")
+        return int(command.main(sys.argv[2:]))
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description="Measures machinery_py."
+        prog="python -m benchmarks",
+        description="Measures machinery_py. `ceiling` and `growth` are commands of their own, "
+        "with a --help of their own.",
     )
     parser.add_argument(
         "--url",

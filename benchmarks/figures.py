@@ -54,9 +54,11 @@ MEASUREMENTS: Sequence[Measurement] = (
     Measurement(
         name="importing",
         schemes=(),
-        sizes=(9, 3),
+        sizes=(20, 3),
         figures=[
-            Figure(name="import", what="import machinery_py", unit="ms", targets={"": 60.0}),
+            Figure(name="import", what="import machinery_py, CPU", unit="ms", targets={"": 60.0}),
+            Figure(name="import Server", what="from machinery_py import Server", unit="ms"),
+            Figure(name="import msgspec", what="import msgspec", unit="ms"),
             Figure(name="python", what="python alone, start to end", unit="ms"),
         ],
     ),
@@ -282,6 +284,49 @@ MEASUREMENTS: Sequence[Measurement] = (
         ],
     ),
     Measurement(
+        name="huge_chord",
+        schemes=("redis",),
+        sizes=(100_000, 300),
+        figures=[
+            Figure(name="huge chord", what="chord of {n:,}", unit="s", targets={"": 12.0}),
+            Figure(
+                name="longest script", what="… the longest script", unit="ms", targets={"": 100.0}
+            ),
+        ],
+    ),
+    Measurement(
+        name="limited",
+        schemes=("redis",),
+        sizes=(100_000, 500),
+        figures=[
+            Figure(
+                name="limited",
+                what="run {n:,} tasks of 1,000 keys at 10/s each, two processes",
+                unit=PER_SECOND,
+                more_is_better=True,
+                targets={"": 2000.0},
+            ),
+            Figure(name="cpu of limited", what="… worker CPU for each", unit="µs"),
+        ],
+    ),
+    Measurement(
+        name="burst",
+        schemes=("redis",),
+        sizes=(100_000, 300),
+        figures=[
+            Figure(
+                name="burst",
+                what="{n:,} tasks due in one second: until all are claimed",
+                unit="s",
+                targets={"": 4.0},
+            ),
+            Figure(
+                name="fresh", what="… send to result of a fresh task meanwhile, median", unit="s"
+            ),
+            Figure(name="fresh most", what="… the slowest of these", unit="s", targets={"": 0.3}),
+        ],
+    ),
+    Measurement(
         name="idle",
         sizes=(5, 1),
         figures=[
@@ -309,6 +354,7 @@ BASELINES: Sequence[tuple[str, str]] = (
     ("send", "pymongo send"),
     ("drain", "pymongo drain"),
     ("drain with events", "drain without events"),
+    ("import Server", "import msgspec"),
     ("cpu with events", "cpu without events"),
 )
 

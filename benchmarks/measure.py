@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -21,9 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import raw_mongo
+from benchmarks.large import burst, huge_chord
+from benchmarks.limits import helper_limited, limited
 from benchmarks.raw_sqlite import RawSender, drain_raw
 from benchmarks.workers import (
     THREADS,
+    helper_alone,
     helper_drain,
     helper_logged,
     helper_metrics,
@@ -51,28 +55,29 @@ TURNS = 3  # of a drain with events and one without
 BLOCKS = 20  # turns in which sends of the library and bare ones alternate
 
 
+IMPORTS = {  # what a fresh Python runs, by figure
+    "python": "",
+    "import": "import machinery_py",
+    "import Server": "from machinery_py import Server",
+    "import msgspec": "import msgspec",
+}
+
+
 def importing(_url: str, count: int) -> Figures:
-    timed = (
-        "import time; t = time.perf_counter(); import machinery_py; print(time.perf_counter() - t)"
-    )
+    """Measure the CPU of fresh processes, one of each in turns; imports without Python's own."""
 
-    def seconds() -> float:
-        return float(
-            subprocess.run(
-                [sys.executable, "-c", timed], capture_output=True, text=True, check=True
-            ).stdout
-        )
+    def seconds(program: str) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", program], check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    def bare() -> float:
-        began = time.perf_counter()
-        subprocess.run([sys.executable, "-c", ""], check=True)
-        return time.perf_counter() - began
-
-    seconds()  # writes the bytecode
-    return {
-        "import": 1000 * min(seconds() for _ in range(count)),
-        "python": 1000 * min(bare() for _ in range(count)),
-    }
+    for program in IMPORTS.values():
+        seconds(program)  # writes the bytecode
+    taken = [{name: seconds(program) for name, program in IMPORTS.items()} for _ in range(count)]
+    medians = {name: 1000 * statistics.median(one[name] for one in taken) for name in IMPORTS}
+    python = medians["python"]
+    return {name: value - (name != "python") * python for name, value in medians.items()}
 
 
 def send_one(url: str, count: int) -> Figures:
@@ -406,12 +411,17 @@ COMMANDS: dict[str, Callable[[str, int], Figures]] = {
         chord,
         large_chord,
         delayed,
+        huge_chord,
+        burst,
+        limited,
         idle,
         starting,
+        helper_alone,
         helper_drain,
         helper_logged,
         helper_metrics,
         helper_serve,
+        helper_limited,
     )
 }
 

@@ -2,9 +2,9 @@
 
 It also runs in the environments of the others, so it needs the standard library alone.
 
-`send.py one|bulk|check|latency COUNT FILE` prints one line of JSON; FILE keeps the ids between
-`one` and `check`. `drain.py PROCESSES` says "ready" when everything is imported, and becomes a
-worker when its standard input has a line.
+`send.py one|bulk|check|latency|chain|chord COUNT FILE` prints one line of JSON; FILE keeps the ids
+between `one` and `check`. `drain.py PROCESSES` says "ready" when everything is imported, and
+becomes a worker when its standard input has a line.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ WAIT = 30.0  # seconds for any one result
 CHUNK = 1000  # sent or looked at in one step
 
 Send = Callable[[Sequence[int]], Sequence[str]]  # numbers → ids
+Workflow = Callable[[int], object]  # how many tasks → its result
 
 
 def run(
@@ -34,6 +35,8 @@ def run(
     bulk: Send | None,
     results: Callable[[Sequence[str]], Sequence[object]],
     latency: Callable[[Sequence[int]], Sequence[float]],
+    chain: Workflow | None = None,
+    chord: Workflow | None = None,
 ) -> None:
     """Do what the arguments of the process say.
 
@@ -43,6 +46,8 @@ def run(
         results: those of the ids, in their order.
         latency: calls for one number after the other, waits for each result, and returns the
             seconds that each took.
+        chain: sends so many tasks, each of which adds one to the result of the last, from 0 on.
+        chord: sends a task for each number below this one, and one that adds their results.
     """
     action, size, name = sys.argv[1:]
     count, file = int(size), Path(name)
@@ -66,9 +71,17 @@ def run(
                 - len(part)
             )
         answer = {"wrong": wrong, "checked": len(ids)}
-    else:
+    elif action == "latency":
         latency(range(WARM))
         answer = {"seconds": list(latency(range(count)))}
+    else:
+        assert chain is not None and chord is not None
+        workflow = chain if action == "chain" else chord
+        workflow(WARM)
+        began = time.perf_counter()
+        found = workflow(count)
+        answer = {"seconds": time.perf_counter() - began}
+        expect(found, count if action == "chain" else sum(range(count)))
     print(json.dumps(answer), flush=True)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import Figure
-from benchmarks.peers.rounds import Figures
+from benchmarks.peers.rounds import CHAIN, CHORD, Figures
 from benchmarks.peers.systems import BY_NAME, OURS
 
 FIGURES: Sequence[Figure] = (
@@ -21,9 +21,16 @@ FIGURES: Sequence[Figure] = (
     Figure(name="cpu", what="worker CPU a task", unit="µs"),
     Figure(name="latency", what="send to result, median", unit="ms"),
     Figure(name="p99", what="send to result, p99", unit="ms"),
+    Figure(name="chain", what=f"chain of {CHAIN:,}", unit="s"),
+    Figure(name="chord", what=f"chord of {CHORD:,}", unit="s"),
     Figure(name="commands", what="Redis commands a task", unit=""),
     Figure(name="reads", what="Redis socket reads a task", unit=""),
-    Figure(name="redis cpu", what="Redis CPU a task", unit="µs"),
+    Figure(name="redis cpu", what="Redis CPU a task while draining", unit="µs"),
+    Figure(name="scripts", what="… of it in scripts", unit="µs"),
+    Figure(name="send redis cpu", what="Redis CPU for one send", unit="µs"),
+    Figure(name="send scripts", what="… of it in scripts", unit="µs"),
+    Figure(name="bulk redis cpu", what="Redis CPU a task sent in bulk", unit="µs"),
+    Figure(name="bytes", what="bytes in Redis a queued task", unit=""),
     Figure(name="rabbitmq cpu", what="RabbitMQ CPU a task", unit="µs"),
 )
 
@@ -128,4 +135,6 @@ def table(results: Results) -> list[str]:
 
 
 def amount(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"

@@ -1,4 +1,7 @@
-"""One round of one system: send, drain by one process, send in bulk, drain by two, latency."""
+"""One round of one system: send, drain by one process, send in bulk, drain by two, latency.
+
+At the end a chain and a chord, where the system has them.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,8 @@ STARTED = (
     0.1  # of the tasks are done when the clock starts: until then workers connect, fork, warm up
 )
 LOOKS = 20  # that show what a look costs
+CHAIN, CHORD = 100, 1000  # tasks
+SCRIPTS = ("cmdstat_eval", "cmdstat_evalsha", "cmdstat_fcall")
 
 VHOST = """rabbit_vhost:delete(<<"{before}">>, <<"bench">>),
     rabbit_vhost:add(<<"{name}">>, <<"bench">>),
@@ -57,38 +62,64 @@ class Bench:
         self.url = redis.url.rpartition("/")[0]
         self.probe = Probe(self.url, rabbit)
         self._vhosts = 0
-        self._file = folder / "ids.json"
+        self.file = folder / "ids.json"
         self._pause = threading.Event()
 
     def round(self, system: System, count: int, *, calls: int = LATENCY_CALLS) -> Figures:
         """Raises RoundFailed when anything was not right."""
         figures: Figures = {}
         for processes in (1, 2):
-            self._clear()
+            self.clear()
             action = "bulk" if processes == 2 and system.bulk else "one"
-            sent = float(ask(system, self.servers, action, count, self._file)["rate"])
+            sent = self._send(system, action, count)
             if processes == 1 or system.bulk:
-                figures["send" if action == "one" else "bulk"] = sent
+                figures |= sent
             left = system.left(self.probe)
             if left != count:
                 raise RoundFailed(
                     f"{system.name}: {left:,} messages wait after sending, not {count:,}"
                 )
             figures |= self._drain(system, count, processes)
-            checked = ask(system, self.servers, "check", count, self._file)
+            checked = ask(system, self.servers, "check", count, self.file)
             if checked != {"wrong": 0, "checked": count}:
                 raise RoundFailed(f"{system.name}: results: {checked}")
-        self._clear()
+        self.clear()
         with workers(system, self.servers, 1, latency=True):
             taken = sorted(
                 cast(
                     "list[float]",
-                    ask(system, self.servers, "latency", calls, self._file)["seconds"],
+                    ask(system, self.servers, "latency", calls, self.file)["seconds"],
                 )
             )
+            if system.workflows:
+                # No larger than the round itself, which may be a short one.
+                for action, size in (("chain", CHAIN), ("chord", min(CHORD, count))):
+                    answer = ask(system, self.servers, action, size, self.file)
+                    figures[action] = float(answer["seconds"])
         figures["latency"] = 1000 * statistics.median(taken)
         figures["p99"] = 1000 * taken[math.ceil(len(taken) * 0.99) - 1]
         return figures
+
+    def _send(self, system: System, action: str, count: int) -> Figures:
+        before, memory = self._server(), self._memory()
+        rate = float(ask(system, self.servers, action, count, self.file)["rate"])
+        after = self._server()
+        used = {name: (after[name] - before[name]) / count for name in ("redis cpu", "scripts")}
+        if action == "bulk":
+            return {"bulk": rate, "bulk redis cpu": used["redis cpu"]}
+        figures = {
+            "send": rate,
+            "send redis cpu": used["redis cpu"],
+            "send scripts": used["scripts"],
+        }
+        if self.rabbit is None:
+            figures["bytes"] = (self._memory() - memory) / count
+        return figures
+
+    def _memory(self) -> float:
+        """Return the bytes that Redis uses for keys."""
+        facts = self.probe.ask("INFO", "memory")
+        return float(facts["used_memory"] - facts["mem_clients_normal"] - facts["mem_aof_buffer"])
 
     @property
     def servers(self) -> dict[str, str]:
@@ -147,6 +178,10 @@ class Bench:
                 )
             self._pause.wait(POLL)
 
+    def wait_done(self, running: Workers, count: int) -> None:
+        self._wait(running, count, count)
+        self._wait_acknowledged(running)
+
     def _wait_acknowledged(self, running: Workers) -> None:
         deadline = time.monotonic() + 10.0
         while left := running.system.left(self.probe):
@@ -164,7 +199,10 @@ class Bench:
         return {name: (after[name] - before[name]) / LOOKS for name in after}
 
     def _server(self) -> dict[str, float]:
-        """Return the counters of Redis: commands, also in scripts; socket reads; its CPU in µs."""
+        """Return counters of Redis: commands, also in scripts; socket reads; its CPU in µs.
+
+        `scripts` is the time in µs that scripts took, with the commands that they call.
+        """
         counts = self.probe.ask("INFO", "commandstats")
         rabbit = {} if self.rabbit is None else {"rabbitmq cpu": 1e6 * _cpu(self.rabbit.pid)}
         commands = sum(
@@ -173,12 +211,13 @@ class Bench:
         facts = {**self.probe.ask("INFO", "stats"), **self.probe.ask("INFO", "cpu")}
         return {
             "commands": commands,
+            "scripts": float(sum(counts[name]["usec"] for name in SCRIPTS if name in counts)),
             "reads": facts["total_reads_processed"],
             "redis cpu": 1e6 * (facts["used_cpu_sys"] + facts["used_cpu_user"]),
             **rabbit,
         }
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
         """An empty server, with an empty file behind it."""
         self.probe.ask("FLUSHALL")
         if self.rabbit is not None:

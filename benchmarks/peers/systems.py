@@ -66,6 +66,12 @@ class Probe:
             for stats in self._server.broker.stats()
         )
 
+    def ceiling(self) -> int:
+        workers = self.ask("SMEMBERS", "ceiling:workers")
+        held = sum(int(self.ask("HLEN", f"ceiling:held:{worker}")) for worker in workers)
+        arrived = sum(int(self.ask("LLEN", f"ceiling:arrivals:{worker}")) for worker in workers)
+        return int(self.ask("LLEN", "ceiling")) + held + arrived
+
     def close(self) -> None:
         self._queue.close()
         self._results.close()
@@ -81,6 +87,7 @@ class System:
         stored: how many results there are; None: as many as messages are gone.
         copies: two processes are two workers, not one worker with two.
         bulk: it can send many at once.
+        workflows: its script knows chains and chords, and they are measured.
         make: what has to be built before; raises when it cannot be.
         share: of the tasks that are asked for; a slow one shows its speed with fewer.
         scripts: the folder of its scripts, if that is not its name.
@@ -95,6 +102,7 @@ class System:
     stored: Callable[[Probe], int] | None = None
     copies: bool = True
     bulk: bool = False
+    workflows: bool = False
     share: float = 1.0
     make: Callable[[], object] | None = None
     scripts: str = ""
@@ -127,6 +135,7 @@ SYSTEMS: Sequence[System] = (
         left=Probe.machinery,
         copies=False,
         bulk=True,
+        workflows=True,
         note="`machinery worker` as shipped (four threads in a process); "
         "acknowledged with the result, in one step",
     ),
@@ -138,6 +147,14 @@ SYSTEMS: Sequence[System] = (
         note="redis-py without a library: about the same commands for a task in the same batches, "
         "one thread, nothing that is safe: **a batch is lost** with a worker that dies "
         "between taking it and noting that",
+    ),
+    System(
+        name="ceiling",
+        left=Probe.ceiling,
+        bulk=True,
+        workflows=True,
+        note="a prototype of one file: a task is run at least once and PENDING and SUCCESS are "
+        "stored; no errors, retries, delays, priorities, pauses, repeats after a lost reply",
     ),
     System(
         name="gomachinery",

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import ceiling, growth
 from tests.support import private_mongo
 from tests.support.servers import RabbitMQServer, RedisServer, require
 
@@ -47,7 +48,8 @@ def test_a_quick_run_measures_every_figure_on_memory_and_sqlite(tmp_path: Path) 
     costs = {"cost of the log", "cost of metrics"}  # of so few tasks they may be below 0
     of_processes = {"drain by two", "ready", "drain logged", "drain with metrics", *costs}
     assert memory.keys() | of_processes | {"raw send", "raw drain"} == sqlite.keys()
-    assert report["figures"][""]["import"] > 0
+    assert report["figures"][""].keys() == {"python", "import", "import Server", "import msgspec"}
+    assert report["figures"][""]["python"] > 0
     assert all(
         value > 0
         for name, value in (*memory.items(), *sqlite.items())
@@ -126,6 +128,65 @@ def test_messages_in_rabbitmq_are_measured_beside_bare_pika(tmp_path: Path) -> N
     figures = report["figures"][url]
     assert figures.keys() == {"publish", "raw publish", "drain", "cpu per task", "commits"}
     assert all(value > 0 for value in figures.values())
+
+
+def test_the_prototype_is_measured_in_the_same_rounds_with_its_scripts() -> None:
+    require(RedisServer)
+
+    done = run("benchmarks", "ceiling", "--quick", "--json")
+
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert report["failures"] == [], done.stderr
+    assert report["rounds"]["rounds"].keys() == {"machinery", "ceiling"}
+    for rounds in report["rounds"]["rounds"].values():
+        # So few tasks may take less CPU than the kernel counts.
+        assert all(rounds[0][figure] > 0 for figure in ceiling.WANTED if figure != "cpu")
+    for system in ("machinery", "ceiling"):
+        names = {name for step, name, *_ in report["calls"][system] if step == "one"}
+        assert any(name.endswith(".lua") for name in names)
+    assert report["large"].keys() == {
+        *("huge chord", "longest script"),
+        *("burst", "fresh", "fresh most"),
+    }
+
+
+def test_the_ratio_to_the_prototype_is_of_the_same_round() -> None:
+    results = {
+        "machinery": {1: {"drain": 300.0, "cpu": 20.0}, 2: {"drain": 200.0}},
+        "ceiling": {1: {"drain": 600.0, "cpu": 10.0}, 2: {"drain": 200.0}, 3: {"drain": 1.0}},
+    }
+
+    lines = "\n".join(ceiling.wanted_table(results))
+
+    assert ceiling.ratios(results, "drain") == [0.5, 1.0]
+    assert "| 250 | 200 | 0.75 (0.50 to 1.00) | ≥ 0.6 |" in lines
+    assert "| 20.0 | 10.0 | 2.00 (2.00 to 2.00) | ≤ 1.6 **missed** |" in lines
+
+
+def test_growth_is_measured_at_each_point() -> None:
+    require(RedisServer)
+    names = ("queues", "workers")  # of five; the others go the same way
+
+    done = run("benchmarks", "growth", "--only", *names, "--quick", "--rounds", "1", "--json")
+
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert report.keys() == set(names)
+    for name in names:
+        axis = growth.AXES[name]
+        assert [int(point) for point in report[name]] == list(axis.quick)
+        for [figures] in report[name].values():
+            assert figures.keys() == set(axis.figures)
+            assert all(value > 0 for value in figures.values())
+
+
+def test_growth_is_that_from_the_first_point_in_the_same_round() -> None:
+    axis = growth.Axis(growth.threads, (1, 10), (1, 2), ("send",))
+    found = {1: [{"send": 10.0}, {"send": 20.0}], 10: [{"send": 20.0}, {"send": 22.0}]}
+
+    [_head, _line, row] = growth.rows(axis, found)
+
+    assert row == "| send, sender | 15.0 | 21.0 | 1.55 (1.10 to 2.00) **not flat** |"
 
 
 def test_the_profile_charges_each_role_of_a_worker() -> None:

@@ -10,3 +10,13 @@ server = Server()
 @server.task
 def noop(number: int) -> int:
     return number
+
+
+@server.task
+def increase(number: int) -> int:
+    return number + 1
+
+
+@server.task
+def total(numbers: list[int]) -> int:
+    return sum(numbers)

@@ -6,7 +6,9 @@ import time
 from collections.abc import Sequence
 
 from benchmarks.peers.driving import CHUNK, WAIT, expect, run
-from benchmarks.peers.machinery.app import noop, server
+from benchmarks.peers.machinery.app import increase, noop, server, total
+from machinery_py import chain as chain_of
+from machinery_py import chord as chord_of
 from machinery_py import group
 
 STEP = 5 * CHUNK
@@ -43,4 +45,14 @@ def latency(numbers: Sequence[int]) -> list[float]:
     return taken
 
 
-run(one=one, bulk=bulk, results=results, latency=latency)
+def chain(count: int) -> object:
+    steps = chain_of(increase.signature(0), *(increase.partial() for _ in range(count - 1)))
+    return server.send(steps).get(timeout=WAIT)
+
+
+def chord(count: int) -> object:
+    members = group(noop.signature(number) for number in range(count))
+    return server.send(chord_of(members, total.partial(), collect=True)).get(timeout=WAIT)
+
+
+run(one=one, bulk=bulk, results=results, latency=latency, chain=chain, chord=chord)
