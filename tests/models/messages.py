@@ -127,12 +127,19 @@ def unpark(redis: Redis, queue: Queue, now: int) -> None:
     """Bring what is due to its queue, if that can take it."""
     if is_spoilt(redis, queue):
         return
+    waited = []
     for text, due in redis.scores(queue[1] + "z").in_order():
         if due <= now:
             redis.unscore(queue[1] + "z", text)
             entry = entry_of(text)
+            if entry.fence and not entry.parks:
+                waited.append(entry)
+                continue
             give(redis, queue, entry.level, entry.body, now)
             remember(redis, queue, entry)
+    for entry in reversed(waited):
+        give(redis, queue, entry.level, entry.body, now, first=True)
+        remember(redis, queue, entry)
 
 
 def is_spoilt(redis: Redis, queue: Queue) -> bool:
@@ -238,7 +245,7 @@ def end(
     elif fate in ("later", "wait"):
         if fate == "later":
             entry = replace(entry, parks=entry.parks + 1)
-        if left > 0:
+        if left > 0 or fate == "wait":
             park(redis, queue, now + left, entry, now)
         else:
             give(redis, queue, entry.level, entry.body, now)

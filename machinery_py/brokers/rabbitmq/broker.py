@@ -97,6 +97,7 @@ class AMQPBroker(Broker, PutsAhead):
         name="amqp",
         deduplicates=False,
         whole_batches=False,
+        keeps_turns=False,
         counts_returns=False,
         tells_age=False,
         topics=True,

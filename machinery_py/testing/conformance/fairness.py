@@ -1,12 +1,15 @@
 """Promises of brokers with `BrokerFeatures.fair`: in one queue, tenants take turns.
 
-Where there are none, a Server refuses the setting `fair_queues`, and nothing is tested here.
+Where there are none, a Server refuses the setting `fair_queues`, and nothing is tested of them. And
+of those with `keeps_turns`: what has waited for its turn is next.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Sequence
+
+import pytest
 
 from machinery_py.brokers.base import (
     WAITING,
@@ -18,7 +21,7 @@ from machinery_py.brokers.base import (
     Message,
 )
 from machinery_py.testing.clocks import ManualClock
-from machinery_py.testing.conformance.leases import BrokerCase, back, bodies, done
+from machinery_py.testing.conformance.leases import BrokerCase, back, bodies, done, put
 
 MANY = 2000  # messages of the tenant that has many
 
@@ -130,6 +133,35 @@ class FairConformance(BrokerCase):
         assert sorted(found) == ["a0", "a1", "b2", "w0"]
         assert found.index("a0") < found.index("a1")
         assert found.index("a1") >= 2  # its tenant's second turn is behind the first of the others
+
+    def test_what_has_waited_for_its_turn_goes_before_what_was_sent_later(
+        self, broker: Broker, consumer: Consumer, clock: ManualClock
+    ) -> None:
+        if not broker.features.keeps_turns:
+            pytest.skip("what comes back to this broker goes to the end of its queue")
+        put(broker, b"1", b"2", b"3")
+        turns = {b"1": 3.0, b"2": 1.0, b"3": 0.0}
+        waits = [
+            Disposal(
+                delivery=delivery,
+                fate=Fate.LATER,
+                eta=clock.now() + dt.timedelta(seconds=turns[delivery.body]),
+                reason=WAITING,
+            )
+            for delivery in consumer.receive(3, 0)
+        ]
+        assert consumer.dispose(waits) == [True] * 3
+        put(broker, b"4", b"5")
+
+        assert bodies(consumer.receive(1, 0)) == [b"3"]
+        clock.advance(2.0)
+        consumer.beat()
+        broker.tend()
+        assert bodies(consumer.receive(2, 0)) == [b"2", b"4"]
+        clock.advance(2.0)
+        consumer.beat()
+        broker.tend()
+        assert bodies(consumer.receive(9, 0)) == [b"1", b"5"]
 
     def test_dead_letter_and_purge_of_a_fair_queue(
         self, broker: Broker, consumer: Consumer

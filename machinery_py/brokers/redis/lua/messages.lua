@@ -12,7 +12,8 @@
 -- entry stays in flight until its queue is as it should be. can_empty: as usable, for all that a
 -- session has of a queue.
 -- parked: brings what is due from our own delayed set to its queue, if that can take it; whether it
--- did. due_in: µs until the next; asks not again what parked saw. first_due: whether Go's delayed
+-- did. What has waited for its turn goes to the head, the first due first: behind a long queue its
+-- turn would pass, while it holds others back. due_in: µs until the next; asks not again what parked saw. first_due: whether Go's delayed
 -- set is what it should be; if not, nothing is due in it.
 --! include brokers/redis/lua/putting.lua
 
@@ -97,10 +98,13 @@ local function parked(q, now, to_wake, first)
     soonest[z] = call('ZRANGEBYSCORE', z, '(' .. int(now), '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
     return
   end
+  local waited = {}
   for _, text in ipairs(texts) do
+    local m = unwrap(text)
     call('ZREM', z, text)
-    place(q, unwrap(text), false, now, to_wake)
+    if m.fence > 0 and m.parks == 0 then waited[#waited + 1] = m else place(q, m, false, now, to_wake) end
   end
+  for i = #waited, 1, -1 do place(q, waited[i], true, now, to_wake) end
   return true
 end
 local function due_in(queues, now)
@@ -135,7 +139,7 @@ local function end_delivery(q, flight, number, raw, fate, left, head, backs, now
   elseif fate == 'later' or fate == 'wait' then
     local m = unwrap(raw)
     if fate == 'later' then m.parks = m.parks + 1 end
-    if left > 0 then
+    if left > 0 or fate == 'wait' then
       park(q, now + left, m, to_wake, now)
     else
       place(q, m, false, now, to_wake)
