@@ -89,6 +89,8 @@ def _forms(server: Server, one: str, two: str) -> dict[str, tuple[Step[Any], Any
     first, second, third = add(one, 0, 10), add(two, 1, 10), add(one, 2, 10)
     both, doubled = group(first, second), call("mul", routing_key=two)
     listed = call("listed", routing_key="of_python")
+    # A Go worker that sends a group may lose one of its other messages: see wire-format.md.
+    before = add("of_python", 0, 10)
     return {
         "map": (tasks("echo_int64").options(queue=one).map([1, 2]) | total(two), 3),
         "starmap": (tasks("add").options(queue=two).starmap([(1, 2), (3, 4)]), [3, 7]),
@@ -99,11 +101,11 @@ def _forms(server: Server, one: str, two: str) -> dict[str, tuple[Step[Any], Any
         "step before an empty group": (chain(first, group([]), total(two)), 0),
         "group behind a group": (both | group(add(one), doubled), [21, 110]),
         "and a step behind it": (chain(both, group(add(one), doubled), total(one)), 131),
-        "group in a chain": (chain(first, group(add(one, 1), add(two, 2)), total(one)), 23),
+        "group in a chain": (chain(before, group(add(one, 1), add(two, 2)), total(one)), 23),
         "group in a group": (group(both, third), [[10, 11], 12]),
         "group in a group in a group": (group(group(both, second), third), [[[10, 11], 11], 12]),
         "group behind a member": (
-            group(chain(first, group(add(one, 1), add(two, 2))), third),
+            group(chain(before, group(add(one, 1), add(two, 2))), third),
             [[11, 12], 12],
         ),
         "one list of a group in a group": (
