@@ -44,6 +44,7 @@ from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
 
+NEW = 2  # reply of RENEW: the slot's record was not there
 NOTED_FOR = 86_400.0  # seconds that a scope is known for `read` after it was last used
 NOTE_EVERY = 60.0  # seconds
 _lua = Folder("limits/lua", {"LONG_AGO": pure.LONG_AGO, "OVERDUE": pure.OVERDUE, "KEPT": pure.KEPT})
@@ -110,15 +111,22 @@ class RedisLimits(AskedLimits):
         )
 
     def renew(self, held: Sequence[Slot], *, ttl: float) -> list[bool | None]:
-        return self._change_slots(RENEW, max(micros_of(ttl), 1), list(map(stored_slot, held)))
+        slots = list(map(stored_slot, held))
+        replies = self._change_slots(RENEW, max(micros_of(ttl), 1), slots)
+        # The store has restarted empty: it does not know the scope either.
+        for scope in {one.scope for one, reply in zip(slots, replies, strict=True) if reply == NEW}:
+            self._noted.pop(scope, None)
+            self._note(scope)
+        return [None if reply is None else bool(reply) for reply in replies]
 
     def leave(self, held: Sequence[Slot]) -> None:
         self._change_slots(LEAVE, 0, list(map(stored_slot, held)))
 
-    def _change_slots(self, script: Script, ttl: int, slots: Sequence[Slot]) -> list[bool | None]:
-        if not slots:
-            return []
-        return [bool(done) for done in self._run(script, slots[0].scope, ttl, _rows(slots))]
+    def _change_slots(
+        self, script: Script, ttl: int, slots: Sequence[Slot]
+    ) -> Sequence[int | None]:
+        """Return what the script says of each slot; None: its server did not answer."""
+        return self._run(script, slots[0].scope, ttl, _rows(slots)) if slots else []
 
     def change(self, scope: str, rules: Sequence[Rule]) -> None:
         scope = stored_name(scope)
@@ -187,8 +195,10 @@ class ClusterLimits(RedisLimits):
     def _ask(self, *parts: bytes, doing: str) -> Any:
         return self._cluster.command(*parts, doing=doing)
 
-    def _change_slots(self, script: Script, ttl: int, slots: Sequence[Slot]) -> list[bool | None]:
-        """Change all at once. The slots of a node that does not answer are None."""
+    def _change_slots(
+        self, script: Script, ttl: int, slots: Sequence[Slot]
+    ) -> Sequence[int | None]:
+        """Change all at once."""
         by_scope: dict[str, list[Slot]] = {}
         for slot in slots:
             by_scope.setdefault(slot.scope, []).append(slot)
@@ -204,8 +214,7 @@ class ClusterLimits(RedisLimits):
                 raise
             logger.warning("some slots of limits could not be renewed: %s", error)
         replies = {scope: iter(one.reply or ()) for scope, one in requests.items()}
-        answers = (next(replies[slot.scope], None) for slot in slots)
-        return [None if one is None else bool(one) for one in answers]
+        return [next(replies[slot.scope], None) for slot in slots]
 
 
 def _rows(slots: Sequence[Slot]) -> list[tuple[str, str, str, str]]:

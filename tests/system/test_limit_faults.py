@@ -188,7 +188,7 @@ def test_limits_start_anew_in_a_store_that_restarts_empty(
         hold(fleet, 8)
         empty_redis.stop()
         empty_redis.start()
-        wait_until(lambda: fleet.usage()[0] >= MOST, HANG, what="the runs are counted again")
+        wait_until(lambda: fleet.usage()[0] >= MOST, ONE / 2, what="the runs are counted again")
 
         let_go(fleet, 8)
         assert fleet.most_at_once() <= 2 * MOST
