@@ -13,6 +13,7 @@
 #   make chaos      workers are killed for minutes, far more often than in `make test`
 #   make matrix     every pair of stores, into docs/reference/matrix.md
 #   make platforms  the tests on newer Pythons and servers
+#   make docs       the documentation site, into build/site
 #   make bench      measured figures; `python -m benchmarks ceiling` or `growth` for a part of them
 #   make clean      removes the environment, what was built, and the caches
 
@@ -29,7 +30,7 @@ QUICK := tests/config tests/inspection tests/registry tests/tasks tests/values t
 	tests/connections/redis/test_slots.py tests/schedules/test_timetable.py tests/worker/test_refusals.py \
 	$(patsubst %,tests/test_%.py,app architecture events loops names public_api queues texts)
 
-.PHONY: demo quick store test check lint types mypy pyright unit chaos matrix platforms bench clean
+.PHONY: demo quick store test check lint types mypy pyright unit chaos matrix platforms docs bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/email_sender/demo.py
@@ -86,6 +87,9 @@ matrix: $(STAMP)
 # On newer Pythons and servers, in Debian roots; needs root and debootstrap, and makes the roots in .platforms the first time.
 platforms: $(STAMP)
 	$(BIN)/python -m tests.platforms $(PLATFORMS)
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
