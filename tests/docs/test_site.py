@@ -25,7 +25,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         capture_output=True,
         check=False,
         text=True,
-        timeout=HANG,
+        timeout=3 * HANG,
     )
     assert done.returncode == 0, done.stderr
     return folder
