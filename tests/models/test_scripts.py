@@ -416,6 +416,19 @@ def test_script_that_finds_another_type_at_a_key_of_ours_stops(beside: Beside, n
     assert [key for key in found if name != "broker CLAIM" or not key.endswith(":f:s1")] == []
 
 
+@pytest.mark.parametrize("will_sleep", [False, True])
+def test_plain_claim_that_finds_another_type_stops(beside: Beside, will_sleep: bool) -> None:
+    """As above, of a queue where nothing waits but what is on its list."""
+    fill(beside)
+    if will_sleep:
+        beside.ask("DEL", "mail")
+    values = NOW, "s1", QUEUES[1:], 9, 2, [], "12", will_sleep, True, True, True
+
+    found = half_done(beside, lambda: call(beside, broker.CLAIM, values))
+
+    assert [key for key in found if not key.endswith(":f:s1")] == []
+
+
 def test_settling_a_group_with_a_foreign_key_changes_nothing(
     beside: Beside,
 ) -> None:

@@ -7,75 +7,35 @@
 -- bodies follow each other; which queue the client is to block at, from 1 on (0: all are paused or spoilt); texts
 -- that name keys under which something else lies. A queue with such a key is left alone, and the
 -- others are claimed from.
+--! include brokers/redis/lua/plain_claim.lua
 --! include brokers/redis/lua/messages.lua
 
 local text, session, queues, limit, claim, lost, number, will_sleep, noted, apart, timed = unpack(unpacked)
 local now, to_wake, found, count, with_notes, places, problems = now_of(text), {}, {}, 0, {}, {}, {}
-local function report(index, receipt, fence, strikes, parks, level, wait, bodies, from, to)
-  from, to = from or 1, to or #bodies
+local function report(index, receipt, fence, strikes, parks, level, wait, body)
   if level > 255 then level = math.ceil(level / $FAIR) - 1 end
-  local part = bodies
-  if to - from + 1 < #bodies then
-    part = {}
-    for i = from, to do part[#part + 1] = bodies[i] end
-  end
-  found[#found + 1] = {places[index] - 1, receipt, fence, strikes, parks, level, wait or -1, part}
-  count = count + #part
-end
--- µs that each of these messages has waited, which were just taken from the list: since the last
--- mark at its place or before. Marks of an empty list go: a Go program, which makes none, may fill
--- it. What has arrived at a blocked client has not waited.
-local function waits_of(q, taken, has_arrived)
-  local marks, left, waits = q[2] .. 'o', call('LLEN', q[1]), {}
-  local function place_in(mark) return mark and tonumber(string.match(mark, '^%-?%d+')) or math.huge end
-  if not has_arrived then
-    local place = (tonumber(try('GET', q[2] .. 'c') or '') or 0) - left - taken
-    local low, high = 0, try('LLEN', marks) or 0
-    while low + 1 < high do
-      local middle = math.floor((low + high) / 2)
-      if place_in(call('LINDEX', marks, middle)) <= place then low = middle else high = middle end
-    end
-    local near, at = try('LRANGE', marks, low, low + taken) or {}, 1
-    local when, next_place = tonumber(string.match(near[1] or '', ' (%d+)')), place_in(near[2])
-    for i = 0, taken - 1 do
-      while place + i >= next_place do
-        at = at + 1
-        when, next_place = tonumber(string.match(near[at], ' (%d+)')), place_in(near[at + 1])
-      end
-      waits[i + 1] = when and math.max(0, now - when) or -1
-    end
-  else
-    for i = 1, taken do waits[i] = 0 end
-  end
-  if left == 0 then call('DEL', marks) end
-  return waits
+  found[#found + 1] = {places[index] - 1, receipt, fence, strikes, parks, level, wait or -1, {body}}
+  count = count + 1
 end
 local function deliver(index, q, level, bodies, has_arrived)
   if #bodies == 0 then return end
-  local waits = timed and level == 0 and waits_of(q, #bodies, has_arrived) or {}
-  local first = call('INCRBY', q[2] .. 'n', #bodies) - #bodies
-  local a, entries, plain = q[2] .. 'a', {}, wrap(claim, level, 1, 0, 0, '', '')
-  local noted = with_notes[index]
-  for i, body in ipairs(bodies) do
-    local note = noted and call('HGET', a, redis.sha1hex(body))
-    entries[2 * i - 1] = int(first + i)
-    if note then
-      local fence, strikes, parks, at = string.match(note, '^(%d+) (%d+) (%d+)\n()')
-      call('HDEL', a, redis.sha1hex(body))
-      fence, strikes, parks = fence + 1, tonumber(strikes), tonumber(parks)
-      entries[2 * i] = wrap(claim, level, fence, strikes, parks, string.sub(note, at), body)
-      report(index, first + i, fence, strikes, parks, level, fence == 1 and waits[i], {body})
-    else
-      entries[2 * i] = plain .. body
-      if noted then report(index, first + i, 1, 0, 0, level, waits[i], {body}) end
-    end
+  local waits = timed and level == 0 and waits_of(q, #bodies, has_arrived, now) or {}
+  if not with_notes[index] then
+    fly(found, places[index] - 1, q, session, claim, level, bodies, waits)
+    count = count + #bodies
+    return
   end
-  local from, last = 1, noted and 0 or #bodies
-  for i = waits[1] and 1 or math.max(1, last), last do
-    if i == last or waits[i] ~= waits[i + 1] then
-      report(index, first + from, 1, 0, 0, level, waits[i], bodies, from, i)
-      from = i + 1
-    end
+  local first = call('INCRBY', q[2] .. 'n', #bodies) - #bodies
+  local a, entries = q[2] .. 'a', {}
+  for i, body in ipairs(bodies) do
+    local digest = redis.sha1hex(body)
+    local note = call('HGET', a, digest)
+    local fence, strikes, parks, at = string.match(note or '0 0 0\n', '^(%d+) (%d+) (%d+)\n()')
+    if note then call('HDEL', a, digest) end
+    fence, strikes, parks = fence + 1, tonumber(strikes), tonumber(parks)
+    entries[2 * i - 1] = int(first + i)
+    entries[2 * i] = wrap(claim, level, fence, strikes, parks, string.sub(note or '', at), body)
+    report(index, first + i, fence, strikes, parks, level, fence == 1 and waits[i], body)
   end
   rows('HSET', q[2] .. 'f:' .. session, entries)
 end
@@ -153,7 +113,7 @@ for index, q in ipairs(queues) do
     for _, one in ipairs(again) do
       local m = one[2]
       call('HSET', flight, int(one[1]), wrap(claim, m.level, m.fence, m.strikes, m.parks, m.label, m.body))
-      report(index, one[1], m.fence, m.strikes, m.parks, m.level, -1, {m.body})
+      report(index, one[1], m.fence, m.strikes, m.parks, m.level, -1, m.body)
     end
   end
   if #arrived[index] > 0 then
@@ -185,7 +145,7 @@ for index, q in ipairs(queues) do
           local m, receipt = unwrap(all[i]), first + (i + 1) / 2
           entries[i] = int(receipt)
           entries[i + 1] = wrap(claim, m.level, m.fence + 1, m.strikes, m.parks, m.label, m.body)
-          report(index, receipt, m.fence + 1, m.strikes, m.parks, m.level, -1, {m.body})
+          report(index, receipt, m.fence + 1, m.strikes, m.parks, m.level, -1, m.body)
           served[math.ceil(m.level / $FAIR)] = -m.level
         end
         rows('HSET', p .. 'f:' .. session, entries)

@@ -1,0 +1,108 @@
+-- A claim in the plain case: of queues that are not paused, where nothing waits but what is on the
+-- list, and of that nothing is noted; by a session that is registered and has lost no claim. It is
+-- answered here, with what claim.lua says. In all other cases nothing was written, and the rest of
+-- claim.lua follows, which is the whole truth.
+--
+-- waits_of: µs that each of these messages has waited, which were just taken from the list: since
+-- the last mark at its place or before. Marks of an empty list go: a Go program, which makes none,
+-- may fill it. What has arrived at a blocked client has not waited.
+-- fly: brings messages of which nothing is noted into flight, and adds them to `found`.
+--! include connections/redis/lua/prelude.lua
+
+local function waits_of(q, taken, has_arrived, now)
+  local marks, left, waits = q[2] .. 'o', call('LLEN', q[1]), {}
+  local function place_in(mark) return mark and tonumber(string.match(mark, '^%-?%d+')) or math.huge end
+  if not has_arrived then
+    local place = (tonumber(try('GET', q[2] .. 'c') or '') or 0) - left - taken
+    local low, high = 0, try('LLEN', marks) or 0
+    while low + 1 < high do
+      local middle = math.floor((low + high) / 2)
+      if place_in(call('LINDEX', marks, middle)) <= place then low = middle else high = middle end
+    end
+    local near, at = try('LRANGE', marks, low, low + taken) or {}, 1
+    local when, next_place = tonumber(string.match(near[1] or '', ' (%d+)')), place_in(near[2])
+    for i = 0, taken - 1 do
+      while place + i >= next_place do
+        at = at + 1
+        when, next_place = tonumber(string.match(near[at], ' (%d+)')), place_in(near[at + 1])
+      end
+      waits[i + 1] = when and math.max(0, now - when) or -1
+    end
+  else
+    for i = 1, taken do waits[i] = 0 end
+  end
+  if left == 0 then call('DEL', marks) end
+  return waits
+end
+local function fly(found, place, q, session, claim, level, bodies, waits)
+  local first = call('INCRBY', q[2] .. 'n', #bodies) - #bodies
+  local entries, head, from = {}, claim .. ' ' .. level .. ' 1 0 0 0\n', 1
+  for i, body in ipairs(bodies) do
+    entries[2 * i - 1] = int(first + i)
+    entries[2 * i] = head .. body
+  end
+  for i = waits[1] and 1 or #bodies, #bodies do
+    if i == #bodies or waits[i] ~= waits[i + 1] then
+      local part = from == 1 and i == #bodies and bodies or {}
+      if part ~= bodies then
+        for j = from, i do part[#part + 1] = bodies[j] end
+      end
+      found[#found + 1] = {place, first + from, 1, 0, 0, level, waits[i] or -1, part}
+      from = i + 1
+    end
+  end
+  rows('HSET', q[2] .. 'f:' .. session, entries)
+end
+do
+  local text, session, queues, limit, claim, lost, number, will_sleep, noted, apart, timed = unpack(unpacked)
+  local now, least, revoked, lengths, arrived = now_of(text), math.huge, 0, {}, {}
+  local function is_due(key, unit)
+    local first = call('ZRANGE', key, 0, 0, 'WITHSCORES')[2]
+    if first then least = math.min(least, tonumber(first) / unit - now) end
+    return least <= 0
+  end
+  local function is_plain()
+    for i, q in ipairs(queues) do
+      local p = q[2]
+      if call('EXISTS', p .. 'u', p .. 'l', p .. 'a') > 0 or not call('ZSCORE', p .. 's', session) or is_due(p .. 'z', 1) then
+        return false
+      end
+      lengths[i], arrived[i] = call('LLEN', q[1]), call('LRANGE', p .. 'i:' .. session, 0, -1)
+      counter(p .. 'n')
+    end
+    is_due('$DELAYED', 1000)
+    revoked = call('ZCARD', 'mpy:revoked')
+    return true
+  end
+  local fine, plain = false, #lost == 0 and #queues > 0
+  if plain then fine, plain = pcall(is_plain) end
+  if fine and plain then
+    local found, count = {}, 0
+    local function deliver(i, bodies, has_arrived)
+      local waits = timed and waits_of(queues[i], #bodies, has_arrived, now) or {}
+      fly(found, i - 1, queues[i], session, claim, 0, bodies, waits)
+      count = count + #bodies
+    end
+    for i, q in ipairs(queues) do
+      if noted then
+        try('SREM', q[2] .. 'v', number)
+        if apart or #queues > 1 then try('SREM', q[2] .. 'w', number) end  -- the order may have been another
+      end
+      if #arrived[i] > 0 then
+        call('DEL', q[2] .. 'i:' .. session)
+        deliver(i, arrived[i], true)
+      end
+    end
+    for i, q in ipairs(queues) do
+      if count < limit and lengths[i] > 0 then deliver(i, call('LPOP', q[1], limit - count)) end
+    end
+    if will_sleep and count == 0 then
+      for i, q in ipairs(queues) do
+        try('SADD', q[2] .. 'v', number)
+        if apart or i > 1 then try('SADD', q[2] .. 'w', number) end
+      end
+    end
+    local due = least < math.huge and math.max(0, math.floor(least)) or -1
+    return {1, due, revoked, {}, cmsgpack.pack(found), 1, {}}
+  end
+end
