@@ -42,12 +42,13 @@ def claimed(reply: Any) -> Any:
     """A claim's, with a row for each delivery."""
     if reply == "WRONGTYPE":
         return reply
-    runs = packed(reply[4])
+    bodies = iter(reply[7])
     rows = [
-        [place, first + i, fence, strikes, parks, level, wait, body]
-        for place, first, fence, strikes, parks, level, wait, bodies in runs
-        for i, body in enumerate(bodies)
+        [place, first + i, fence, strikes, parks, level, wait, next(bodies)]
+        for place, first, fence, strikes, parks, level, wait, count in packed(reply[4])
+        for i in range(count)
     ]
+    assert not list(bodies)
     return [*reply[:4], rows, reply[5], keys_in(reply[6])]
 
 

@@ -26,7 +26,7 @@ from machinery_py.brokers.redis import scripts
 from machinery_py.brokers.redis.messages import EMPTY, head_of
 from machinery_py.brokers.redis.mover import MOVE, DueMover
 from machinery_py.clock import micros
-from machinery_py.connections.redis.client import RedisDriver, packed_text, raw
+from machinery_py.connections.redis.client import RedisDriver, raw
 from machinery_py.connections.redis.connection import RedisConnection, command
 from machinery_py.connections.redis.errors import ErrorKind, kind_of, log_spoilt
 from machinery_py.connections.redis.keys import queue_keys
@@ -42,9 +42,7 @@ LINK_TIMEOUT = 3.0  # seconds for the reply to a claim, beyond its sleep
 LOST_LIFE = 30.0  # seconds that a claim without a reply is asked for
 KIND = "redis"  # of the files that say what consumers run
 
-_claimed = msgspec.msgpack.Decoder(
-    list[tuple[int, int, int, int, int, int, int, list[msgspec.Raw]]]
-).decode
+_rows = msgspec.msgpack.Decoder(list[tuple[int, int, int, int, int, int, int, int]]).decode
 
 
 class RedisConsumer(Consumer):
@@ -184,7 +182,7 @@ class RedisConsumer(Consumer):
                 link.close()
             self._link = None
             self._driver.fail(error, doing=scripts.CLAIM.doing, away=BrokerUnavailable)
-        alive, due_in, revoked, to_wake, blob, blocking_queue, problems = reply
+        alive, due_in, revoked, to_wake, rows, blocking_queue, problems, bodies = reply
         if problems:
             log_spoilt(problems, doing=scripts.CLAIM.doing)
         self._blocking_queue = keys[blocking_queue - 1] if blocking_queue else None
@@ -195,7 +193,7 @@ class RedisConsumer(Consumer):
         if not alive:
             return [], self._block  # the next beat starts a new session
         self.none_revoked = not revoked
-        deliveries = self._deliveries(session, queues, blob)
+        deliveries = self._deliveries(session, queues, rows, bodies)
         self._noted = (will_sleep or bool(sleep)) and not deliveries
         self._is_due, self._has_found = due_in == 0, bool(deliveries)
         if move_of and not self._moved(move_of, deliveries) and due_in == 0:
@@ -248,9 +246,12 @@ class RedisConsumer(Consumer):
         self._link = self._driver.numbered(link, timeout=timeout)
         return self._link
 
-    def _deliveries(self, session: str, queues: Sequence[str], blob: bytes) -> list[Delivery]:
-        if len(blob) <= 1:  # an empty array
+    def _deliveries(
+        self, session: str, queues: Sequence[str], rows: bytes, bodies: Sequence[bytes]
+    ) -> list[Delivery]:
+        if not bodies:
             return []
+        rest = iter(bodies)
         now = self._driver.clock.now() if self._is_timed() else None
         return [
             Delivery(
@@ -263,8 +264,8 @@ class RedisConsumer(Consumer):
                 priority=priority,
                 sent_at=None if now is None or wait < 0 else now - timedelta(microseconds=wait),
             )
-            for index, first, fence, strikes, parks, priority, wait, bodies in _claimed(blob)
-            for number, body in enumerate(map(packed_text, bodies), first)
+            for index, first, fence, strikes, parks, priority, wait, count in _rows(rows)
+            for number, body in zip(range(first, first + count), rest, strict=False)
         ]
 
     # Ending deliveries

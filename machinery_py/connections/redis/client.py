@@ -53,16 +53,6 @@ def raw(data: bytes) -> msgspec.Raw:
     return msgspec.Raw(b"\xdb" + len(data).to_bytes(4, "big") + data)
 
 
-# Length of the head of msgpack's `str`, by its first byte; of short texts it is one byte.
-_HEADS = {0xD9: 2, 0xDA: 3, 0xDB: 5}
-
-
-def packed_text(packed: msgspec.Raw) -> bytes:
-    """Return the bytes that Redis has packed: to its packer any bytes are a text."""
-    data = bytes(packed)
-    return data[_HEADS.get(data[0], 1) :]
-
-
 class RedisDriver:
     """Opens connections when they are needed, and keeps them. May be used from any thread."""
 

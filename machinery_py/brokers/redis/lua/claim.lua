@@ -3,26 +3,25 @@
 -- queues, true if it is to say how long messages have waited.
 -- Out: what is left of the session (1, or 0 if it was given up); µs until something is due (-1:
 -- nothing is); how many tasks are revoked; connections to be woken; msgpack of (queue, first
--- receipt, fence, strikes, parks, priority, µs waited or -1, bodies), in which the receipts of the
--- bodies follow each other; which queue the client is to block at, from 1 on (0: all are paused or spoilt); texts
--- that name keys under which something else lies. A queue with such a key is left alone, and the
--- others are claimed from.
+-- receipt, fence, strikes, parks, priority, µs waited or -1, how many), in which the receipts
+-- follow each other; which queue the client is to block at, from 1 on (0: all are paused or spoilt); texts
+-- that name keys under which something else lies; the bodies in that order, since to pack them would
+-- make one more string of them. A queue with such a key is left alone, and the others are claimed from.
 --! include brokers/redis/lua/plain_claim.lua
 --! include brokers/redis/lua/messages.lua
 
 local text, session, queues, limit, claim, lost, number, will_sleep, noted, apart, timed = unpack(unpacked)
-local now, to_wake, found, count, with_notes, places, problems = now_of(text), {}, {}, 0, {}, {}, {}
+local now, to_wake, found, given, with_notes, places, problems = now_of(text), {}, {}, {}, {}, {}, {}
 local function report(index, receipt, fence, strikes, parks, level, wait, body)
   if level > 255 then level = math.ceil(level / $FAIR) - 1 end
-  found[#found + 1] = {places[index] - 1, receipt, fence, strikes, parks, level, wait or -1, {body}}
-  count = count + 1
+  found[#found + 1] = {places[index] - 1, receipt, fence, strikes, parks, level, wait or -1, 1}
+  given[#given + 1] = body
 end
 local function deliver(index, q, level, bodies, has_arrived)
   if #bodies == 0 then return end
   local waits = timed and level == 0 and waits_of(q, #bodies, has_arrived, now) or {}
   if not with_notes[index] then
-    fly(found, places[index] - 1, q, session, claim, level, bodies, waits)
-    count = count + #bodies
+    fly(found, given, places[index] - 1, q, session, claim, level, bodies, waits)
     return
   end
   local first = call('INCRBY', q[2] .. 'n', #bodies) - #bodies
@@ -97,7 +96,7 @@ if not alive then
     call('DEL', q[2] .. 'i:' .. session)
     return_arrivals(q, arrived[index])
   end
-  return {0, -1, 1, to_wake, cmsgpack.pack(found), 0, problems}
+  return {0, -1, 1, to_wake, cmsgpack.pack(found), 0, problems, given}
 end
 for index, q in ipairs(queues) do
   if #lost > 0 then
@@ -125,10 +124,10 @@ for index, q in ipairs(queues) do
   if parked(q, now, to_wake, firsts[index]) then
     levels[index], with_notes[index] = call('ZREVRANGE', q[2] .. 'l', 0, -1), true
   end
-  if count < limit and not stopped[index] then
+  if #given < limit and not stopped[index] then
     for _, level in ipairs(levels[index]) do
-      if count < limit and level == 'fair' then
-        local p, most, entries, served = q[2], limit - count, {}, {}
+      if #given < limit and level == 'fair' then
+        local p, most, entries, served = q[2], limit - #given, {}, {}
         -- What Go has put on the list waits with the others, as of tenant '': no more than may be claimed.
         local last, turn = call('ZSCORE', p .. 'x', '1:'), call('ZSCORE', p .. 'x', '1')
         if not last or not turn or last - turn < most then
@@ -154,19 +153,19 @@ for index, q in ipairs(queues) do
           call('ZREMRANGEBYSCORE', p .. 'x', -top * $FAIR, '(' .. int(now_served))
         end
         if call('EXISTS', p .. 'p:fair') == 0 then call('ZREM', p .. 'l', 'fair') end
-      elseif count < limit then
+      elseif #given < limit then
         local list = q[2] .. 'p:' .. level
-        deliver(index, q, tonumber(level), call('LPOP', list, limit - count) or {})
+        deliver(index, q, tonumber(level), call('LPOP', list, limit - #given) or {})
         if call('EXISTS', list) == 0 then call('ZREM', q[2] .. 'l', level) end
       end
     end
-    if count < limit then deliver(index, q, 0, call('LPOP', q[1], limit - count) or {}) end
+    if #given < limit then deliver(index, q, 0, call('LPOP', q[1], limit - #given) or {}) end
   end
 end
-if will_sleep and count == 0 then
+if will_sleep and #given == 0 then
   for index, q in ipairs(queues) do
     try('SADD', q[2] .. (stopped[index] and 'u' or 'v'), number)
     if (apart or index ~= blocking_queue) and not stopped[index] then try('SADD', q[2] .. 'w', number) end
   end
 end
-return {1, due_in(queues, now), revoked, to_wake, cmsgpack.pack(found), places[blocking_queue] or 0, problems}
+return {1, due_in(queues, now), revoked, to_wake, cmsgpack.pack(found), places[blocking_queue] or 0, problems, given}

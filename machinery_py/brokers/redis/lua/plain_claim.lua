@@ -6,7 +6,7 @@
 -- waits_of: µs that each of these messages has waited, which were just taken from the list: since
 -- the last mark at its place or before. Marks of an empty list go: a Go program, which makes none,
 -- may fill it. What has arrived at a blocked client has not waited.
--- fly: brings messages of which nothing is noted into flight, and adds them to `found`.
+-- fly: brings messages of which nothing is noted into flight, and adds them to `found` and `given`.
 --! include connections/redis/lua/prelude.lua
 
 local function waits_of(q, taken, has_arrived, now)
@@ -34,20 +34,17 @@ local function waits_of(q, taken, has_arrived, now)
   if left == 0 then call('DEL', marks) end
   return waits
 end
-local function fly(found, place, q, session, claim, level, bodies, waits)
+local function fly(found, given, place, q, session, claim, level, bodies, waits)
   local first = call('INCRBY', q[2] .. 'n', #bodies) - #bodies
   local entries, head, from = {}, claim .. ' ' .. level .. ' 1 0 0 0\n', 1
   for i, body in ipairs(bodies) do
     entries[2 * i - 1] = int(first + i)
     entries[2 * i] = head .. body
+    given[#given + 1] = body
   end
   for i = waits[1] and 1 or #bodies, #bodies do
     if i == #bodies or waits[i] ~= waits[i + 1] then
-      local part = from == 1 and i == #bodies and bodies or {}
-      if part ~= bodies then
-        for j = from, i do part[#part + 1] = bodies[j] end
-      end
-      found[#found + 1] = {place, first + from, 1, 0, 0, level, waits[i] or -1, part}
+      found[#found + 1] = {place, first + from, 1, 0, 0, level, waits[i] or -1, i - from + 1}
       from = i + 1
     end
   end
@@ -77,11 +74,10 @@ do
   local fine, plain = false, #lost == 0 and #queues > 0
   if plain then fine, plain = pcall(is_plain) end
   if fine and plain then
-    local found, count = {}, 0
+    local found, given = {}, {}
     local function deliver(i, bodies, has_arrived)
       local waits = timed and waits_of(queues[i], #bodies, has_arrived, now) or {}
-      fly(found, i - 1, queues[i], session, claim, 0, bodies, waits)
-      count = count + #bodies
+      fly(found, given, i - 1, queues[i], session, claim, 0, bodies, waits)
     end
     for i, q in ipairs(queues) do
       if noted then
@@ -94,15 +90,15 @@ do
       end
     end
     for i, q in ipairs(queues) do
-      if count < limit and lengths[i] > 0 then deliver(i, call('LPOP', q[1], limit - count)) end
+      if #given < limit and lengths[i] > 0 then deliver(i, call('LPOP', q[1], limit - #given)) end
     end
-    if will_sleep and count == 0 then
+    if will_sleep and #given == 0 then
       for i, q in ipairs(queues) do
         try('SADD', q[2] .. 'v', number)
         if apart or i > 1 then try('SADD', q[2] .. 'w', number) end
       end
     end
     local due = least < math.huge and math.max(0, math.floor(least)) or -1
-    return {1, due, revoked, {}, cmsgpack.pack(found), 1, {}}
+    return {1, due, revoked, {}, cmsgpack.pack(found), 1, {}, given}
   end
 end
