@@ -7,7 +7,7 @@ import datetime as dt
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -52,7 +52,7 @@ from machinery_py.stores.base import Refusal, Store, Submission
 from machinery_py.stores.open import Stores
 from machinery_py.tasks.backoff import full_jitter
 from machinery_py.tasks.context import RUNNING, check_time, on_behalf_of
-from machinery_py.tasks.lineage import inheriting
+from machinery_py.tasks.lineage import inherited
 from machinery_py.tasks.signature import (
     COUNTED,
     HEADER_ATTEMPTS,
@@ -64,7 +64,7 @@ from machinery_py.tasks.signature import (
 )
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.texts import get_logger
-from machinery_py.wire.signatures import decode_signature, encode_signature
+from machinery_py.wire.signatures import LastEncoded, decode_signature, encode_signature
 
 logger = get_logger(__name__)
 
@@ -103,6 +103,7 @@ class Application:
         self.slots = SlotKeeper(lambda: self.stores.limits, lambda: self.config.lease)
         self.pre_publish: PrePublish | None = None
         self.hooks = Hooks()
+        self._encode_callback = LastEncoded()
         self._stores: Stores | None = None
         self._lock = ForkLock()
         self._attached: Callable[[], object] | None = None
@@ -204,7 +205,7 @@ class Application:
                 routing_key=signature.routing_key or self.config.default_queue,
             )
         if RUNNING.get() is not None:
-            signature = self.inheriting(signature)
+            signature = signature.replace(headers=self._inherited(signature))
         if not COUNTED.isdisjoint(signature.headers):
             signature = counted(signature, self.clock.now())
         if self.pre_publish is not None:
@@ -215,17 +216,15 @@ class Application:
         """Return it with the logical clock of its sending, if events are sent."""
         return self.publisher.stamped(signature) if self.publisher.is_on else signature
 
-    def inheriting(self, signature: Signature[Any], *, parent: str = "") -> Signature[Any]:
-        """Return it with headers inherited from the task that sends it.
+    def _inherited(self, signature: Signature[Any], *, parent: str = "") -> Mapping[str, Any]:
+        """Return its headers with those inherited from the task that sends it.
 
         Args:
             parent: in place of that task.
         """
-        task = RUNNING.get()
-        if task is None:
-            return signature
-        prefixes = self.config.inherited_headers
-        return inheriting(signature, task, prefixes=prefixes, parent=parent)
+        if (task := RUNNING.get()) is None:
+            return signature.headers
+        return inherited(signature, task, prefixes=self.config.inherited_headers, parent=parent)
 
     def _check_names(self, signature: Signature[Any]) -> None:
         """Check the names in a signature and in its callbacks, but not in those still encoded.
@@ -489,8 +488,8 @@ class Application:
                         task_uuid=member.uuid,
                         total=member.group_task_count,
                         ok=one.ok,
-                        callback=encode_signature(
-                            self.inheriting(callback, parent=member.group_uuid)
+                        callback=self._encode_callback(
+                            callback, self._inherited(callback, parent=member.group_uuid)
                         ),
                     )
                 )

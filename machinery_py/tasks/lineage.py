@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -19,10 +20,10 @@ TRACE_CONTEXT = frozenset({"traceparent", "tracestate", "baggage"})  # headers o
 OURS = "machinery_"  # how the headers of tasks/signature.py begin
 
 
-def inheriting(
+def inherited(
     signature: Signature[Any], task: Context, *, prefixes: str, parent: str = ""
-) -> Signature[Any]:
-    """Return it with the trace context of the task, and with root, parent and origin.
+) -> Mapping[str, Any]:
+    """Return its headers with the trace context of the task, and with root, parent and origin.
 
     Its own headers win, and none of ours is copied. A retry of the task keeps root, parent and
     origin as they were.
@@ -43,14 +44,12 @@ def inheriting(
     if signature.uuid == task.uuid:  # its retry
         handed_on = task.handed_on.items()
         ours = {key: value for key, value in handed_on if key.startswith(OURS)}
-        if not found and not ours:
-            return signature
-        return signature.replace(headers={**found, **signature.headers, **ours})
+        return {**found, **signature.headers, **ours}
     found[HEADER_ROOT] = task.signature.root or task.uuid
     found[HEADER_PARENT] = parent or task.uuid
     if task.worker:
         found[HEADER_ORIGIN] = task.worker
-    return signature.replace(headers={**found, **signature.headers})
+    return {**found, **signature.headers}
 
 
 Last = tuple[str, int]

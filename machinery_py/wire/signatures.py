@@ -23,7 +23,14 @@ from machinery_py.wire.depth import MAX_LEVELS, is_deep, levels
 from machinery_py.wire.go_json import SIGNATURE, fold
 from machinery_py.wire.times import FIRST_MOMENT, LAST_MOMENT
 
-__all__ = ["decode_exact", "decode_list", "decode_signature", "encode_signature", "format_time"]
+__all__ = [
+    "LastEncoded",
+    "decode_exact",
+    "decode_list",
+    "decode_signature",
+    "encode_signature",
+    "format_time",
+]
 
 _INT64 = range(-(2**63), 2**63)
 _SMALL = 2**31  # what needs no closer look
@@ -98,6 +105,25 @@ def encode_signature(signature: Signature[Any]) -> bytes:
     # A chord may have a hundred thousand such members.
     before, _, after = _encode_one(signature).rpartition(b"null" + _BEHIND)
     return b"".join((before, _encode_one(callback), _BEHIND, after))
+
+
+class LastEncoded:
+    """Encodes signatures with other headers, and remembers the last one.
+
+    The members of a chord arrive with the same callback. May be called from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Signature[Any], Mapping[str, Any], bytes] | None = None
+
+    def __call__(self, signature: Signature[Any], headers: Mapping[str, Any]) -> bytes:
+        """Return the message. Raises as `encode_signature`."""
+        last = self._last
+        if last is not None and last[0] is signature and last[1] == headers:
+            return last[2]
+        body = encode_signature(signature.replace(headers=headers))
+        self._last = signature, headers, body
+        return body
 
 
 def _has_callbacks(signature: Signature[Any]) -> bool:

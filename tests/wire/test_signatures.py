@@ -15,7 +15,7 @@ from machinery_py.tasks.backoff import next_fibonacci
 from machinery_py.tasks.signature import Arg, Signature
 from machinery_py.values.values import describe, describe_as
 from machinery_py.wire import decode as wire_decode
-from machinery_py.wire.signatures import decode_signature, encode_signature
+from machinery_py.wire.signatures import LastEncoded, decode_signature, encode_signature
 from machinery_py.wire.times import parse_time
 from tests.wire.golden_files import FOLDER, line_id, lines
 
@@ -245,3 +245,15 @@ def test_the_fibonacci_delays_are_those_of_go() -> None:
             assert timeout == delay
     for before, after in zip(golden["sequence"][1:], golden["sequence"][2:], strict=False):
         assert next_fibonacci(before) == after or after > 2**62
+
+
+def test_last_encoded_notices_other_headers_and_signatures() -> None:
+    one, other = Signature(name="one", headers={"a": "1"}), Signature(name="other")
+    encoded = LastEncoded()
+
+    asked = [(one, {"b": "2"}), (one, {"b": "2"}), (one, {"b": "3"}), (other, {"b": "3"})]
+
+    for signature, headers in asked:
+        body = encode_signature(signature.replace(headers=headers))
+        assert encoded(signature, headers) == body
+    assert encoded(other, {"b": "3"}) is encoded(other, {"b": "3"})
