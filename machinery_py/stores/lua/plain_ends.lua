@@ -1,23 +1,37 @@
--- Settlements in the plain case: of deliveries that are held here, of tasks that have ended alone:
--- nothing follows, nothing waits for them, and their states may end like this. These are written;
--- all others are left in `rest`, as they were in `ends`, to settle.lua, which is the whole truth.
+-- Settlements in the plain case: of deliveries that are held here, of tasks that have ended alone, or
+-- with success as members of a chord: nothing else follows, and their states may end like this.
+-- These are written; all others are left in `rest`, as they were in `ends`, to settle.lua, which is
+-- the whole truth.
 -- `letters` has an "s" at the places of the first, and "" at those of the others.
 --
 -- It takes what it needs apart by itself, since the strings that the rest makes are what costs: Redis
 -- hashes every byte of a string that Lua sees.
---! include backends/redis/lua/documents.lua
+--! include backends/redis/lua/groups.lua
 
 local letters, rest = {}, {}
 do
-  local text, _, session, queues, ends, _, C, S = unpack(unpacked)
-  local keys, places, seen, gone = {}, {}, {}, {}
+  local text, expire, session, queues, ends, _, C, S = unpack(unpacked)
+  local keys, places, seen, gone, chords = {}, {}, {}, {}, {}
+  -- The chord of a member, with its first arrival and all members; false if settle.lua must look.
+  local function chord_of(arrivals, kept)
+    local a = arrivals[1]
+    local chord = chords[a[1]]
+    if chord == nil then
+      local g, h = group_keys(a[1])
+      chord = pcall(key_type, g, 'hash') and pcall(key_type, h, 'set') and pcall(key_type, 'mpy:ready', 'zset')
+        and pcall(key_type, 'mpy:partial', 'zset') and not has_fired(a[1]) and {first = a, members = {}}
+      chords[a[1]] = chord
+    end
+    return chord and #arrivals == 1 and a[4] and a[5] ~= '' and a[3] == chord.first[3] and a[5] == chord.first[5]
+      and tonumber(kept) == expire and chord
+  end
   for at = 1, #ends, 5 do
     local c, q = ends[at + 3], queues[ends[at] + 1]
     local s = c > 0 and C[c + $FIRST]
     local uuid = s and S[s]
-    local plain = s and ends[at + 2] == 'done' and not ends[at + 4] and not C[c + $GROUPS] and not C[c + $ARRIVALS]
+    local plain = s and ends[at + 2] == 'done' and not ends[at + 4] and not C[c + $GROUPS]
       and C[c + $LAST] == s + $STATE - 1 and C[c] == uuid and is_final(S[s + $WORD]) and S[s + $NAMED] and S[s + $WHOLE]
-      and not seen[uuid] and #places < 1000
+      and (not C[c + $ARRIVALS] or chord_of(C[c + $ARRIVALS], S[s + $KEPT])) and not seen[uuid] and #places < 1000
     if uuid then seen[uuid] = true end
     letters[(at + 4) / 5] = ''
     if plain and call('HEXISTS', q[2] .. 'f:' .. session, ends[at + 1]) == 1 then
@@ -52,13 +66,23 @@ do
   for q, receipts in pairs(gone) do rows('HDEL', q[2] .. 'f:' .. session, receipts) end
   for i, at in ipairs(places) do
     if letters[(at + 4) / 5] == 's' then
-      local s = C[ends[at + 3] + $FIRST]
-      call('SET', keys[2 * i - 1], found[2 * i - 1], 'EX', S[s + $KEPT])
-      call('SET', keys[2 * i], found[2 * i], 'EX', S[s + $KEPT])
+      local c = ends[at + 3]
+      local s, arrivals = C[c + $FIRST], C[c + $ARRIVALS]
+      local kept = S[s + $KEPT]
+      if arrivals then
+        table.insert(chords[arrivals[1][1]].members, arrivals[1][2])
+        if expire < $LONG then kept = '$LONG' end
+      end
+      call('SET', keys[2 * i - 1], found[2 * i - 1], 'EX', kept)
+      call('SET', keys[2 * i], found[2 * i], 'EX', kept)
       list_end(S[s], keys[2 * i], S[s + $WORD], S[s + $QUEUE])
     end
   end
   if #done > 0 then note_listings(now_of(text)) end
+  for _, chord in pairs(chords) do
+    if chord and #chord.members > 0 then arrive(chord.first, chord.members) end
+  end
+  if next(arrived) then note_groups(now_of(text)) end
   for at = 1, #ends, 5 do
     if letters[(at + 4) / 5] == '' then
       for i = at, at + 4 do rest[#rest + 1] = ends[i] end

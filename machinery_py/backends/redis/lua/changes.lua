@@ -26,10 +26,10 @@
 -- large one, maintenance does that in steps.
 -- commit: writes it. note_states: writes the listings and the groups, once for all that a script
 -- has committed.
---! include backends/redis/lua/documents.lua
+--! include backends/redis/lua/groups.lua
 
 local C, S
-local known, firing, fired, arrived = {}, {}, {}, {}
+local known, firing = {}, {}
 local NONE = {}
 local function life_key(uuid) return 'mpy:l:{' .. uuid .. '}' end
 local function is_group(uuid, doc) return is_of(uuid, doc, '{"GroupUUID":"', ',"TaskUUIDs":') end
@@ -138,10 +138,6 @@ local function merged(s, row, mark, force)
   return {state = s, key = row.key, m = row.m, run = run, mark = mark, epoch = row.epoch, there = true,
           doc = head .. created .. S[s + $TAIL], word = S[s + $WORD], created = created, kept = kept, sticky = sticky}
 end
-local function has_fired(uuid)
-  if fired[uuid] == nil then fired[uuid] = call('HGET', (group_keys(uuid)), 'fired') end
-  return fired[uuid]
-end
 local function may_fire(uuid)
   key_type((group_keys(uuid)), 'hash')
   local doc = group_doc(uuid)
@@ -240,35 +236,9 @@ local function write(row, force, held, expire)
     list_open(uuid)
   end
 end
-local function note_group(uuid, a, now)
-  local g, h = group_keys(uuid)
-  local first = call('HSET', g, 'total', a.total, 'callback', a.callback) == 2
-  if a.failed then call('HSETNX', g, 'failed', a.failed) end
-  local complete = a.failed or call('HEXISTS', g, 'failed') == 1 or (a.total > 0 and call('SCARD', h) >= a.total)
-  if a.callback ~= '' and not has_fired(uuid) and complete then
-    call('ZADD', 'mpy:ready', 0, uuid)
-    try('ZREM', 'mpy:partial', uuid)
-    call('PERSIST', g)
-    call('PERSIST', h)
-  elseif not call('ZSCORE', 'mpy:ready', uuid) then
-    call('EXPIRE', g, $LONG)
-    call('EXPIRE', h, $LONG)
-    if first and a.callback ~= '' and not has_fired(uuid) then call('ZADD', 'mpy:partial', int(now + $LEFT), uuid) end
-  end
-end
 local function note_states(now)
   note_listings(now)
-  for uuid, a in pairs(arrived) do note_group(uuid, a, now) end
-  arrived = {}
-end
-local function arrive(a)
-  local uuid, member = a[1], a[2]
-  local _, h = group_keys(uuid)
-  if call('SADD', h, member) == 0 then return end
-  local group = arrived[uuid] or {}
-  group.total, group.callback = a[3], a[5]
-  if not a[4] then group.failed = group.failed or member end
-  arrived[uuid] = group
+  note_groups(now)
 end
 local function triggered(doc)
   local from, to = string.find(doc, '"ChordTriggered":false', 1, true)
