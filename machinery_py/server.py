@@ -1,7 +1,4 @@
-"""Server: registers and sends tasks, finds results, makes workers.
-
-It opens nothing and starts no thread before that is needed.
-"""
+"""Server: the face of the library. It opens nothing and starts no thread before that is needed."""
 
 from __future__ import annotations
 
@@ -24,6 +21,7 @@ from machinery_py.inspection import Inspector, worker_hint
 from machinery_py.inspection.limits import change_limit, limiter_of
 from machinery_py.limits.limiter import Limiter
 from machinery_py.limits.settings import LimiterOptions
+from machinery_py.locks.base import Lock
 from machinery_py.locks.named import NamedLock
 from machinery_py.notices import SendingNotices
 from machinery_py.queues import Queues
@@ -43,6 +41,7 @@ from machinery_py.results.workflow_results import (
 from machinery_py.revocation import revoke
 from machinery_py.schedules.api import PeriodicOptions, Schedules, definition_of
 from machinery_py.schedules.scheduler import Declared
+from machinery_py.stores.open import url_of
 from machinery_py.tasks.signature import HEADER_UNIQUE, Chain, Signature, Step
 from machinery_py.tasks.states import GroupMeta
 from machinery_py.tasks.workflow import Group, chain, chord, group
@@ -65,7 +64,8 @@ class Server(TaskRegistrar):
         config: a URL that is broker, result backend and lock at once, or a Config. By default the
             variables MACHINERY_*, then the file that MACHINERY_CONFIG names, then the embedded
             `sqlite:///machinery.db`.
-        broker, result_backend, lock: one URL each, in place of that of `config`.
+        broker, result_backend, lock: one URL each, in place of that of `config`; or a ready-made
+            object, which `close` closes for good.
         clock: source of the time, for tests.
 
     Attributes:
@@ -85,17 +85,17 @@ class Server(TaskRegistrar):
         self,
         config: Config | str | None = None,
         *,
-        broker: str | None = None,
-        result_backend: str | None = None,
-        lock: str | None = None,
+        broker: str | Broker | None = None,
+        result_backend: str | Backend | None = None,
+        lock: str | Lock | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         resolved = resolve(
             config if isinstance(config, str) else None,
             config=config if isinstance(config, Config) else None,
-            broker=broker,
-            result_backend=result_backend,
-            lock=lock,
+            broker=url_of(broker, "broker"),
+            result_backend=url_of(result_backend, "result backend"),
+            lock=url_of(lock, "lock"),
         )
         self.app = Application(resolved, clock)
         hooks = self.app.hooks

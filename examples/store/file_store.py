@@ -19,7 +19,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 
@@ -39,6 +41,7 @@ from machinery_py.brokers.base import (
 )
 from machinery_py.brokers.entries import Entry, new_letter, new_worker
 from machinery_py.clock import SYSTEM_CLOCK, Clock
+from machinery_py.config.options import Section, option
 from machinery_py.stores.open import Family, FamilyOptions
 from machinery_py.stores.transactional import OneStore
 
@@ -90,9 +93,10 @@ _decode = msgspec.msgpack.Decoder(Content).decode
 class File:
     """The file. Broker and backend share one, and any threads may use it."""
 
-    def __init__(self, path: Path, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, path: Path, clock: Clock = SYSTEM_CLOCK, *, fsync: bool = True) -> None:
         self.path = path
         self.clock = clock
+        self.fsync = fsync
         self._mutex = threading.RLock()
         self.content: Content | None = None  # of the transaction that is open
 
@@ -120,7 +124,8 @@ class File:
         with open(new, "wb") as file:
             file.write(body)
             file.flush()
-            os.fsync(file.fileno())
+            if self.fsync:
+                os.fsync(file.fileno())
         os.replace(new, self.path)  # so that a crash leaves the old content or the new one
 
     def version(self) -> object:
@@ -347,12 +352,25 @@ class FileBackend(MappingBackend):
         return self._file.content.results
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileOptions(Section):
+    """Own options: `[stores.file]` in a TOML file, MACHINERY_STORES=file.fsync:false."""
+
+    PREFIX: ClassVar[str] = "stores.file."
+
+    fsync: bool = option(True, "a write survives a power cut, and not the end of the process alone")
+
+
 class FileFamily(Family):
     """What a URL opens: file:///absolute/path, or file://relative/path."""
 
+    roles = ("broker", "result backend")
+    section = FileOptions
+
     def __init__(self, url: str, options: FamilyOptions) -> None:
         super().__init__(url, options)
-        self._file = File(Path(url.partition("://")[2]), options.clock)
+        own = options.own if isinstance(options.own, FileOptions) else FileOptions()
+        self._file = File(Path(url.partition("://")[2]), options.clock, fsync=own.fsync)
 
     def broker(self) -> FileBroker:
         return FileBroker(self._file, lease=self.options.lease)

@@ -1,7 +1,11 @@
-"""The file store passes the suites that every store must pass. Run by `pytest examples/store`."""
+"""The file store, installed as a package, passes the suites that every store must pass."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,7 +13,6 @@ import pytest
 from file_store import File, FileBackend, FileBroker
 
 from machinery_py import Config, Server
-from machinery_py.stores.open import add_family
 from machinery_py.stores.transactional import OneStore
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
@@ -25,6 +28,21 @@ OpenFile = Callable[[], File]
 @pytest.fixture
 def open_file(tmp_path: Path, clock: ManualClock) -> OpenFile:
     return lambda: File(tmp_path / "queue.mp", clock)
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder into which pip has installed the package. Needs no network."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("installed")
+    for name in ("pyproject.toml", "file_store.py"):
+        shutil.copy(Path(__file__).with_name(name), source)
+    options = ["--quiet", "--no-build-isolation", "--no-deps", "--no-index", "--target"]
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", *options, str(target), str(source)],
+        check=True,
+        timeout=240,
+    )
+    return target
 
 
 class TestFileBroker(BrokerConformance):
@@ -55,6 +73,78 @@ class TestFileServer(WorkflowConformance):
     LONG = 50
 
     @pytest.fixture
-    def server(self, tmp_path: Path) -> Iterator[Server]:
-        add_family("file", "file_store:FileFamily")
+    def server(
+        self, tmp_path: Path, installed: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[Server]:
+        monkeypatch.syspath_prepend(installed)  # so that its entry point is found
         yield Server(Config(broker=f"file://{tmp_path}/queue.mp"))
+
+
+PROGRAM = """
+import sys
+from machinery_py import Server
+
+server = Server(sys.argv[1])
+add = server.task("add")(lambda a, b: a + b)
+result = add.send(20, 22)
+server.new_worker("one", burst=True).launch(signals=False)
+print(result.get(timeout=60.0), sys.modules["file_store"].__file__)
+print(server.config.redacted()["stores"])
+"""
+
+
+def test_installed_package_brings_its_scheme_and_options(installed: Path, tmp_path: Path) -> None:
+    done = run_installed(installed, tmp_path, MACHINERY_STORES="file.fsync:false")
+
+    assert done.stdout.splitlines() == [
+        f"42 {installed / 'file_store.py'}",
+        "{'file': {'fsync': False}}",
+    ], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("stores", "words"),
+    [
+        ("file.fsink:false", "stores.file.fsink: unknown key; did you mean 'fsync'?"),
+        ("file.fsync:7", "stores.file.fsync: found 7 (expected true or false)"),
+        ("fiel.fsync:true", "no store plug-in 'fiel' (installed: file; did you mean 'file'?)"),
+    ],
+)
+def test_wrong_own_option_is_told(installed: Path, tmp_path: Path, stores: str, words: str) -> None:
+    done = run_installed(installed, tmp_path, MACHINERY_STORES=stores)
+
+    assert done.stderr.splitlines()[-1].endswith(f"MACHINERY_STORES: stores: {words}")
+
+
+def run_installed(
+    installed: Path, tmp_path: Path, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, f"file://{tmp_path}/queue.mp"],
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(installed), **variables},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_ready_made_objects_are_used_as_they_are(tmp_path: Path) -> None:
+    file = File(tmp_path / "queue.mp")
+    broker, backend = FileBroker(file), FileBackend(file)
+    server = Server(broker=broker, result_backend=backend)
+    add = server.task("add")(_add)
+
+    result = add.send(20, 22)
+    waiting = broker.waiting("machinery_tasks")
+    server.new_worker("one", burst=True).launch(signals=False)
+
+    assert server.broker is broker
+    assert server.backend is backend
+    assert waiting == 1
+    assert result.get(timeout=60.0) == 42
+
+
+def _add(a: int, b: int) -> int:
+    return a + b

@@ -27,9 +27,9 @@ from machinery_py.cli.output import (
     to_json,
     value_text,
 )
-from machinery_py.config.config import OPTIONS, ROLES
+from machinery_py.config.config import OPTIONS
 from machinery_py.config.server_urls import parse_amqp_url
-from machinery_py.config.urls import StoreUrl, scheme_of
+from machinery_py.config.urls import ROLES, StoreUrl, scheme_of
 from machinery_py.errors import MachineryError
 from machinery_py.tasks.signature import new_uuid
 from machinery_py.version import __version__

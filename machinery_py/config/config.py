@@ -1,8 +1,7 @@
 """The settings: `Config` and its sections, plain data that is checked once, when it is made.
 
-Each option is declared once: name, default, meaning, unit and limits. From that come the checks,
-the names in files and in the environment, and the test of docs/reference/config.md. Names, units
-and defaults of what Go has are Go's. `resolve` makes the Config of a Server of four layers:
+Each option is declared once, with its limits; checks and names come from that, and the test of
+docs/reference/config.md. What Go has is as in Go. `resolve` makes a Server's Config of four layers:
 
     1  the call         `broker=`, `result_backend=`, `lock=`, then `url`, then chosen in `config`
     2  MACHINERY_*      MACHINERY_BROKER before MACHINERY_URL, and so on
@@ -34,7 +33,8 @@ from machinery_py.config.options import (
     raise_all,
 )
 from machinery_py.config.sections import NOT_PORTED, AMQPConfig, MongoDBConfig, RedisConfig
-from machinery_py.config.urls import Role
+from machinery_py.config.store_options import masked, stores_problem
+from machinery_py.config.urls import ROLES
 from machinery_py.errors import ConfigError, nearest
 from machinery_py.names import queue_problem
 from machinery_py.queues import Queues, fair_problem, limits_problem, parse_queues, problem_of
@@ -161,6 +161,10 @@ class Config(Section):
         False, "refuse a server whose settings may lose stored data, instead of warning"
     )
 
+    stores: Mapping[str, object] = option(
+        {}, "options of store plug-ins, by scheme: `file.fsync:false`", check=stores_problem
+    )
+
     redis: RedisConfig = field(default_factory=RedisConfig)
     amqp: AMQPConfig = field(default_factory=AMQPConfig)
     mongodb: MongoDBConfig = field(default_factory=MongoDBConfig)
@@ -284,10 +288,8 @@ class Config(Section):
         for key in ROLES:
             parts = urls.split_urls(getattr(self, key), self.multiple_broker_separator)
             shown[key] = self.multiple_broker_separator.join(map(urls.redact, parts))
-        return shown
+        return {**shown, "stores": masked(self.stores)}
 
-
-ROLES: Mapping[str, Role] = {"broker": "broker", "result_backend": "result backend", "lock": "lock"}
 
 SECTIONS: Mapping[str, type[Section]] = {
     "redis": RedisConfig,

@@ -11,7 +11,7 @@
     mongodb://user:secret@h1,h2/db     a MongoDB; mongodb+srv://name/db by its name server
     memcache://h1:11211,h2:11211       memcached servers; each key lies on one of them
 
-Pure: nothing is opened and no name is looked up.
+Nothing is opened and no name is looked up. Other schemes are those of store plug-ins (plugins.py).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import unquote
 
+from machinery_py.config.plugins import plugin_of, plugin_schemes
 from machinery_py.config.server_urls import (
     AMQP_OPTIONS,
     MASK,
@@ -40,6 +41,9 @@ from machinery_py.config.server_urls import (
 from machinery_py.errors import ConfigError, nearest
 
 Role = Literal["broker", "result backend", "lock"]
+
+#: Name of the setting → the role of its URL.
+ROLES: Mapping[str, Role] = {"broker": "broker", "result_backend": "result backend", "lock": "lock"}
 
 _EVERYTHING: frozenset[Role] = frozenset({"broker", "result backend", "lock"})
 _MESSAGES: frozenset[Role] = frozenset({"broker", "result backend"})
@@ -153,9 +157,36 @@ def scheme_of(url: str) -> str:
     return url.lower() if url.lower() in _BARE else ""
 
 
+class ObjectUrl(str):
+    """URL that stands for a ready-made broker, result backend or lock, and carries it."""
+
+    __slots__ = ("roles", "store")
+
+    roles: frozenset[Role]
+    store: object
+
+    @classmethod
+    def of(cls, store: object, roles: Iterable[Role]) -> ObjectUrl:
+        """Return the URL of this object; equal ones carry the same."""
+        url = cls(f"object://{type(store).__name__}-{id(store):x}")
+        url.roles, url.store = frozenset(roles), store
+        return url
+
+
 def serves(url: str, role: Role) -> bool:
     """Whether a URL of this scheme can be the broker, result backend or lock."""
-    return role in SCHEMES.get(scheme_of(url), frozenset())
+    return role in _roles_of(url)
+
+
+def _roles_of(url: str) -> frozenset[str]:
+    """Return the roles of a URL's scheme; none if it is unknown."""
+    if isinstance(url, ObjectUrl):
+        return url.roles
+    scheme = scheme_of(url)
+    if scheme in SCHEMES:
+        return SCHEMES[scheme]
+    plugin = plugin_of(scheme)
+    return frozenset(plugin.roles) if plugin is not None else frozenset()
 
 
 def add_scheme(scheme: str, roles: Iterable[Role]) -> None:
@@ -169,7 +200,9 @@ def split_urls(text: str, separator: str) -> tuple[str, ...]:
 
     A text whose parts are not all URLs is one URL: the separator is in its password.
     """
-    parts = [part for part in map(str.strip, text.split(separator)) if part] if separator else []
+    if isinstance(text, ObjectUrl) or not separator:
+        return (text,)
+    parts = [part for part in map(str.strip, text.split(separator)) if part]
     return tuple(parts) if parts and all(map(scheme_of, parts)) else (text,)
 
 
@@ -191,17 +224,16 @@ def check_url(url: str, role: Role, *, master_name: str = "") -> None:
         if not scheme:
             hint = nearest(url, SCHEMES)
             raise BadUrl(f"no scheme (expected scheme://…, known: {known}{hint})")
-        if scheme in _NOT_PORTED:
+        roles = _roles_of(url)
+        if not roles and scheme in _NOT_PORTED:
             raise BadUrl(f"{_NOT_PORTED[scheme]} is not supported (known: {known})")
-        if scheme not in SCHEMES:
-            hint = nearest(scheme, SCHEMES)
-            raise BadUrl(f"unknown scheme {scheme!r} (known: {known}{hint})")
-        if role not in SCHEMES[scheme]:
-            roles = _listed(SCHEMES[scheme])
-            raise BadUrl(f"{scheme!r} works as {roles} only (as {role}: {known})")
+        if not roles:
+            raise BadUrl(f"unknown scheme {scheme!r} (known: {known}{_advice(scheme)})")
+        if role not in roles:
+            raise BadUrl(f"{scheme!r} works as {_listed(roles)} only (as {role}: {known})")
         if scheme in _REDIS:
             parse_redis_url(url, master_name=master_name)
-        else:
+        elif scheme in SCHEMES:
             _READERS.get(scheme, _parse_embedded)(url)
     except BadUrl as error:
         raise _refused(url, role, str(error)) from None
@@ -217,11 +249,19 @@ _READERS: dict[str, Callable[[str], object]] = {
 _REDIS = frozenset({"redis", "redis+socket", "rediss"})
 
 
+def _advice(scheme: str) -> str:
+    """Return the end of an error text: plug-ins that are installed, and what to do."""
+    plugins = plugin_schemes()
+    installed = f"; from plug-ins: {', '.join(plugins)}" if plugins else ""
+    near = nearest(scheme, [*SCHEMES, *plugins])
+    return f"{installed}{near or '; no installed package brings it: is its plug-in missing?'}"
+
+
 def _refused(url: str, role: str, text: str) -> ConfigError:
     return ConfigError(f"{role} URL {redact(url)!r}: {text}")
 
 
-def _listed(words: frozenset[str] | frozenset[Role]) -> str:
+def _listed(words: Iterable[str]) -> str:
     return ", ".join(sorted(words))
 
 

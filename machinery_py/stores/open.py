@@ -8,8 +8,8 @@ from __future__ import annotations
 import codecs
 import importlib
 from abc import ABC
-from collections.abc import Iterable
-from typing import cast
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, cast
 
 import msgspec
 
@@ -17,8 +17,11 @@ from machinery_py.backends.base import Backend
 from machinery_py.brokers.base import Broker
 from machinery_py.clock import Clock
 from machinery_py.config.config import Config
+from machinery_py.config.options import Section
+from machinery_py.config.plugins import plugin_of
 from machinery_py.config.sections import AMQPConfig, MongoDBConfig, RedisConfig
-from machinery_py.config.urls import Role, add_scheme, redact, scheme_of, split_urls
+from machinery_py.config.store_options import section_of
+from machinery_py.config.urls import ObjectUrl, Role, add_scheme, redact, scheme_of, split_urls
 from machinery_py.connections.forks import not_forking
 from machinery_py.errors import ConfigError, Unsupported
 from machinery_py.limits.base import Limits
@@ -41,10 +44,20 @@ class FamilyOptions(msgspec.Struct, frozen=True, kw_only=True):
     amqp: AMQPConfig = AMQPConfig()
     default_queue: str = "machinery_tasks"
     mongodb: MongoDBConfig = MongoDBConfig()
+    stores: Mapping[str, object] = {}  # the setting
+    own: Section | None = None  # of a plug-in: its `section`, made of `stores`
 
 
 class Family(ABC):  # noqa: B024 - a family need not be able to do all of it
-    """The stores behind one URL, opened lazily; `close` closes what they share."""
+    """The stores behind one URL, opened lazily; `close` closes what they share.
+
+    Attributes:
+        roles: of a plug-in: those that its URLs can be.
+        section: of a plug-in: its own options.
+    """
+
+    roles: ClassVar[Iterable[Role]] = ("broker", "result backend")
+    section: ClassVar[type[Section] | None] = None
 
     def __init__(self, url: str, options: FamilyOptions) -> None:
         self.url = url
@@ -54,7 +67,7 @@ class Family(ABC):  # noqa: B024 - a family need not be able to do all of it
         raise Unsupported(f"{redact(self.url)} is no broker")
 
     def backend(self) -> Backend:
-        raise Unsupported(f"{redact(self.url)} is no result backend")
+        raise Unsupported(f"{redact(self.url)} is no result backend (set result_backend)")
 
     def lock(self) -> Lock:
         raise Unsupported(f"{redact(self.url)} gives no locks")
@@ -103,7 +116,7 @@ def add_family(
 
 
 def is_built_in(url: str) -> bool:
-    """Return whether a URL is opened by this package, and so without a call of `add_family`."""
+    """Return whether a URL is opened by this package: by no plug-in, object or `add_family`."""
     return FAMILIES.get(scheme_of(url), "").startswith("machinery_py.")
 
 
@@ -116,6 +129,8 @@ def open_family(url: str, options: FamilyOptions) -> Family:
     Raises:
         ConfigError: the scheme is unknown, or there are several URLs of a store that takes one.
     """
+    if isinstance(url, ObjectUrl):
+        return ObjectFamily(url, options)
     parts = split_urls(url, options.separator)
     families = {FAMILIES.get(scheme_of(part), "") for part in parts}
     if len(parts) > 1 and not (len(families) == 1 and families <= _SEVERAL):
@@ -123,16 +138,62 @@ def open_family(url: str, options: FamilyOptions) -> Family:
         raise ConfigError(
             f"several URLs work with Redis or RabbitMQ only, all of one kind (found {shown})"
         )
-    target = FAMILIES.get(scheme_of(url))
-    if target is None:
-        raise ConfigError(
-            f"URL {redact(url)!r}: unknown scheme (known: {', '.join(sorted(FAMILIES))})"
-        )
-    module, _, name = target.partition(":")
     with not_forking():
         codecs.lookup("idna")  # every client of a server loads it when it first connects
-        family = getattr(importlib.import_module(module), name)
+        family = _opener(url)
+    if (scheme := scheme_of(url)) not in FAMILIES:
+        own = section_of(options.stores, scheme)
+        options = msgspec.structs.replace(options, own=own)
     return cast(Family, family(url, options))
+
+
+def _opener(url: str) -> Any:
+    scheme = scheme_of(url)
+    if target := FAMILIES.get(scheme):
+        module, _, name = target.partition(":")
+        return getattr(importlib.import_module(module), name)
+    if plugin := plugin_of(scheme):
+        return plugin
+    raise ConfigError(f"URL {redact(url)!r}: unknown scheme (known: {', '.join(sorted(FAMILIES))})")
+
+
+class ObjectFamily(Family):
+    """A broker, result backend or lock that the program has made itself."""
+
+    def __init__(self, url: ObjectUrl, options: FamilyOptions) -> None:
+        super().__init__(url, options)
+        self._store = url.store
+
+    def broker(self) -> Broker:
+        return self._store if isinstance(self._store, Broker) else super().broker()
+
+    def backend(self) -> Backend:
+        return self._store if isinstance(self._store, Backend) else super().backend()
+
+    def lock(self) -> Lock:
+        return self._store if isinstance(self._store, Lock) else super().lock()
+
+
+_KINDS: dict[Role, type[Broker | Backend | Lock]] = {
+    "broker": Broker,
+    "result backend": Backend,
+    "lock": Lock,
+}
+
+
+def url_of(store: object, role: Role) -> str | None:
+    """Return a URL as it is, and for a ready-made object the URL that stands for it.
+
+    Raises:
+        ConfigError: the object cannot be used in this role.
+    """
+    if store is None or isinstance(store, str):
+        return store
+    if not isinstance(store, _KINDS[role]):
+        raise ConfigError(
+            f"{role}: found {type(store).__name__} (expected a URL or a {_KINDS[role].__name__})"
+        )
+    return ObjectUrl.of(store, [role for role, kind in _KINDS.items() if isinstance(store, kind)])
 
 
 def _family_options(config: Config, clock: Clock) -> FamilyOptions:
@@ -148,6 +209,7 @@ def _family_options(config: Config, clock: Clock) -> FamilyOptions:
         amqp=config.amqp,
         mongodb=config.mongodb,
         default_queue=config.default_queue,
+        stores=config.stores,
     )
 
 
