@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime as dt
 import re
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,18 @@ def seconds(text: str) -> float:
     if length > LONGEST:
         raise argparse.ArgumentTypeError(f"{text!r} is too long (expected at most 36500d)")
     return length
+
+
+def _moment(text: str) -> dt.datetime:
+    try:
+        moment = dt.datetime.fromisoformat(text.strip())
+    except ValueError:
+        moment = None
+    if moment is None or moment.tzinfo is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no moment with its zone (expected for instance 2030-01-31T06:00+01:00)"
+        )
+    return moment
 
 
 def _stall_timeout(text: str) -> float:
@@ -178,7 +191,17 @@ SEND: Options = (
         metavar="NAME=JSON",
     ),
     _text("--queue", "instead of the task's own queue"),
+    _option("--priority", "0 to 255, the higher first", type=_whole(0, 255), metavar="N"),
     _time("--delay", "run it after this time"),
+    _option("--eta", "run it then: 2030-01-31T06:00+01:00", type=_moment, metavar="MOMENT"),
+    _time("--expires", "do not start it later than this after sending"),
+    _option(
+        "--header",
+        "a text that travels with the task; may be repeated",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+    ),
 )
 DEAD: Options = (_text("--queue", "only letters from this queue"),)
 ALL: Options = (_switch("--all", "all dead letters, or with --queue all of that queue"),)

@@ -7,7 +7,7 @@ import json
 import time
 import typing
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -49,13 +49,15 @@ def send(server: Server, args: argparse.Namespace) -> int:
     name, *words = args.rest
     task = server.get_registered_task(name)
     positional, named = _arguments(task, words, args.kw)
-    options: SendOptions = {}
-    if args.queue:
-        options["queue"] = args.queue
-    if args.delay is not None:
-        options["delay"] = args.delay
+    options: dict[str, Any] = {
+        option: value
+        for option in ("queue", "priority", "delay", "eta", "expires")
+        if (value := getattr(args, option)) not in (None, "")
+    }
+    if args.header:
+        options["headers"] = dict(_pair(one) for one in args.header)
     started = time.perf_counter()
-    result = task.options(**options).send(*positional, **named)
+    result = task.options(**cast("SendOptions", options)).send(*positional, **named)
     if args.wait:
         return _print_result(server, args, result, lambda _: time.perf_counter() - started)
     return answer(args, {"uuid": result.uuid}, result.uuid)

@@ -106,6 +106,30 @@ def test_missing_task_or_queue_is_reported(app: App) -> None:
 # Sending
 
 
+def test_options_of_a_call_are_sent_with_it(app: App) -> None:
+    words = ("--priority", "7", "--expires", "1h", "--header", "tenant=a=b", "--header", "x=")
+    uuid = app.send("add", "1", "2", "--eta", "2090-01-31T06:00+01:00", *words)
+
+    message = app.json("show", "tasks", uuid)["message"]
+
+    assert (message["priority"], message["eta"]) == (7, "2090-01-31T05:00:00+00:00")
+    assert message["headers"].items() >= {"tenant": "a=b", "x": ""}.items()
+    assert any("expires" in name for name in message["headers"])
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--priority", "256"], "'256' is no whole number from 0 to 255"),
+        (["--eta", "2030-01-31T06:00"], "'2030-01-31T06:00' is no moment with its zone"),
+        (["--eta", "soon"], "'soon' is no moment with its zone"),
+        (["--header", "tenant"], "--header 'tenant': no name (expected NAME=VALUE)"),
+    ],
+)
+def test_wrong_option_of_a_call_is_refused(app: App, words: list[str], text: str) -> None:
+    assert text in app.run("send", "tasks", "add", "1", "2", *words, code=2).stderr
+
+
 def test_a_sent_task_is_waited_for_and_its_result_printed(app: App) -> None:
     app.worker()
 
