@@ -125,7 +125,7 @@ def test_a_url_that_was_read_is_printed_without_its_secrets(parsed: object) -> N
 def test_no_command_shows_the_secret_of_a_misplaced_url(url: str, tmp_path: Path) -> None:
     with written() as screen:
         for words in (
-            ["worker", url],
+            ["config", url],  # `worker` says the same, in a process of its own
             ["queues", "--app-dir", str(tmp_path), f"--broker={url}"],
             ["doctor", "app", url],
             ["tasks", "app", "--state", "failed", "--url", url],
@@ -136,6 +136,17 @@ def test_no_command_shows_the_secret_of_a_misplaced_url(url: str, tmp_path: Path
                 assert main(words) == 2
 
     assert_nothing_is_shown(screen.getvalue())
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3])
+def test_worker_process_shows_no_secret_of_a_misplaced_url(
+    shape: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["worker", filled(shape, WORDS[0])]) == 2
+
+    said = "".join(capfd.readouterr())
+    assert "found a URL" in said
+    assert_nothing_is_shown(said)
 
 
 UNREACHABLE = (
