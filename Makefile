@@ -65,7 +65,9 @@ mypy:
 pyright:
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# Compiled first: the tests start the command line hundreds of times, some where nothing may be written.
 unit:
+	$(BIN)/python -m compileall -q machinery_py
 	$(BIN)/python -m tests.interop.golang
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
