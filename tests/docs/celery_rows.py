@@ -254,8 +254,8 @@ WORKER = (
     Row(
         "T11",
         "rate limits of each worker, on its timer",
-        "limits of the whole fleet, held in the store: of each worker it would be ten times the rate "
-        "with ten of them",
+        "limits of the whole fleet, held in the store: of each worker it would be ten times the "
+        "rate with ten of them",
         "test_fifty_calls_at_five_a_second_take_ten_seconds",
         is_otherwise=True,
     ),
