@@ -10,7 +10,11 @@ import pytest
 
 @pytest.mark.parametrize(
     ("module", "library", "extra"),
-    [("opentelemetry", "opentelemetry", "otel"), ("sentry", "sentry_sdk", "sentry")],
+    [
+        ("opentelemetry", "opentelemetry", "otel"),
+        ("sentry", "sentry_sdk", "sentry"),
+        ("django", "django", "django"),
+    ],
 )
 def test_missing_library_is_named_with_its_extra(module: str, library: str, extra: str) -> None:
     program = f"import sys; sys.modules[{library!r}] = None; import machinery_py.contrib.{module}"

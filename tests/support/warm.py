@@ -88,7 +88,7 @@ def serve() -> None:
     import machinery_py
 
     for module in pkgutil.walk_packages(machinery_py.__path__, "machinery_py."):
-        if ".testing" not in module.name and "__main__" not in module.name:
+        if not any(part in module.name for part in (".testing", "__main__", ".django.")):
             importlib.import_module(module.name)
     for line in sys.stdin:
         child = os.fork()

@@ -1,0 +1,44 @@
+"""Tests of the shop: `python manage.py test`."""
+
+from django.db import connection, transaction
+
+from machinery_py.contrib.django import send_on_commit
+from machinery_py.contrib.django.testing import TaskTestCase, WorkerTestCase
+from shop.models import Order, Receipt
+from shop.tasks import count_receipts, write_receipt
+
+
+class Orders(TaskTestCase):
+    def test_an_order_is_followed_by_its_receipt(self) -> None:
+        with self.committed():
+            uuid = self.client.get("/order/tea").json()["task"]
+            self.machinery.assert_not_sent("write_receipt")  # not before the commit
+
+        self.assertEqual(Receipt.objects.get().text, "one tea, with thanks")
+        answer = self.client.get(f"/receipt/{uuid}").json()
+        self.assertEqual(answer, {"text": "one tea, with thanks"})
+
+    def test_an_order_that_is_rolled_back_sends_nothing(self) -> None:
+        with self.committed(), transaction.atomic():
+            send_on_commit(write_receipt.signature(Order.objects.create(item="tea").id))
+            transaction.set_rollback(True)
+
+        self.machinery.assert_not_sent("write_receipt")
+
+
+class OrdersWithAWorker(WorkerTestCase):
+    def test_a_worker_sees_the_committed_order(self) -> None:
+        with transaction.atomic():
+            row = Order.objects.create(item="tea")
+            result = send_on_commit(write_receipt.signature(row.id))
+
+        self.assertEqual(result.get(timeout=30), "one tea, with thanks")
+        self.assertEqual(count_receipts.send().get(timeout=30), 1)
+
+    def test_without_a_transaction_it_is_sent_at_once(self) -> None:
+        row = Order.objects.create(item="tea")
+        self.assertFalse(connection.in_atomic_block)
+
+        result = send_on_commit(write_receipt.signature(row.id))
+
+        self.assertEqual(result.get(timeout=30), "one tea, with thanks")

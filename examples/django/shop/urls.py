@@ -1,0 +1,10 @@
+"""Addresses of the shop."""
+
+from django.urls import path
+
+from shop import views
+
+urlpatterns = [
+    path("order/<str:item>", views.order),
+    path("receipt/<str:uuid>", views.receipt),
+]

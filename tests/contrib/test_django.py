@@ -1,0 +1,170 @@
+"""The Django app: its settings, its command, and the project of examples/django with a worker."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from machinery_py.testing.waiting import wait_until
+from tests.docs.pages import ROOT, blocks, environment
+
+PROJECT = ROOT / "examples" / "django"
+PAGE = "docs/how-to/django.md"
+HANG = 60.0  # seconds; a guard
+
+
+def run(words: list[str], folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,  # not the project's: manage.py may be called from anywhere
+        env=environment(folder, SHOP_DATA=str(folder), **more),
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=False,
+    )
+
+
+def manage(folder: Path, *words: str) -> str:
+    done = run([str(PROJECT / "manage.py"), *words], folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def in_project(folder: Path, program: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a program with the project's settings, as a web process does."""
+    more = {"DJANGO_SETTINGS_MODULE": "shop.settings", "PYTHONPATH": str(PROJECT), **more}
+    return run(["-c", f"import django\ndjango.setup()\n{program}"], folder, **more)
+
+
+GET = (
+    "from django.test import Client\nimport json\nprint(json.dumps(Client().get({path!r}).json()))"
+)
+
+
+def get(folder: Path, path: str) -> dict[str, Any]:
+    done = in_project(folder, GET.format(path=path))
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    manage(tmp_path, "migrate", "--verbosity", "0")
+    return tmp_path
+
+
+@pytest.fixture(params=["thread", "process"])
+def worker(request: pytest.FixtureRequest, data: Path) -> Iterator[None]:
+    """A live `manage.py machinery worker`; it must end well."""
+    words = ["machinery", "worker", "--no-banner", "--pool", str(request.param)]
+    process = subprocess.Popen(
+        [sys.executable, str(PROJECT / "manage.py"), *words],
+        cwd=data,
+        env=environment(data, SHOP_DATA=str(data)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=HANG)
+        assert process.returncode == 0, out
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+def test_live_worker_runs_what_a_view_sent_on_commit(worker: None, data: Path) -> None:
+    uuid = get(data, "/order/tea")["task"]
+
+    wait_until(lambda: get(data, f"/receipt/{uuid}")["text"] is not None, HANG, "the receipt")
+
+    assert get(data, f"/receipt/{uuid}") == {"text": "one tea, with thanks"}
+    rows = in_project(data, "from shop.models import Receipt\nprint(Receipt.objects.get().text)")
+    assert rows.stdout == "one tea, with thanks\n"
+    assert "SUCCESS  1 " in manage(data, "machinery", "send", "count_receipts", "--wait")
+
+
+def test_tests_of_the_project_pass(tmp_path: Path) -> None:
+    done = run([str(PROJECT / "manage.py"), "test", "shop"], tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert "Ran 4 tests" in done.stderr
+
+
+def test_command_has_the_exit_code_of_machinery(data: Path) -> None:
+    done = run([str(PROJECT / "manage.py"), "machinery", "send", "write_recipt", "1"], data)
+
+    assert done.returncode == 2
+    assert "write_receipt" in done.stderr  # the one that was meant
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("{'default_que': 'x'}", "settings.MACHINERY: default_que: unknown key"),
+        ("{'lease': 'x'}", "settings.MACHINERY: lease"),
+        ("{'url': 'reddis://host'}", "settings.MACHINERY: url: "),
+        ("{'url': 5}", "settings.MACHINERY: url: found a number (expected a URL)"),
+        ("'redis://host'", "settings.MACHINERY: found a text (expected a dict of options)"),
+    ],
+)
+def test_wrong_setting_is_named_with_its_key(setting: str, text: str, tmp_path: Path) -> None:
+    program = f"from django.conf import settings\nsettings.configure(MACHINERY={setting})\n"
+
+    done = run(["-c", f"{program}import machinery_py.contrib.django.project"], tmp_path)
+
+    assert text in done.stderr.splitlines()[-1]
+
+
+CONNECTIONS = """
+from asgiref.sync import SyncToAsync, sync_to_async
+from django.db import connection, connections
+from machinery_py.contrib.django import server
+from machinery_py.testing.harness import running_worker
+
+seen = {}
+
+@server.task
+def ask() -> None:
+    connection.ensure_connection()
+    seen["sync"] = connections["default"]
+
+@server.task
+async def ask_async() -> None:
+    def use():
+        connection.ensure_connection()
+        seen["async"] = connections["default"]
+    await sync_to_async(use)()
+
+with running_worker(server):
+    ask.send().get(timeout=30)
+    ask_async.send().get(timeout=30)
+SyncToAsync.single_thread_executor.submit(lambda: None).result(30)
+print({kind: one.connection is None for kind, one in sorted(seen.items())})
+"""
+
+
+def test_connections_of_tasks_are_closed_as_those_of_requests(data: Path) -> None:
+    done = in_project(data, CONNECTIONS)
+
+    assert done.stdout == "{'async': True, 'sync': True}\n", done.stderr
+
+
+def test_blocks_of_the_page_are_parts_of_the_project() -> None:
+    shown = [block for block in blocks(PAGE, "python") if block.file]
+
+    assert len(shown) >= 4
+    for block in shown:
+        assert block.text.strip() in (PROJECT / block.file).read_text(), f"{PAGE}:{block.line}"
