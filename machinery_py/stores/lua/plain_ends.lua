@@ -15,6 +15,8 @@ do
   -- The chord of a member, with its first arrival and all members; false if settle.lua must look.
   local function chord_of(arrivals, kept)
     local a = arrivals[1]
+    -- Of a failed one it is not known here whether it is true: what it says of the group must wait.
+    if #arrivals ~= 1 or not a[4] then return false end
     local chord = chords[a[1]]
     if chord == nil then
       local g, h = group_keys(a[1])
@@ -22,7 +24,7 @@ do
         and pcall(key_type, 'mpy:partial', 'zset') and not has_fired(a[1]) and {first = a, members = {}}
       chords[a[1]] = chord
     end
-    return chord and #arrivals == 1 and a[4] and a[5] ~= '' and a[3] == chord.first[3] and a[5] == chord.first[5]
+    return chord and a[5] ~= '' and a[3] == chord.first[3] and a[5] == chord.first[5]
       and tonumber(kept) == expire and chord
   end
   for at = 1, #ends, 5 do

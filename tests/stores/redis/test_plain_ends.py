@@ -68,6 +68,7 @@ class Case(msgspec.Struct):
     ends: list[Settlement]
     is_plain: bool = True
     before: tuple[tuple[str, ...], ...] = ()  # commands
+    lost: str = ""  # whose delivery is not held any more
     expire_in: int = 3600
 
 
@@ -78,6 +79,11 @@ CASES = {
     "two chords": Case([end(UUIDS[0]), end(UUIDS[1], arrival(UUIDS[1], OTHER, total=1))]),
     "arrived before": Case(ends()[:1], before=(("SADD", f"mpy:h:{{{ONE}}}", UUIDS[0]),)),
     "one failed": Case([*map(fail_or_not, UUIDS)], is_plain=False),
+    "a lost one failed": Case(
+        [end(UUIDS[0], arrival(UUIDS[0], ok=False), state=State.FAILURE), *ends()[1:]],
+        is_plain=False,
+        lost=UUIDS[0],
+    ),
     "failed before": Case(ends(), before=(("HSET", f"mpy:g:{{{ONE}}}", "failed", "x"),)),
     "settled": Case(ends(), is_plain=False, before=(("HSET", f"mpy:g:{{{ONE}}}", "fired", "1"),)),
     "kept for itself": Case(ends(keep_for=60.0), is_plain=False),
@@ -132,6 +138,9 @@ def test_members_end_in_short_as_in_the_rest_of_the_script(
     session, deliveries = received(open_store(case.expire_in))
     for command in case.before:
         beside.ask(*command)
+    if case.lost:
+        gone = deliveries[case.lost]
+        deliveries[case.lost] = msgspec.structs.replace(gone, receipt=gone.receipt + "9")
     settlements = [msgspec.structs.replace(one, delivery=deliveries[one.uuid]) for one in case.ends]
     before = beside.snapshot()
 
