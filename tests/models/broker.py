@@ -26,6 +26,7 @@ from tests.models.messages import (
     flight_of,
     give,
     give_back,
+    has_waiting,
     is_spoilt,
     list_of,
     put,
@@ -154,7 +155,11 @@ def claim(
             if timed and bodies:
                 forget_marks(redis, queue)
     for place, queue in enumerate(queues):
-        unpark(redis, queue, moment)
+        room = None if paused[place] else max(1, limit - len(found))
+        if room and has_waiting(redis, queue):
+            room = (room + claim % 2) // 2
+        if room != 0:
+            unpark(redis, queue, moment, room)
         if not paused[place]:
             most = limit - len(found)
             found += from_lists(redis, place, queue, session, claim, most, moment, timed)
@@ -339,7 +344,8 @@ def look(redis: Redis, now: str, queues: Sequence[Queue], lease: int) -> object:
     everybody: list[object] = []
     for queue in queues:
         name, prefix = queue
-        unpark(redis, queue, moment)
+        if is_spoilt(redis, queue) or not has_waiting(redis, queue):
+            unpark(redis, queue, moment)
         for session, last in redis.scores(prefix + "s").in_order():
             everybody.append([name, session])
             if moment - last > lease:

@@ -123,16 +123,20 @@ def park(redis: Redis, queue: Queue, due: int, entry: Entry, now: int) -> None:
         wake(redis, queue, "v")
 
 
-def unpark(redis: Redis, queue: Queue, now: int) -> None:
-    """Bring what is due to its queue, if that can take it."""
+def has_waiting(redis: Redis, queue: Queue) -> bool:
+    return redis.exists(queue[0]) or redis.exists(queue[1] + "l")
+
+
+def unpark(redis: Redis, queue: Queue, now: int, room: int | None = None) -> None:
+    """Bring what is due to its queue, if that can take it: so many, or all to its tail."""
     if is_spoilt(redis, queue):
         return
     waited = []
-    for text, due in redis.scores(queue[1] + "z").in_order():
+    for text, due in redis.scores(queue[1] + "z").in_order()[:room]:
         if due <= now:
             redis.unscore(queue[1] + "z", text)
             entry = entry_of(text)
-            if entry.fence and not entry.parks:
+            if room is not None and entry.fence and not entry.parks:
                 waited.append(entry)
                 continue
             give(redis, queue, entry.level, entry.body, now)

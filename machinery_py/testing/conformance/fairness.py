@@ -151,17 +151,17 @@ class FairConformance(BrokerCase):
             for delivery in consumer.receive(3, 0)
         ]
         assert consumer.dispose(waits) == [True] * 3
-        put(broker, b"4", b"5")
+        put(broker, b"4", b"5", b"6", b"7")
 
-        assert bodies(consumer.receive(1, 0)) == [b"3"]
+        assert bodies(consumer.receive(2, 0)) == [b"3", b"4"]
         clock.advance(2.0)
         consumer.beat()
         broker.tend()
-        assert bodies(consumer.receive(2, 0)) == [b"2", b"4"]
+        assert bodies(consumer.receive(2, 0)) == [b"2", b"5"]
         clock.advance(2.0)
         consumer.beat()
         broker.tend()
-        assert bodies(consumer.receive(9, 0)) == [b"1", b"5"]
+        assert bodies(consumer.receive(9, 0)) == [b"1", b"6", b"7"]
 
     def test_dead_letter_and_purge_of_a_fair_queue(
         self, broker: Broker, consumer: Consumer

@@ -121,7 +121,10 @@ for index, q in ipairs(queues) do
   end
 end
 for index, q in ipairs(queues) do
-  if parked(q, now, to_wake, firsts[index]) then
+  -- While others wait, half of a claim is theirs: more may come back than can ever be asked.
+  local room = not stopped[index] and math.max(1, limit - #given)
+  if room and call('EXISTS', q[1], q[2] .. 'l') > 0 then room = math.floor((room + claim % 2) / 2) end
+  if room ~= 0 and parked(q, now, to_wake, firsts[index], room) then
     levels[index], with_notes[index] = call('ZREVRANGE', q[2] .. 'l', 0, -1), true
   end
   if #given < limit and not stopped[index] then

@@ -14,7 +14,8 @@ for _, q in ipairs(queues) do
   local fine, found = pcall(read, q)
   if fine then
     intact[#intact + 1] = q
-    parked(q, now, to_wake, found.z)
+    -- Where messages wait, the claims do it, which know how many they have room for.
+    if spoilt(q) or call('EXISTS', q[1], q[2] .. 'l') == 0 then parked(q, now, to_wake, found.z) end
     for i = 1, #found.s, 2 do
       local session, beat = found.s[i], tonumber(found.s[i + 1])
       all[#all + 1] = {q[1], session}

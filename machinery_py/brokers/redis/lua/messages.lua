@@ -12,8 +12,9 @@
 -- entry stays in flight until its queue is as it should be. can_empty: as usable, for all that a
 -- session has of a queue.
 -- parked: brings what is due from our own delayed set to its queue, if that can take it; whether it
--- did. What has waited for its turn goes to the head, the first due first: behind a long queue its
--- turn would pass, while it holds others back. due_in: µs until the next; asks not again what parked saw. first_due: whether Go's delayed
+-- did. A claim says how many it has room for: of those, what has waited for its turn goes to the head,
+-- the first due first. Behind a long queue its turn would pass, while it holds others back. A fair
+-- queue has turns of its own. due_in: µs until the next; asks not again what parked saw. first_due: whether Go's delayed
 -- set is what it should be; if not, nothing is due in it.
 --! include brokers/redis/lua/putting.lua
 
@@ -86,14 +87,14 @@ local function spoilt(q)
   local found = call('TYPE', q[1]).ok
   return found ~= 'none' and found ~= 'list'
 end
-local function parked(q, now, to_wake, first)
+local function parked(q, now, to_wake, first, room)
   local z = q[2] .. 'z'
   first = first or call('ZRANGE', z, 0, 0, 'WITHSCORES')
   if not first[2] or tonumber(first[2]) > now then
     soonest[z] = first
     return
   end
-  local texts = call('ZRANGEBYSCORE', z, '-inf', now, 'LIMIT', 0, 2000)
+  local texts = call('ZRANGEBYSCORE', z, '-inf', now, 'LIMIT', 0, room or 2000)
   if not pcall(usable, q, texts) then
     soonest[z] = call('ZRANGEBYSCORE', z, '(' .. int(now), '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
     return
@@ -102,7 +103,7 @@ local function parked(q, now, to_wake, first)
   for _, text in ipairs(texts) do
     local m = unwrap(text)
     call('ZREM', z, text)
-    if m.fence > 0 and m.parks == 0 then waited[#waited + 1] = m else place(q, m, false, now, to_wake) end
+    if room and m.fence > 0 and m.parks == 0 and m.level <= 255 then waited[#waited + 1] = m else place(q, m, false, now, to_wake) end
   end
   for i = #waited, 1, -1 do place(q, waited[i], true, now, to_wake) end
   return true
