@@ -8,6 +8,7 @@ that restarts empty limits anew; slots that are renewed are taken again.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -44,9 +45,8 @@ from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
 
-NEW = 2  # reply of RENEW: the slot's record was not there
 NOTED_FOR = 86_400.0  # seconds that a scope is known for `read` after it was last used
-NOTE_EVERY = 60.0  # seconds
+NOTE_EVERY = 5.0  # seconds; a store that has restarted empty knows no scope
 _lua = Folder("limits/lua", {"LONG_AGO": pure.LONG_AGO, "OVERDUE": pure.OVERDUE, "KEPT": pure.KEPT})
 ENTER = _lua.script(
     "enter",
@@ -112,21 +112,19 @@ class RedisLimits(AskedLimits):
 
     def renew(self, held: Sequence[Slot], *, ttl: float) -> list[bool | None]:
         slots = list(map(stored_slot, held))
-        replies = self._change_slots(RENEW, max(micros_of(ttl), 1), slots)
-        # The store has restarted empty: it does not know the scope either.
-        for scope in {one.scope for one, reply in zip(slots, replies, strict=True) if reply == NEW}:
-            self._noted.pop(scope, None)
-            self._note(scope)
-        return [None if reply is None else bool(reply) for reply in replies]
+        renewed = self._change_slots(RENEW, max(micros_of(ttl), 1), slots)
+        for scope in {one.scope for one in slots}:
+            with contextlib.suppress(MachineryError):  # the slots are held all the same
+                self._note(scope)
+        return renewed
 
     def leave(self, held: Sequence[Slot]) -> None:
         self._change_slots(LEAVE, 0, list(map(stored_slot, held)))
 
-    def _change_slots(
-        self, script: Script, ttl: int, slots: Sequence[Slot]
-    ) -> Sequence[int | None]:
-        """Return what the script says of each slot; None: its server did not answer."""
-        return self._run(script, slots[0].scope, ttl, _rows(slots)) if slots else []
+    def _change_slots(self, script: Script, ttl: int, slots: Sequence[Slot]) -> list[bool | None]:
+        if not slots:
+            return []
+        return [bool(done) for done in self._run(script, slots[0].scope, ttl, _rows(slots))]
 
     def change(self, scope: str, rules: Sequence[Rule]) -> None:
         scope = stored_name(scope)
@@ -140,7 +138,7 @@ class RedisLimits(AskedLimits):
         self._ask(b"SET", key, pack(packed), doing=doing)
 
     def _note(self, scope: str) -> None:
-        """Note for `read` that the scope is used, each minute."""
+        """Note for `read` that the scope is used, every few seconds."""
         moment = time.monotonic()
         if moment - self._noted.get(scope, -NOTE_EVERY) < NOTE_EVERY:
             return
@@ -195,10 +193,8 @@ class ClusterLimits(RedisLimits):
     def _ask(self, *parts: bytes, doing: str) -> Any:
         return self._cluster.command(*parts, doing=doing)
 
-    def _change_slots(
-        self, script: Script, ttl: int, slots: Sequence[Slot]
-    ) -> Sequence[int | None]:
-        """Change all at once."""
+    def _change_slots(self, script: Script, ttl: int, slots: Sequence[Slot]) -> list[bool | None]:
+        """Change all at once. The slots of a node that does not answer are None."""
         by_scope: dict[str, list[Slot]] = {}
         for slot in slots:
             by_scope.setdefault(slot.scope, []).append(slot)
@@ -214,7 +210,8 @@ class ClusterLimits(RedisLimits):
                 raise
             logger.warning("some slots of limits could not be renewed: %s", error)
         replies = {scope: iter(one.reply or ()) for scope, one in requests.items()}
-        return [next(replies[slot.scope], None) for slot in slots]
+        answers = (next(replies[slot.scope], None) for slot in slots)
+        return [None if one is None else bool(one) for one in answers]
 
 
 def _rows(slots: Sequence[Slot]) -> list[tuple[str, str, str, str]]:

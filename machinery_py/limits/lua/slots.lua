@@ -1,6 +1,6 @@
 -- In: now, µs to hold the slots or 0 to give them back, slots: [[scope, key of the record, who,
--- token], …]. Out: for each 1 if it is held or was given back, 2 if its record was not there, else 0.
--- May be carried out twice.
+-- token], …]. Out: for each 1 if it is held or was given back, else 0. May be carried out
+-- twice.
 --
 -- Says what `renew` and `leave` in rules.py say.
 --! include limits/lua/records.lua
@@ -23,7 +23,7 @@ local function renew(one, who, token)
   end
   if one.limit > 0 and #left >= one.limit then return 0 end
   left[#left + 1] = {who, token, now, now + ttl}
-  return one.limit == 0 and 2 or 1
+  return 1
 end
 local function leave(one, who, token)
   for at, run in ipairs(one.running) do
