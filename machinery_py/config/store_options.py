@@ -30,11 +30,16 @@ def section_of(stores: Mapping[str, object], scheme: str) -> Section | None:
         if name not in options:
             key = f"stores.{scheme}.{name}"
             raise ConfigError(f"{key}: unknown key{nearest(name, options)}")
-    values: dict[str, Any] = {
-        name: from_text(options[name].kind, value) if isinstance(value, str) else value
-        for name, value in given.items()
-    }
-    return section(**values)
+    return section(**{name: _meant(options[name].kind, value) for name, value in given.items()})
+
+
+def _meant(kind: str, value: object) -> Any:
+    """Return the value for an option of this kind; in the environment 42 may be a text."""
+    if isinstance(value, str):
+        return from_text(kind, value)
+    if kind == "str" and isinstance(value, int):
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    return value
 
 
 def stores_problem(stores: Mapping[str, object]) -> str:
@@ -56,9 +61,12 @@ def stores_problem(stores: Mapping[str, object]) -> str:
 
 
 def masked(stores: Mapping[str, object]) -> dict[str, object]:
-    """Return the setting to be shown: any text in it might be a secret."""
+    """Return the setting to be shown: whatever is in it might be a secret."""
     return {
-        scheme: {name: MASK if isinstance(value, str) else value for name, value in given.items()}
+        scheme: {
+            name: value if value is None or isinstance(value, bool) else MASK
+            for name, value in given.items()
+        }
         for scheme, given in _flat(stores).items()
     }
 

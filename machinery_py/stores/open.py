@@ -173,6 +173,10 @@ class ObjectFamily(Family):
     def lock(self) -> Lock:
         return self._store if isinstance(self._store, Lock) else super().lock()
 
+    def close(self) -> None:
+        if isinstance(self._store, Lock) and not isinstance(self._store, (Broker, Backend)):
+            self._store.close()
+
 
 _KINDS: dict[Role, type[Broker | Backend | Lock]] = {
     "broker": Broker,

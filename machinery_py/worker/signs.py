@@ -128,10 +128,13 @@ class Signs:
 
 
 def nested(config: Config) -> dict[str, Any]:
-    """Return what was chosen in a configuration, as `Config.from_mapping` reads it."""
+    """Return what the keeper needs of a configuration, as `Config.from_mapping` reads it.
+
+    The keeper opens the broker alone: other stores may be objects, or code that it must not import.
+    """
     found: dict[str, Any] = {}
     for key, value in config.values():
-        if value != OPTIONS[key].default:
+        if value != OPTIONS[key].default and key not in ("result_backend", "lock", "stores"):
             section, dot, name = key.rpartition(".")
             (found.setdefault(section, {}) if dot else found)[name] = value
     return found

@@ -99,16 +99,18 @@ def test_unknown_scheme_tells_of_installed_plugins(install: Install) -> None:
         Config(broker="zzzzzzzz://here")
 
 
-def test_own_options_are_shown_without_their_texts(
+def test_own_options_are_shown_without_their_values(
     install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install("silent", f"{__name__}:SilentFamily")
     monkeypatch.setattr(SilentFamily, "section", TokenOptions)
 
     config = Config(stores={"silent": {"token": "secret", "size": 3}})
+    digits = Config(stores={"silent.token": 123456})  # as MACHINERY_STORES is read
 
-    assert config.redacted()["stores"] == {"silent": {"token": "***", "size": 3}}
+    assert config.redacted()["stores"] == {"silent": {"token": "***", "size": "***"}}
     assert "secret" not in repr(config)
+    assert "123456" not in repr(digits)
 
 
 def test_object_in_a_wrong_role_is_refused() -> None:
