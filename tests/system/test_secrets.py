@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from machinery_py.cli.main import main
 from machinery_py.clock import SYSTEM_CLOCK
 from machinery_py.config.server_urls import parse_amqp_url, parse_redis_url
 from machinery_py.stores.open import Family, FamilyOptions
+from machinery_py.testing.waiting import HANG
 from tests.config.test_urls import PASSWORDS, SHAPES, WORDS, filled
 
 OPTIONS = FamilyOptions(clock=SYSTEM_CLOCK, timeout=0.2)
@@ -139,12 +142,12 @@ def test_no_command_shows_the_secret_of_a_misplaced_url(url: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("shape", SHAPES[:3])
-def test_worker_process_shows_no_secret_of_a_misplaced_url(
-    shape: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["worker", filled(shape, WORDS[0])]) == 2
+def test_worker_process_shows_no_secret_of_a_misplaced_url(shape: str) -> None:
+    command = [sys.executable, "-m", "machinery_py", "worker", filled(shape, WORDS[0])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=False)
+    assert done.returncode == 2
 
-    said = "".join(capfd.readouterr())
+    said = done.stdout + done.stderr
     assert "found a URL" in said
     assert_nothing_is_shown(said)
 

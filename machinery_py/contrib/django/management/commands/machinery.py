@@ -51,4 +51,7 @@ class Command(BaseCommand):
             raise CommandError(f"machinery {' '.join(words)}: exit code {code}", returncode=code)
 
     def _run(self, words: Sequence[str]) -> int:
-        return main(with_app(words, os.path.abspath(sys.path[0] or ".")))
+        # Where manage.py is; not sys.path[0], since settings may have put another folder there.
+        folder = os.path.dirname(os.path.abspath(sys.argv[0]))
+        is_known = folder in map(os.path.abspath, sys.path)
+        return main(with_app(words, folder if is_known else os.getcwd()))
