@@ -17,10 +17,14 @@ import msgspec
 import pytest
 
 from machinery_py import Config, Server
+from machinery_py.backends.memory import MemoryBackend
+from machinery_py.clock import SYSTEM_CLOCK
 from machinery_py.config.urls import SCHEMES
+from machinery_py.connections.memory import MemoryHub
 from machinery_py.stores.memory import MemoryFamily
 from machinery_py.stores.open import FAMILIES, FamilyOptions, add_family
 from machinery_py.testing.waiting import HANG, wait_until
+from machinery_py.worker import keeper, signs
 from tests.support.servers import RedisServer
 
 LARGEST = 15_000  # kB
@@ -238,6 +242,18 @@ def test_worker_on_a_store_of_ones_own_is_told_that_it_has_no_keeper(
     assert "secret" not in line
     assert 'pool="process"' in line
     assert keepers_of(os.getpid()) == before
+
+
+def test_keeper_opens_the_broker_beside_a_ready_made_result_backend(
+    empty_redis: RedisServer,
+) -> None:
+    backend = MemoryBackend(MemoryHub(SYSTEM_CLOCK))
+    server = Server(broker=empty_redis.url, result_backend=backend)
+
+    told = json.loads(json.dumps(signs.nested(server.config)))  # as the keeper reads it
+
+    with contextlib.closing(server), contextlib.closing(keeper._open_family(told)) as family:
+        assert family.broker().workers() == []
 
 
 def test_path_that_is_no_text_does_no_harm(program: Program) -> None:
