@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import itertools
 import logging
 import threading
 import time
@@ -183,7 +184,7 @@ def test_a_worker_runs_within_its_connections(empty_cluster: ClusterServers) -> 
     over = threading.Event()
 
     def look() -> None:
-        while not over.wait(0.05):
+        while not over.wait(0.01):
             most.append(connections(empty_cluster, "few"))
 
     looker = threading.Thread(target=look)
@@ -199,7 +200,9 @@ def test_a_worker_runs_within_its_connections(empty_cluster: ClusterServers) -> 
     finally:
         over.set()
         looker.join(HANG)
-    assert 3 <= max(most) <= 12
+    # The nodes are asked one after the other: one that moves between them is counted twice, once.
+    lasting = [min(pair) for pair in itertools.pairwise(most)]
+    assert 3 <= max(lasting) <= 12
     server.close()
 
 
