@@ -241,8 +241,7 @@ class RedisBroker(Broker):
         self.mover.step(room=ROOM)
         queues = self._queues()
         values = (self.driver.now(), queues, COUNT)
-        lines, to_wake, first, problems = self.driver.run(scripts.STATS, *values)
-        self.driver.unblock(to_wake)
+        lines, first, problems = self.driver.run(scripts.STATS, *values)
         log_spoilt(problems, doing=scripts.STATS.doing)
         late, due = self._late_by_queue(*first)
         return [

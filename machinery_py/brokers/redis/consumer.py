@@ -39,6 +39,7 @@ logger = get_logger(__name__)
 
 BLOCK = 1.0  # seconds of one sleep; shorter than half a lease
 LINK_TIMEOUT = 3.0  # seconds for the reply to a claim, beyond its sleep
+REFUSED_PAUSE = 0.1  # seconds between claims where Redis lets nobody block: it is full
 LOST_LIFE = 30.0  # seconds that a claim without a reply is asked for
 KIND = "redis"  # of the files that say what consumers run
 
@@ -68,6 +69,7 @@ class RedisConsumer(Consumer):
         self._worker = printable(worker)
         self._mover = mover
         self._move_reply: Any = None  # of the move in front of the last claim
+        self._refused = False  # whether the last blocking move was
         self._is_due = False  # whether the last claim left something due
         self._has_found = False  # whether it found something
         self._block = min(BLOCK, driver.limits.block)
@@ -161,6 +163,7 @@ class RedisConsumer(Consumer):
         Where the last claim has left something due and this one does not block, a move precedes it.
         """
         claim = next(self._claims)
+        self._refused = False
         move_of = 0 if sleep or not self._is_due else limit if self._has_found else MOVE
         now = time.monotonic()
         session = self.session
@@ -195,6 +198,8 @@ class RedisConsumer(Consumer):
         self.none_revoked = not revoked
         deliveries = self._deliveries(session, queues, rows, bodies)
         self._noted = (will_sleep or bool(sleep)) and not deliveries
+        if self._refused and not deliveries:
+            time.sleep(min(sleep, REFUSED_PAUSE))
         self._is_due, self._has_found = due_in == 0, bool(deliveries)
         if move_of and not self._moved(move_of, deliveries) and due_in == 0:
             due_in = 10_000  # what is due still cannot be moved now, or another mover is at it
@@ -236,7 +241,7 @@ class RedisConsumer(Consumer):
                 timeout = b"%.3f" % max(seconds, 0.001)
                 move = command(b"BLMOVE", source, arrivals, b"LEFT", b"RIGHT", timeout)
                 link.send(move + packet)
-                _read_before(link)
+                self._refused = _read_before(link, refused=_REFUSED) is _REFUSED
         finally:
             self._asleep = b""
 
@@ -358,14 +363,17 @@ class RedisConsumer(Consumer):
         self._file.end()
 
 
-def _read_before(link: RedisConnection) -> Any:
-    """Read the reply in front of a claim's. None: refused; what the claim says tells more."""
+_REFUSED = object()
+
+
+def _read_before(link: RedisConnection, *, refused: object = None) -> Any:
+    """Read the reply in front of a claim's. If it is a refusal, what the claim says tells more."""
     try:
         return link.read()
     except Exception as error:
         if kind_of(str(error)) not in (ErrorKind.FULL, ErrorKind.TYPE, ErrorKind.SCRIPT):
             raise
-        return None
+        return refused
 
 
 def mark_of(queue: str) -> int:

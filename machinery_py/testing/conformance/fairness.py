@@ -157,6 +157,8 @@ class FairConformance(BrokerCase):
         clock.advance(2.0)
         consumer.beat()
         broker.tend()
+        # Looking changes nothing.
+        assert [(one.waiting, one.delayed) for one in broker.stats()] == [(4, 1)]
         assert bodies(consumer.receive(2, 0)) == [b"2", b"5"]
         clock.advance(2.0)
         consumer.beat()

@@ -44,6 +44,23 @@ def test_stats_count_a_message_that_comes_due_meanwhile(
     assert sum(one.waiting + one.delayed for one in counted) == 1
 
 
+def test_stats_leave_what_is_due_and_tell_how_long_it_is(
+    open_driver: Drivers, clock: ManualClock
+) -> None:
+    broker = RedisBroker(open_driver())
+    due = clock.now() + dt.timedelta(seconds=5)
+    messages = [
+        Message(uuid=uuid, name="n", queue="mail", body=b"{}", eta=due, tenant="a") for uuid in "ab"
+    ]
+    broker.put(messages, token="")
+    clock.advance(7)
+
+    for _ in range(2):
+        [line] = broker.stats()
+        assert (line.waiting, line.delayed, line.oldest_at) == (2, 0, due)
+    assert broker.waiting("mail") == 0
+
+
 def fair(text: str) -> Message:
     return Message(uuid=text, name="n", queue="mail", body=text.encode(), tenant=text[0])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import re
 import subprocess
 import sys
 import threading
@@ -154,6 +155,21 @@ def test_full_server_refuses_messages_and_lets_running_tasks_end(driver: RedisDr
     both.submit(Submission(token="t", messages=[message()]))
     assert len(session.receive(5, 0)) == 1
     session.close()
+
+
+def test_idle_worker_of_a_full_server_does_not_spin(driver: RedisDriver) -> None:
+    consumer = RedisBroker(driver).consume(["mail"], worker="w")
+    ask(driver, "CONFIG", "SET", "maxmemory", "1mb")
+    ask(driver, "CONFIG", "RESETSTAT")
+    try:
+        assert consumer.receive(1, 0.3) == []
+        counted = ask(driver, "INFO", "commandstats").decode()
+    finally:
+        ask(driver, "CONFIG", "SET", "maxmemory", "0")
+
+    [refused] = re.findall(r"cmdstat_blmove:calls=\d+.*rejected_calls=(\d+)", counted)
+    assert 1 <= int(refused) <= 4
+    consumer.close()
 
 
 def test_forgotten_scripts_are_sent_again(driver: RedisDriver) -> None:

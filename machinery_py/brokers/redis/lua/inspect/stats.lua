@@ -1,12 +1,14 @@
 -- In: now, queues, how many of Go's delayed set to look at. Out: for each (waiting, running, parked,
--- dead, when its oldest was put or "", 1 if it is paused), or nothing if something else lies under one
--- of its keys; connections to be woken; `late_names` from the start, in the same step: a retry that
--- goes from one to the other is counted once; texts that name such keys.
+-- dead, when its oldest was put or came due or "", 1 if it is paused), or nothing if something else lies
+-- under one of its keys; `late_names` from the start, in the same step: a retry that goes from one to
+-- the other is counted once; texts that name such keys.
+-- What is due counts as waiting, and stays in our delayed set: a claim gives it the place that it has a
+-- right to.
 --! include brokers/redis/lua/messages.lua
 --! include brokers/redis/lua/room.lua
 --! include brokers/redis/lua/inspect/late_count.lua
 
-local now, queues, lines, to_wake, problems = now_of(unpacked[1]), unpacked[2], {}, {}, {}
+local now, queues, lines, problems = now_of(unpacked[1]), unpacked[2], {}, {}
 key_type(DELAYED, 'zset')
 local function line_of(q)
   local p = q[2]
@@ -18,7 +20,6 @@ local function line_of(q)
     key_type(p .. 'p:' .. level, level == 'fair' and 'zset' or 'list')
   end
   for _, session in ipairs(call('ZRANGE', p .. 's', 0, -1)) do key_type(p .. 'f:' .. session, 'hash') end
-  parked(q, now, to_wake)
   local plain = call('LLEN', q[1])
   local waiting, running, oldest = waiting_in(q), 0, ''
   for _, session in ipairs(call('ZRANGE', p .. 's', 0, -1)) do running = running + call('HLEN', p .. 'f:' .. session) end
@@ -29,11 +30,16 @@ local function line_of(q)
       if oldest == '' or tonumber(at) <= place then oldest = when else break end
     end
   end
-  return {waiting, running, call('ZCARD', p .. 'z'), call('HLEN', p .. 'd'), oldest, call('EXISTS', p .. 'u')}
+  local first, due = call('ZRANGE', p .. 'z', 0, 0, 'WITHSCORES')[2], 0
+  if first and tonumber(first) <= now then
+    due = call('ZCOUNT', p .. 'z', '-inf', int(now))
+    if oldest == '' or tonumber(first) < tonumber(oldest) then oldest = int(tonumber(first)) end
+  end
+  return {waiting + due, running, call('ZCARD', p .. 'z') - due, call('HLEN', p .. 'd'), oldest, call('EXISTS', p .. 'u')}
 end
 for i, q in ipairs(queues) do
   local fine, line = pcall(line_of, q)
   lines[i] = fine and line or {}
   if not fine then problems[#problems + 1] = words(line) end
 end
-return {lines, to_wake, late_names(0, unpacked[3], now), problems}
+return {lines, late_names(0, unpacked[3], now), problems}
