@@ -1,5 +1,13 @@
 """Limits of a fleet: so many runs a second, so many at a time, so long between two."""
 
-from machinery_py.limits.base import Admission, Limits, Rule, ScopeReport, Slot, UsageReport
+from machinery_py.limits.base import (
+    Admission,
+    Entrant,
+    Limits,
+    Rule,
+    ScopeReport,
+    Slot,
+    UsageReport,
+)
 
-__all__ = ["Admission", "Limits", "Rule", "ScopeReport", "Slot", "UsageReport"]
+__all__ = ["Admission", "Entrant", "Limits", "Rule", "ScopeReport", "Slot", "UsageReport"]

@@ -6,8 +6,9 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from machinery_py.connections.shared_calls import SharedCalls
 from machinery_py.errors import MachineryError
-from machinery_py.limits.base import Admission, Limits, Rule, Slot, slots_of
+from machinery_py.limits.base import Admission, Entrant, Limits, Rule, Slot, slots_of
 from machinery_py.locks.keeper import Lease, LeaseKeeper
 
 SlotLease = Lease[Limits, tuple[Slot, ...]]
@@ -24,6 +25,7 @@ class SlotKeeper(LeaseKeeper[Limits, tuple[Slot, ...]]):
     def __init__(self, open_limits: Callable[[], Limits], lease: Callable[[], float]) -> None:
         super().__init__("slot", lease)
         self._open_limits = open_limits
+        self._shared: tuple[Limits, SharedCalls[Entrant, Admission]] | None = None
 
     def enter(
         self,
@@ -37,17 +39,27 @@ class SlotKeeper(LeaseKeeper[Limits, tuple[Slot, ...]]):
     ) -> tuple[Admission, SlotLease | None]:
         """Ask as `Limits.enter`, and hold what a run holds, if it is let in.
 
+        Threads that ask at the same moment share a call of the store, where that costs less.
+
         Args:
             on_lost: called in the keeper's thread when a slot of the run is lost.
         """
         limits, length, asked_at = self._open_limits(), self._length(), time.monotonic()
-        answer = limits.enter(scope, who, token, rules, ttl=length, again=again)
+        one = Entrant(scope=scope, who=who, token=token, rules=rules, ttl=length, again=again)
+        answer = self._asking(limits)(one)
         if answer.wait or not answer.held:
             return answer, None
         ends = asked_at + length
         lease = Lease(limits, answer.held, ends, name=f"{scope} {who}", on_lost=on_lost)
         self.keep(lease)
         return answer, lease
+
+    def _asking(self, limits: Limits) -> Callable[[Entrant], Admission]:
+        """Return what asks for one; threads that ask a store at the same time share the call."""
+        asking = self._shared
+        if asking is None or asking[0] is not limits:
+            asking = self._shared = limits, SharedCalls(limits.enter_all)
+        return asking[1].ask if limits.asks_together else lambda one: limits.enter_all([one])[0]
 
     def forget(self, held: Sequence[Slot]) -> None:
         """Give back the places in line of one that waits no more; left alone, they lapse."""

@@ -14,7 +14,15 @@ from typing import TypeVar
 import msgspec
 
 from machinery_py.limits import rules as pure
-from machinery_py.limits.base import Admission, Limits, Rule, ScopeReport, Slot, stored_name
+from machinery_py.limits.base import (
+    Admission,
+    Entrant,
+    Limits,
+    Rule,
+    ScopeReport,
+    Slot,
+    stored_name,
+)
 from machinery_py.limits.rules import Asking, LimitRecord, record_key, stored_slot
 
 T = TypeVar("T")
@@ -43,7 +51,8 @@ class AskedLimits(Limits):
         ttl: float,
         again: bool = False,
     ) -> Admission:
-        return self._enter(Asking.of(scope, who, token, rules, ttl, again))
+        one = Entrant(scope=scope, who=who, token=token, rules=rules, ttl=ttl, again=again)
+        return self._enter(Asking.of(one))
 
     def close(self) -> None:
         pass

@@ -25,6 +25,8 @@ from machinery_py.errors import MachineryError
 from machinery_py.limits import rules as pure
 from machinery_py.limits.base import (
     Admission,
+    Entrant,
+    Limits,
     Rule,
     ScopeReport,
     Slot,
@@ -78,6 +80,8 @@ _decode_changed = msgspec.msgpack.Decoder(list[_PackedRule]).decode
 class RedisLimits(AskedLimits):
     """Keys on the driver's server. The driver belongs to its creator."""
 
+    asks_together = True
+
     def __init__(self, driver: RedisDriver) -> None:
         self._driver = driver
         self._clock = driver.clock
@@ -92,23 +96,16 @@ class RedisLimits(AskedLimits):
         return self._driver.ask(*parts, doing=doing)
 
     def _enter(self, asking: Asking) -> Admission:
-        packed = [
-            (one.name, one.key, one.limit, micros_of(one.interval), int(one.strict))
-            for one in asking.rules
-        ]
-        values = asking.who, asking.token, asking.ttl, int(asking.again), packed
-        self._note(asking.scope)  # first, so that `read` finds every slot
-        wait, *numbers = self._run(ENTER, asking.scope, _tag(asking.scope), *values)
-        if not wait:
-            running = [asking.rules[number - 1] for number in numbers]
-            return Admission(held=slots_of(asking.scope, asking.who, asking.token, running))
-        held_by = asking.rules[numbers[0] - 1]
-        return Admission(
-            wait=wait / SECOND,
-            name=held_by.name,
-            key=held_by.key,
-            held=slots_of(asking.scope, asking.who, asking.token, asking.rules),
-        )
+        return self._enter_all([asking])[0]
+
+    def enter_all(self, entrants: Sequence[Entrant]) -> list[Admission]:
+        return self._enter_all(list(map(Asking.of, entrants))) if entrants else []
+
+    def _enter_all(self, askings: Sequence[Asking]) -> list[Admission]:
+        for scope in {one.scope for one in askings}:
+            self._note(scope)  # first, so that `read` finds every slot
+        replies = self._run(ENTER, askings[0].scope, list(map(_packed, askings)))
+        return list(map(_admission, askings, replies))
 
     def renew(self, held: Sequence[Slot], *, ttl: float) -> list[bool | None]:
         slots = list(map(stored_slot, held))
@@ -181,6 +178,8 @@ class RedisLimits(AskedLimits):
 class ClusterLimits(RedisLimits):
     """Keys in a cluster, which belongs to its creator."""
 
+    asks_together = False  # a node that is away would delay those of other nodes
+
     def __init__(self, cluster: RedisClusterDriver) -> None:
         self._cluster = cluster
         self._clock = cluster.clock
@@ -192,6 +191,9 @@ class ClusterLimits(RedisLimits):
 
     def _ask(self, *parts: bytes, doing: str) -> Any:
         return self._cluster.command(*parts, doing=doing)
+
+    def enter_all(self, entrants: Sequence[Entrant]) -> list[Admission]:
+        return Limits.enter_all(self, entrants)  # each scope is in a slot of its own
 
     def _change_slots(self, script: Script, ttl: int, slots: Sequence[Slot]) -> list[bool | None]:
         """Change all at once. The slots of a node that does not answer are None."""
@@ -212,6 +214,29 @@ class ClusterLimits(RedisLimits):
         replies = {scope: iter(one.reply or ()) for scope, one in requests.items()}
         answers = (next(replies[slot.scope], None) for slot in slots)
         return [None if one is None else bool(one) for one in answers]
+
+
+def _packed(asking: Asking) -> tuple[object, ...]:
+    rules = [
+        (one.name, one.key, one.limit, micros_of(one.interval), int(one.strict))
+        for one in asking.rules
+    ]
+    again = int(asking.again)
+    return _tag(asking.scope), asking.who, asking.token, asking.ttl, again, rules
+
+
+def _admission(asking: Asking, reply: Sequence[int]) -> Admission:
+    wait, *numbers = reply
+    if not wait:
+        running = [asking.rules[number - 1] for number in numbers]
+        return Admission(held=slots_of(asking.scope, asking.who, asking.token, running))
+    held_by = asking.rules[numbers[0] - 1]
+    return Admission(
+        wait=wait / SECOND,
+        name=held_by.name,
+        key=held_by.key,
+        held=slots_of(asking.scope, asking.who, asking.token, asking.rules),
+    )
 
 
 def _rows(slots: Sequence[Slot]) -> list[tuple[str, str, str, str]]:

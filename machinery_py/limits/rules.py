@@ -20,6 +20,7 @@ import msgspec
 
 from machinery_py.limits.base import (
     Admission,
+    Entrant,
     Rule,
     ScopeReport,
     Slot,
@@ -88,16 +89,15 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
     again: bool = False
 
     @classmethod
-    def of(
-        cls, scope: str, who: str, token: str, rules: Sequence[Rule], ttl: float, again: bool
-    ) -> Asking:
+    def of(cls, one: Entrant) -> Asking:
+        rules = (msgspec.structs.replace(rule, key=stored_name(rule.key)) for rule in one.rules)
         return cls(
-            scope=stored_name(scope),
-            who=stored_name(who),
-            token=stored_name(token),
-            rules=tuple(msgspec.structs.replace(rule, key=stored_name(rule.key)) for rule in rules),
-            ttl=micros_of(ttl),
-            again=again,
+            scope=stored_name(one.scope),
+            who=stored_name(one.who),
+            token=stored_name(one.token),
+            rules=tuple(rules),
+            ttl=micros_of(one.ttl),
+            again=one.again,
         )
 
     def under(self, changed: Iterable[Rule]) -> Asking:

@@ -15,7 +15,7 @@ from typing import TypeVar
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.connections.sqlite.rows import as_json, insert_rows
 from machinery_py.errors import BackendUnavailable
-from machinery_py.limits.base import Rule, Slot
+from machinery_py.limits.base import Admission, Entrant, Rule, Slot
 from machinery_py.limits.records import RecordLimits, Work, decode_record, decode_rules, encode
 from machinery_py.limits.rules import LimitRecord, kept_until
 
@@ -31,6 +31,8 @@ _SAVE = "REPLACE INTO limits (scope, key, body, until)"
 
 class SQLiteLimits(RecordLimits):
     """Rows in the driver's file. The driver belongs to its creator."""
+
+    asks_together = True
 
     def __init__(self, driver: SQLiteDriver) -> None:
         self._driver = driver
@@ -51,8 +53,12 @@ class SQLiteLimits(RecordLimits):
                 connection.execute("DELETE FROM limits WHERE until <= ?", (now,))
             return result
 
-    def renew(self, held: Sequence[Slot], *, ttl: float) -> list[bool]:
+    def enter_all(self, entrants: Sequence[Entrant]) -> list[Admission]:
         with self._driver.claiming(BackendUnavailable):  # one step for all
+            return super().enter_all(entrants)
+
+    def renew(self, held: Sequence[Slot], *, ttl: float) -> list[bool]:
+        with self._driver.claiming(BackendUnavailable):
             return super().renew(held, ttl=ttl)
 
     def leave(self, held: Sequence[Slot]) -> None:

@@ -109,7 +109,8 @@ def _forms(server: Server, one: str, two: str) -> dict[str, tuple[Step[Any], Any
             [[11, 12], 12],
         ),
         "one list of a group in a group": (
-            chord(group(both, third), listed, collect=True),
+            # If Go ended the last member, it would pass each result by itself.
+            chord(group(both, add("of_python", 2, 10)), listed, collect=True),
             [[10, 11], 12],
         ),
         "two callbacks": (both.then(total(one), total(two)), [10, 11]),

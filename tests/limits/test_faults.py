@@ -15,9 +15,10 @@ from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.connections.redis.scripts import Script
 from machinery_py.errors import BackendUnavailable, NameRefused
 from machinery_py.limits import Limits, Rule
+from machinery_py.limits.keeper import SlotKeeper
 from machinery_py.limits.redis import RedisLimits
-from machinery_py.testing.conformance.limits import LEASE, ask, slot, waits
-from machinery_py.testing.waiting import HANG, wait_until
+from machinery_py.testing.conformance.limits import LEASE, ask, entrant, slot, waits
+from machinery_py.testing.waiting import HANG, together, wait_until
 from tests.support.servers import RedisServer
 
 TWO = Rule(name="running", limit=2)
@@ -110,3 +111,24 @@ def test_key_of_another_type_is_an_error_and_stays(
     with pytest.raises(NameRefused, match="a key holds something else"):
         ask(limits, "a", RATE)
     assert ask(limits, "a", TWO).wait == 0.0
+
+
+def test_refused_key_among_threads_that_ask_together_fails_alone(
+    empty_redis: RedisServer, limits: Limits
+) -> None:
+    empty_redis.cli("LPUSH", "mpy:limit:{s}:rate:7", "x")
+    keeper = SlotKeeper(lambda: limits, lambda: LEASE)
+
+    def enter(number: int) -> object:
+        rule = Rule(name="rate", key=str(number), interval=60.0)
+        try:
+            return keeper.enter("s", f"who {number}", f"token {number}", [rule])[0].wait
+        except NameRefused as error:
+            return str(error)
+
+    answers = together(40, enter)
+
+    assert "a key holds something else" in str(answers.pop(7))
+    assert answers == [0.0] * 39
+    with pytest.raises(NameRefused, match="a key holds something else"):
+        limits.enter_all([entrant("a", RATE), entrant("b", Rule(name="rate", key="7"))])

@@ -199,13 +199,11 @@ DISPOSALS = [
     (1, "1", "back", 0, raw(b"")),
 ]
 
+RULES = [("rate", "", 5, 200_000, 0), ("running", "", 1, 0, 0)]
 SLOTS = [("task add", "running:", "task_1", "token")]
 
 CALLS: dict[str, tuple[Any, ...]] = {
-    "limits ENTER": (
-        *(NOW, "task add", "task_1", "token", 10_000_000, 0),
-        [("rate", "", 5, 200_000, 0), ("running", "", 1, 0, 0)],
-    ),
+    "limits ENTER": (NOW, [("task add", "task_1", "token", 10_000_000, 0, RULES)]),
     "limits RENEW": (NOW, 10_000_000, SLOTS),
     "limits LEAVE": (NOW, 0, SLOTS),
     "limits READ": (NOW, "task add", 1000),

@@ -21,7 +21,7 @@ from typing import Any
 
 from machinery_py import BatchFailed, group
 from machinery_py.backends.base import Verdict
-from machinery_py.limits import Admission
+from machinery_py.limits import Admission, Entrant
 from machinery_py.stores.base import Mark, Session, Settlement
 from machinery_py.workflows import retry
 from tests.system import crashing
@@ -143,15 +143,16 @@ class FlowStores:
         self._stores = stores
         self.store = FlowStore(stores.store)
         self.limits = stores.limits
-        enter = self.limits.enter
+        enter_all = self.limits.enter_all
 
-        def killing_enter(*what: Any, **options: Any) -> Admission:
+        def killing_enter(entrants: Sequence[Entrant]) -> list[Admission]:
             killer.reach("before-enter")
-            answer: Admission = enter(*what, **options)
-            killer.reach("after-wait" if answer.wait else "after-enter")
-            return answer
+            answers: list[Admission] = enter_all(entrants)
+            for answer in answers:
+                killer.reach("after-wait" if answer.wait else "after-enter")
+            return answers
 
-        self.limits.enter = killing_enter
+        self.limits.enter_all = killing_enter
         self.limits.leave = around("", self.limits.leave, "after-leave")
 
     def close(self) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import datetime as dt
 import os
 import time
-from typing import Any
+from collections.abc import Sequence
 
 from machinery_py import Config, Server, current_task
 from machinery_py.clock import SYSTEM_CLOCK
+from machinery_py.limits import Admission, Entrant
 from machinery_py.testing.waiting import wait_until
 
 MOST = 3  # runs of `gated` at a time
@@ -64,11 +65,11 @@ def metered() -> None:
 
 
 if "LIMITED_OFF" in os.environ:
-    before = server.app.stores.limits.enter
+    before = server.app.stores.limits.enter_all
 
-    def enter(*what: Any, **options: Any) -> Any:
+    def enter_all(entrants: Sequence[Entrant]) -> list[Admission]:
         with open(os.environ["LIMITED_LEDGER"] + "-asked", "a", encoding="utf-8") as asked:
-            asked.write("x")
-        return before(*what, **options)
+            asked.write("x" * len(entrants))
+        return before(entrants)
 
-    server.app.stores.limits.enter = enter  # type: ignore[method-assign] - counted
+    server.app.stores.limits.enter_all = enter_all  # type: ignore[method-assign] - counted

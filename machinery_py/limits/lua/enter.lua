@@ -1,12 +1,13 @@
--- In: now, scope, who, token, ttl in µs, again (1 or 0), rules: [[name, key, limit, interval in µs,
--- strict (1 or 0)], …]. Out: 0 and the numbers of the rules in which it has a slot; or the µs that it
--- has to wait, and the number of the rule that holds it back. May be carried out twice.
+-- In: now, askings: [[scope, who, token, ttl in µs, again (1 or 0), rules: [[name, key, limit,
+-- interval in µs, strict (1 or 0)], …]], …]. Out: for each 0 and the numbers of the rules in which it
+-- has a slot; or the µs that it has to wait, and the number of the rule that holds it back. May be
+-- carried out twice.
 --
--- Says what `enter` in rules.py says, with the same numbers.
+-- Says what `enter` in rules.py says, with the same numbers, for one after the other.
 --! include limits/lua/records.lua
 
-local text, scope, who, token, ttl, again, rules = unpack(unpacked)
-local now = now_of(text)
+local text, askings = unpack(unpacked)
+local now, scope, who, token, ttl, again, rules = now_of(text)
 
 local function refresh(one)
   if one.interval > 0 then one.tat = min(one.tat, now + $EARLY + one.interval) end
@@ -92,30 +93,38 @@ local function note(one, wait)
   end
 end
 
-local changed = {}
-for _, rule in ipairs(cmsgpack.unpack(call('GET', 'mpy:limit:{' .. scope .. '}') or '\144')) do
-  changed[rule[1]] = rule
-end
-local records, waits, longest, held_by = {}, {}, 0, 0
-for i, rule in ipairs(rules) do
-  local set = changed[rule[1]]
-  if set then rule[3], rule[4], rule[5] = set[2], set[3], set[4] end
-  local one = record_of(scope, rule[1] .. ':' .. rule[2])
-  one.limit, one.interval = rule[3], rule[4]
-  refresh(one)
-  records[i], waits[i] = one, wait_of(one, rule[5])
-  if waits[i] > longest then longest, held_by = waits[i], i end
-end
-local reply = {longest}
-if longest > 0 then reply[2] = held_by end
-for i, rule in ipairs(rules) do
-  local one = records[i]
-  if longest > 0 then
-    note(one, waits[i])
-  else
-    begin(one, rule[5])
-    if one.interval == 0 then reply[#reply + 1] = i end
+local function enter()
+  local changed = {}
+  for _, rule in ipairs(cmsgpack.unpack(call('GET', 'mpy:limit:{' .. scope .. '}') or '\144')) do
+    changed[rule[1]] = rule
   end
-  save(scope, rule[1] .. ':' .. rule[2], one, now)
+  local records, waits, longest, held_by = {}, {}, 0, 0
+  for i, rule in ipairs(rules) do
+    local set = changed[rule[1]]
+    if set then rule[3], rule[4], rule[5] = set[2], set[3], set[4] end
+    local one = record_of(scope, rule[1] .. ':' .. rule[2])
+    one.limit, one.interval = rule[3], rule[4]
+    refresh(one)
+    records[i], waits[i] = one, wait_of(one, rule[5])
+    if waits[i] > longest then longest, held_by = waits[i], i end
+  end
+  local reply = {longest}
+  if longest > 0 then reply[2] = held_by end
+  for i, rule in ipairs(rules) do
+    local one = records[i]
+    if longest > 0 then
+      note(one, waits[i])
+    else
+      begin(one, rule[5])
+      if one.interval == 0 then reply[#reply + 1] = i end
+    end
+    save(scope, rule[1] .. ':' .. rule[2], one, now)
+  end
+  return reply
 end
-return reply
+local replies = {}
+for i, asking in ipairs(askings) do
+  scope, who, token, ttl, again, rules = unpack(asking)
+  replies[i] = enter()
+end
+return replies

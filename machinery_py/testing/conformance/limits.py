@@ -12,9 +12,11 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
 import pytest
 
-from machinery_py.limits.base import Admission, Limits, Rule, Slot
+from machinery_py.connections.shared_calls import SharedCalls
+from machinery_py.limits.base import Admission, Entrant, Limits, Rule, Slot
 from machinery_py.limits.rules import LOOK_AGAIN, MOST_WAITING, OVERDUE, SECOND
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.waiting import together
@@ -30,6 +32,14 @@ OVER = OVERDUE / SECOND
 
 def ask(limits: Limits, who: str, *rules: Rule, token: str = "1", again: bool = False) -> Admission:
     return limits.enter("s", who, f"{who}/{token}", rules, ttl=LEASE, again=again)
+
+
+def entrant(
+    who: str, *rules: Rule, scope: str = "s", token: str = "1", again: bool = False
+) -> Entrant:
+    return Entrant(
+        scope=scope, who=who, token=f"{who}/{token}", rules=rules, ttl=LEASE, again=again
+    )
 
 
 def waits(limits: Limits, names: Sequence[str], *rules: Rule, again: bool = False) -> list[float]:
@@ -177,6 +187,18 @@ class LimitsConformance:
 
         assert sum(not answer.wait for answer in answers) == 3
 
+    def test_three_of_40_threads_that_ask_together_get_the_three_slots(
+        self, limits: Limits
+    ) -> None:
+        rule = Rule(name="running", limit=3)
+        shared = SharedCalls(limits.enter_all)
+
+        answers = together(40, lambda number: shared.ask(entrant(str(number), rule)))
+
+        assert sum(not answer.wait for answer in answers) == 3
+        let_in = [slot.who for answer in answers if not answer.wait for slot in answer.held]
+        assert let_in == [str(number) for number, one in enumerate(answers) if not one.wait]
+
     def test_slot_given_back_goes_to_the_first_in_line(
         self, limits: Limits, clock: ManualClock
     ) -> None:
@@ -310,6 +332,36 @@ class LimitsConformance:
         assert sorted(name for _, name, _ in began) == sorted(names)
         assert began[-1][0] == pytest.approx(len(names) * 0.02, rel=0.1)
         assert began[-1][2] <= 2.2 * len(names)
+
+    def test_each_that_asks_together_is_answered_as_if_alone(
+        self, limits: Limits, clock: ManualClock
+    ) -> None:
+        tenant = Rule(name="running", key="acme")
+        slow = Rule(name="rate", key="acme", interval=60.0)
+        limits.change("t", [RATE])
+        askings = [
+            *(entrant(who, RATE) for who in "cab"),
+            entrant("c", RATE),  # a repeat
+            entrant("d", ONE, tenant),
+            entrant("e", tenant, slow),
+            entrant("f", msgspec.structs.replace(slow, key="other")),
+            *(entrant(who, slow, scope="t") for who in "gh"),
+            entrant("i", RATE, again=True),
+        ]
+
+        answers = limits.enter_all(askings)
+
+        waits = [one.wait for one in answers]
+        assert waits[:5] == pytest.approx([0.0, 0.2, 0.4, 0.0, 0.0])
+        assert (waits[5] > 0.0, answers[5].name, answers[5].key) == (True, "running", "acme")
+        assert waits[6:] == pytest.approx([0.0, 0.0, 0.2, 0.6])
+        assert {slot.who for slot in answers[1].held} == {"a"}
+        assert [slot.name for slot in answers[4].held] == ["running", "running"]
+        again = [msgspec.structs.replace(one, again=True) for one in askings]
+        assert [one.wait for one in limits.enter_all(again)] == pytest.approx(waits)
+        assert limits.enter_all([]) == []
+        clock.advance(0.2)
+        assert limits.enter_all(again[1:3])[0].wait == 0.0
 
     # Changes and reports
 
