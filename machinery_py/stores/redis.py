@@ -94,9 +94,10 @@ class RedisStore(Store):
         self._steps = StagedSteps(self.driver, backend.seconds)
 
     def submit(self, submission: Submission) -> None:
+        plain = is_plain(submission)
         if len(submission.messages) > self._steps.most:
-            return self._steps.submit(submission)
-        if is_plain(submission):
+            return self._steps.submit(submission, plain=plain)
+        if plain and len(submission.states) <= STEP:
             to_wake = self.submit_new(submission)
             if to_wake is not None:
                 return self.driver.unblock(to_wake)
@@ -178,13 +179,13 @@ class RedisStore(Store):
 
 
 def is_plain(submission: Submission) -> bool:
-    """Return whether new.lua can take it: what most senders send."""
+    """Return whether plain.lua can take it: what most senders send."""
     if not submission.token or submission.limits or submission.replay:
         return False
     queue = submission.messages[0].queue if submission.messages else ""
     return (
         bool(queue)
-        and 0 < len(submission.states) <= STEP
+        and bool(submission.states)
         and all(
             one.queue == queue
             and one.eta is None

@@ -13,17 +13,17 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 
-from machinery_py.backends.redis.documents import Changes
+from machinery_py.backends.redis.documents import Changes, new_state
 from machinery_py.backends.redis.scripts import CONSTANTS as STATES
 from machinery_py.brokers.base import Message
 from machinery_py.brokers.redis import scripts
 from machinery_py.brokers.redis.messages import Queues, full, packed_batch, packed_limits
 from machinery_py.brokers.redis.scripts import CONSTANTS as MESSAGES
 from machinery_py.brokers.redis.scripts import TOKEN_LIFE
-from machinery_py.connections.redis.client import RedisDriver
+from machinery_py.connections.redis.client import RedisDriver, raw
 from machinery_py.connections.redis.errors import log_spoilt, spoilt
-from machinery_py.connections.redis.keys import STAGED, TOKENS
-from machinery_py.connections.redis.scripts import Folder
+from machinery_py.connections.redis.keys import STAGED, TOKENS, queue_keys
+from machinery_py.connections.redis.scripts import Folder, pack
 from machinery_py.errors import BrokerUnavailable, MachineryError, PublishUnknown
 from machinery_py.stores.base import Submission
 from machinery_py.tasks.states import TaskState
@@ -53,14 +53,16 @@ class StagedSteps:
         self.most = STEP
         self._left = ""  # the submission of another that `carry_left` goes on with
 
-    def submit(self, submission: Submission) -> None:
-        """Submit, as Store.submit."""
+    def submit(self, submission: Submission, *, plain: bool = False) -> None:
+        """Submit, as Store.submit. `plain`: plain.lua can take it."""
         token, states = submission.token, submission.states
         keys = Queues([one.queue for one in submission.limits]).keys
         limits = packed_limits(submission.limits, keys)
         if limits:
             self._check_room(submission, limits, keys)
-        count = self.stage(token, submission.messages, states, replay=submission.replay)
+        count = self.stage(
+            token, submission.messages, states, replay=submission.replay, plain=plain
+        )
         if count:
             change = Changes(self._driver.clock.now(), self._seconds)
             if submission.groups:
@@ -93,6 +95,7 @@ class StagedSteps:
         states: Sequence[TaskState],
         *,
         replay: bool = False,
+        plain: bool = False,
     ) -> int:
         """Keep all steps on the server, and return their number; 0 if they were committed before.
 
@@ -102,14 +105,28 @@ class StagedSteps:
         count = 0
         with self._dropping_refused(token):
             for some_messages, some_states in _divided(messages, states):
-                change = Changes(self._driver.clock.now(), self._seconds)
-                if some_states:
-                    change.add(key=f"submit {token}", states=some_states, force=replay)
-                step = (token, str(count), *packed_batch(some_messages), *change.packed())
-                if not self._driver.run(STAGE, self._driver.now(), self._seconds, *step):
+                if plain and some_messages and some_states:
+                    kept = self._stage_plain(token, str(count), some_messages, some_states)
+                else:
+                    change = Changes(self._driver.clock.now(), self._seconds)
+                    if some_states:
+                        change.add(key=f"submit {token}", states=some_states, force=replay)
+                    step = (token, str(count), *packed_batch(some_messages), *change.packed())
+                    kept = self._driver.run(STAGE, self._driver.now(), self._seconds, *step)
+                if not kept:
                     return 0
                 count += 1
         return count
+
+    def _stage_plain(
+        self, token: str, number: str, messages: Sequence[Message], states: Sequence[TaskState]
+    ) -> bool:
+        now, text = self._driver.clock.now(), self._driver.now()
+        queue, uuids = queue_keys(messages[0].queue), [one.task_uuid for one in states]
+        items = [raw(value) for one in states for value in new_state(one, now, self._seconds)]
+        items += [raw(message.body) for message in messages]
+        step = pack((text, self._seconds, token, number, queue, len(states), items))
+        return bool(self._driver.run(STAGE, text, token, number, queue, uuids, more=[step]))
 
     @contextlib.contextmanager
     def _dropping_refused(self, token: str) -> Iterator[None]:

@@ -2,39 +2,28 @@
 -- the keys of its token, its tasks and its groups. One EXISTS says so.
 -- In: now, seconds that finished states are kept, token, queue, how many states, how many groups.
 -- Then, each as an argument of its own, since to take a packed array apart would cost more than all
--- else: UUID, document, companion and seconds kept of each state; UUID and document of each group;
--- the bodies.
+-- else: the items of plain.lua; UUID and document of each group; the bodies.
 -- Out: connections to be woken; or nothing, if something lies there. Then nothing was written, and
 -- submit.lua says what is to be done.
---! include brokers/redis/lua/giving.lua
+--! include stores/lua/plain.lua
 
 local text, expire, token, q, states, groups = unpack(unpacked)
 if q[1] == '$DELAYED' then return false end
-local now, to_wake, keys, listed, bodies = now_of(text), {}, {'mpy:p:' .. token}, {}, {}
+local now, to_wake, bodies = now_of(text), {}, {}
 local of_groups = 2 + 4 * states
 local of_bodies = of_groups + 2 * groups
-for at = 2, of_groups - 1, 4 do
-  keys[#keys + 1] = ARGV[at]
-  keys[#keys + 1] = 'mpy:m:{' .. ARGV[at] .. '}'
-end
+local keys = {'mpy:p:' .. token}
 for at = of_groups, of_bodies - 1, 2 do
   keys[#keys + 1] = ARGV[at]
   keys[#keys + 1] = 'mpy:g:{' .. ARGV[at] .. '}'
 end
-if call('EXISTS', unpack(keys)) > 0 then return false end
+if not is_new(ARGV, 2, states, 4, keys) then return false end
 if groups > 0 then key_type('mpy:groups', 'zset') end
 for at = of_bodies, #ARGV do bodies[#bodies + 1] = ARGV[at] end
 -- The first that is written: of a full Redis, or a key of another type, submit.lua says more.
 if not pcall(give, q, 0, bodies, false, now, to_wake) then return false end
 call('SET', keys[1], '1', 'EX', '$TOKEN_LIFE')
-local stamp = int(now)
-for i = 1, states do
-  local at = 4 * i - 2
-  call('SET', ARGV[at], ARGV[at + 1], 'EX', ARGV[at + 3])
-  call('SET', keys[2 * i + 1], ARGV[at + 2], 'EX', ARGV[at + 3])
-  listed[2 * i - 1], listed[2 * i] = stamp, ARGV[at]
-end
-pcall(rows, 'ZADD', 'mpy:open', listed)
+write_new(ARGV, 2, states, now)
 for at = of_groups, of_bodies - 1, 2 do
   call('SET', ARGV[at], ARGV[at + 1], 'EX', $LONG)
   call('ZADD', 'mpy:groups', int(now + expire * 1000000), ARGV[at])

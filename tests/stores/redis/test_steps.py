@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -18,10 +18,12 @@ from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.errors import NameRefused, PublishRefused, PublishUnknown, QueueFull
 from machinery_py.stores import redis_steps
 from machinery_py.stores.base import Submission
-from machinery_py.stores.redis import RedisStore
+from machinery_py.stores.redis import RedisStore, is_plain
 from machinery_py.stores.redis_steps import StagedSteps
+from machinery_py.tasks.signature import Signature, new_uuid
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.testing.clocks import ManualClock
+from machinery_py.wire.signatures import encode_signature
 from tests.models.beside import Beside
 from tests.support.servers import RedisServer
 
@@ -36,6 +38,21 @@ SUBMISSION = Submission(
     states=[TaskState(task_uuid=uuid) for uuid in (*UUIDS, "last")],
     groups=[GroupMeta(group_uuid="group_1", task_uuids=UUIDS)],
 )
+
+
+def plain_submission() -> Submission:
+    """What a chord of plain tasks is: made UUIDs, one queue, and the state of a callback more."""
+    signatures = [Signature(name="add", uuid=new_uuid(), routing_key="mail") for _ in range(5)]
+    states = [TaskState(task_uuid=one.uuid, task_name="add") for one in signatures]
+    return Submission(
+        token=new_uuid(""),
+        messages=[
+            Message(uuid=one.uuid, name="add", queue="mail", body=encode_signature(one))
+            for one in signatures
+        ],
+        states=[*states, TaskState(task_uuid=new_uuid(), task_name="total")],
+        groups=[GroupMeta(group_uuid=new_uuid("group_"), task_uuids=[])],
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -97,24 +114,57 @@ def waiting(driver: RedisDriver) -> list[bytes]:
 BODIES = [b"task_0", b"task_2", b"task_4", b"task_1", b"task_3"]
 
 
+@pytest.mark.parametrize("make", [lambda: SUBMISSION, plain_submission], ids=["any", "plain"])
 def test_steps_leave_what_one_script_leaves(
-    empty_redis: RedisServer, driver: RedisDriver, monkeypatch: pytest.MonkeyPatch
+    empty_redis: RedisServer,
+    driver: RedisDriver,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[], Submission],
 ) -> None:
+    submission = make()
+    assert is_plain(submission) is (make is plain_submission)
     beside = Beside(empty_redis.url)
 
     def left() -> tuple[dict[str, Any], set[str]]:
         keys, expires = beside.dump()
         return keys, set(expires)
 
-    store(driver).submit(SUBMISSION)
-    store(driver).submit(SUBMISSION)  # a repeat
+    steps = Counting(driver, 3600)
+    steps.most = 2
+    in_store = store(driver)
+    in_store._steps = steps
+    in_store.submit(submission)
+    in_store.submit(submission)  # a repeat
+    assert steps.staged == [submission.token] * 2
     in_steps = left()
     ask(driver, "FLUSHDB")
     monkeypatch.setattr(redis_steps, "STEP", 1000)
-    store(driver).submit(SUBMISSION)
+    store(driver).submit(submission)
 
     assert in_steps == left()
     beside.close()
+
+
+@pytest.mark.parametrize("when", ["before it is sent", "after its commit"])
+def test_plain_step_leaves_a_task_that_has_ended_as_it_is(driver: RedisDriver, when: str) -> None:
+    submission = plain_submission()
+    uuid, backend = submission.states[0].task_uuid, store(driver).backend
+    ended = TaskState(task_uuid=uuid, task_name="add", state=State.SUCCESS)
+
+    class Meanwhile(StagedSteps):
+        def carry_out(self, token: str) -> None:
+            backend.apply([Change(key=uuid, states=[ended])])
+            super().carry_out(token)
+
+    if when == "before it is sent":
+        backend.apply([Change(key=uuid, states=[ended])])
+    kind = Meanwhile if when == "after its commit" else StagedSteps
+    kind(driver, 3600).submit(submission, plain=True)
+
+    assert backend.get_state(uuid).state is State.SUCCESS
+    others = backend.get_states([one.task_uuid for one in submission.states[1:]])
+    assert {one.state for one in others.values()} == {State.PENDING}
+    assert waiting(driver) == [message.body for message in submission.messages]
 
 
 def test_full_redis_refuses_what_is_not_committed(driver: RedisDriver) -> None:
