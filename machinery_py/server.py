@@ -41,7 +41,7 @@ from machinery_py.results.workflow_results import (
 from machinery_py.revocation import revoke
 from machinery_py.schedules.api import PeriodicOptions, Schedules, definition_of
 from machinery_py.schedules.scheduler import Declared
-from machinery_py.stores.open import url_of
+from machinery_py.stores.open import split_config, url_of
 from machinery_py.tasks.signature import HEADER_UNIQUE, Chain, Signature, Step
 from machinery_py.tasks.states import GroupMeta
 from machinery_py.tasks.workflow import Group, chain, chord, group
@@ -90,12 +90,10 @@ class Server(TaskRegistrar):
         lock: str | Lock | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        url, given = split_config(config)
+        urls = url_of(broker, "broker"), url_of(result_backend, "result backend")
         resolved = resolve(
-            config if isinstance(config, str) else None,
-            config=config if isinstance(config, Config) else None,
-            broker=url_of(broker, "broker"),
-            result_backend=url_of(result_backend, "result backend"),
-            lock=url_of(lock, "lock"),
+            url, config=given, broker=urls[0], result_backend=urls[1], lock=url_of(lock, "lock")
         )
         self.app = Application(resolved, clock)
         hooks = self.app.hooks
@@ -112,7 +110,7 @@ class Server(TaskRegistrar):
         self.dashboard = Dashboard(
             Fleet(
                 app=self.app,
-                config=resolved,
+                config=self.app.config,
                 inspect=self.inspect,
                 schedules=self.schedules,
                 control=self.control,

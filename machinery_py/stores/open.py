@@ -200,6 +200,22 @@ def url_of(store: object, role: Role) -> str | None:
     return ObjectUrl.of(store, [role for role, kind in _KINDS.items() if isinstance(store, kind)])
 
 
+def split_config(config: object) -> tuple[str | None, Config | None]:
+    """Return a Server's first argument as a URL, or as a Config.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if config is None or isinstance(config, str):
+        return config, None
+    if isinstance(config, Config):
+        return None, config
+    raise ConfigError(
+        f"Server(…): found {type(config).__name__} (expected a URL or a Config; ready-made stores "
+        "are named: broker=…, result_backend=…, lock=…)"
+    )
+
+
 def _family_options(config: Config, clock: Clock) -> FamilyOptions:
     return FamilyOptions(
         clock=clock,

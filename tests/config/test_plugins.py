@@ -113,6 +113,11 @@ def test_own_options_are_shown_without_their_values(
     assert "123456" not in repr(digits)
 
 
+def test_store_that_is_given_as_the_config_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"found ABCMeta .* named: broker="):
+        Server(SilentFamily)  # type: ignore[arg-type]  # what is tested
+
+
 def test_object_in_a_wrong_role_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"broker: found ABCMeta \(expected a URL or a Broker\)"):
         Server(broker=SilentFamily)  # type: ignore[arg-type]  # what is tested
