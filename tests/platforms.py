@@ -79,6 +79,7 @@ PACKAGES = (
     "rabbitmq-server",
     "memcached",
     "nginx-light",
+    "postgresql",
 )
 
 

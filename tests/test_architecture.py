@@ -297,7 +297,8 @@ def _abstract_classes() -> Iterator[tuple[str, type]]:
 
 #: An error that callers catch, and the event of the same end: users look for both by this name.
 #: And a command of the command line, and one of manage.py, which Django wants to have that name.
-TWICE = {"Command", "TaskFailed"}
+#: And the pattern's own name: an outbox in the user's database, and one in a result backend.
+TWICE = {"Command", "Outbox", "TaskFailed"}
 
 
 def test_no_class_name_stands_for_two_things() -> None:

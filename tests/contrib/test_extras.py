@@ -14,6 +14,8 @@ import pytest
         ("opentelemetry", "opentelemetry", "otel"),
         ("sentry", "sentry_sdk", "sentry"),
         ("django", "django", "django"),
+        ("flask", "flask", "flask"),
+        ("sqlalchemy", "sqlalchemy", "sqlalchemy"),
     ],
 )
 def test_missing_library_is_named_with_its_extra(module: str, library: str, extra: str) -> None:

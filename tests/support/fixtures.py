@@ -25,6 +25,7 @@ from tests.support.private_redis import BUS, SLOTS
 from tests.support.proxy import Proxy
 from tests.support.servers import (
     MemcachedServer,
+    PostgreSQLServer,
     RabbitMQServer,
     RedisCluster,
     RedisSentinelTrio,
@@ -210,6 +211,19 @@ def mongodb_url(mongodb_server: str) -> Iterator[str]:
     yield f"{place.rstrip('/')}/{name}" + (f"?{query}" if query else "")
     with MongoClient[Any](mongodb_server, serverSelectionTimeoutMS=5000) as client:
         client.drop_database(name)
+
+
+@pytest.fixture(scope="session")
+def postgresql_server() -> Iterator[PostgreSQLServer]:
+    require(PostgreSQLServer)
+    with PostgreSQLServer() as server:
+        yield server
+
+
+@pytest.fixture
+def postgresql_url(postgresql_server: PostgreSQLServer) -> str:
+    """A database of the shared PostgreSQL with nothing in it, as SQLAlchemy's URL."""
+    return postgresql_server.new_database(f"t{next(_databases)}")
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@
     RabbitMQServer       one node, with its own epmd
     RabbitMQCluster      three nodes that know each other, as one cluster
     MemcachedServer      one memcached
+    PostgreSQLServer     one PostgreSQL, for the outbox
     MongoServer          one mongod; NxServer stands in for it where it is not installed
 
     with RedisServer(appendonly=True) as redis:
@@ -38,6 +39,7 @@ from tests.support.private import (
     require,
 )
 from tests.support.private_mongo import MongoServer, NxServer
+from tests.support.private_postgres import PostgreSQLServer
 from tests.support.private_redis import (
     RedisCluster,
     RedisSentinelTrio,
@@ -50,6 +52,7 @@ __all__ = [
     "MemcachedServer",
     "MongoServer",
     "NxServer",
+    "PostgreSQLServer",
     "Private",
     "PrivateServer",
     "RabbitMQCluster",

@@ -1,0 +1,485 @@
+"""Outbox in the user's database: calls are kept in its transactions, and published by a relay.
+
+    user's transaction   the row is inserted: messages, states, groups; all UUIDs are in it
+    relay, in turn       1  lock the oldest rows
+                         2  store: a claim under the row's key, and in the same step the messages
+                         3  delete the rows, and commit
+                         4  a minute later, release the claims
+
+    crash after          what there is               who goes on
+    1                    rows that nobody locks      any relay
+    2                    the same, and the claims    any relay: the store knows the claim, and does
+                                                     nothing; steps 3 and 4
+    3                    claims                      they expire
+
+The claims are those of unique tasks (`Store.amend`). A claim outlives its row for a minute: a relay
+that lost its lock in a pause may be about to do step 2 again.
+
+A row that the store refuses for good is set aside with the reason; those behind it go on. Any other
+trouble passes: the relay waits, and keeps the order. Of several relays one is at work at a time.
+
+Limits: a result backend that keeps no claims (null) knows a row for ten minutes, RabbitMQ beside it
+not at all: such a row may be published twice after a crash.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+
+from machinery_py.backends.base import Amendment, Backend, sending_key
+from machinery_py.brokers.base import Message
+from machinery_py.config.urls import StoreUrl, scheme_of
+from machinery_py.connections.wakeup import Wakeup
+from machinery_py.errors import ConfigError, DuplicateTask, MachineryError
+from machinery_py.events import TaskSent
+from machinery_py.registry.calls import needs_check
+from machinery_py.registry.hooks import added_part
+from machinery_py.registry.unique_keys import KeyClaim, encode_claim
+from machinery_py.results.async_results import AsyncResult, ResultSource
+from machinery_py.results.workflow_results import GroupResult, result_of
+from machinery_py.stores.base import AWAY, Submission
+from machinery_py.tasks.backoff import full_jitter
+from machinery_py.tasks.signature import HEADER_UNIQUE, Chain, Signature, Step, new_uuid
+from machinery_py.tasks.states import GroupMeta, TaskState
+from machinery_py.tasks.workflow import Group
+from machinery_py.texts import MAX_ERROR, cut, get_logger
+from machinery_py.threads import LoopThread
+from machinery_py.unique import send_unique
+from machinery_py.wire.long_chains import link_any
+from machinery_py.wire.signatures import decode_signature
+
+if TYPE_CHECKING:
+    from machinery_py.server import Server
+
+logger = get_logger(__name__)
+
+BATCH = 100  # rows that are locked at a time
+HOLD = 0.5  # seconds after which no further row of a batch is begun
+POLL = 1.0  # seconds between two looks at the table
+FIRST_PAUSE, LAST_PAUSE = 0.05, 5.0  # seconds after trouble
+WARN_EVERY = 60.0  # seconds between two warnings of the same trouble
+CLAIM_LIFE = 7 * 86400.0  # seconds that a row which was published may stay in the table
+CLAIM_REST = 60.0  # seconds that a claim outlives its row
+JOIN = 10.0  # seconds that a relay has to end
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Content of a row: what one call of `send` publishes.
+
+    Attributes:
+        key: of the row, for the store.
+        name, uuid: of the call, for people; of a group or chain those of its first task.
+        is_unique: there is one message, and the store is to look at its key.
+    """
+
+    key: str
+    name: str
+    uuid: str
+    messages: Sequence[Message]
+    states: Sequence[TaskState] = ()
+    groups: Sequence[GroupMeta] = ()
+    is_unique: bool = False
+
+
+class KeptStates:
+    """A result backend for results: what was not published yet is PENDING there, not unknown."""
+
+    def __init__(self, backend: Backend, states: dict[str, TaskState]) -> None:
+        self._backend = backend
+        self._states = states
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
+        found = self._backend.get_states(uuids)
+        for uuid in found:
+            self._states.pop(uuid, None)  # later it may be gone because it expired
+        return {uuid: self._states[uuid] for uuid in uuids if uuid in self._states} | found
+
+    def get_state(self, task_uuid: str) -> TaskState:
+        return self.get_states([task_uuid]).get(task_uuid) or self._backend.get_state(task_uuid)
+
+
+class KeptSource:
+    """The Server, as the results of a kept call see it."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self.states: dict[str, TaskState] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._server, name)
+
+    @property
+    def backend(self) -> Backend:
+        return cast("Backend", KeptStates(self._server.backend, self.states))
+
+
+encode_kept = msgspec.json.Encoder().encode
+_decode_kept = msgspec.json.Decoder(Kept).decode
+
+
+@contextmanager
+def keeping(server: Server, step: Step[Any]) -> Iterator[tuple[Kept | None, Any]]:
+    """Give what is to be kept of a call, and its result, between the halves of `around_send`.
+
+    None: there is nothing to send, as of an empty group.
+
+    Raises:
+        ArgumentError, NameRefused, Unsupported, WorkflowError: as `Server.send`.
+    """
+    app, queue, source = server.app, server.config.default_queue, KeptSource(server)
+    groups: Sequence[GroupMeta] = ()
+    awaited: Sequence[Signature[Any]] = ()
+    result: Any
+    is_unique = False
+    if isinstance(step, Signature):
+        if needs_check(step):
+            step, groups = app.registry.linked(step, server.now())
+        first: Sequence[Signature[Any]] = (step := step.with_uuid(),)
+        task = app.registry.find(step.name)
+        is_unique = task is not None and task.settings.unique is not False
+        is_unique = bool(step.headers.get(HEADER_UNIQUE, is_unique))
+        to = step.routing_key or queue
+        result = AsyncResult(cast("ResultSource", source), step.uuid, name=step.name, queue=to)
+    else:
+        chain = Chain((step,)) if isinstance(step, Group) else cast("Chain[Any]", step)
+        keeps = server.backend.features.keeps
+        plan = link_any(chain, now=server.now(), are_kept=keeps, queue=queue)
+        app.registry.check(plan.first)
+        first, groups, awaited = plan.first, plan.groups, plan.awaited
+        whole = result_of(plan, cast("ResultSource", source), queue)
+        result = cast("GroupResult[Any]", whole.steps[0]) if isinstance(step, Group) else whole
+    app.check_lives(first, awaited)
+    if not first:
+        yield None, result
+        return
+    with app.sending(first) as first:
+        out = app.outgoing(first, groups, awaited)
+        source.states.update((state.task_uuid, state) for state in out.states)
+        top = out.messages[0]
+        kept = Kept(
+            key=new_uuid(""),
+            name=top.name,
+            uuid=top.uuid,
+            messages=out.messages,
+            states=out.states,
+            groups=out.groups,
+            is_unique=is_unique,
+        )
+        yield kept, result
+
+
+@dataclass(slots=True)
+class LockedRows:
+    """Rows that a relay has locked, the oldest first, and what became of them.
+
+    Attributes:
+        rows: their numbers, and their content.
+        done: to be deleted.
+        refused: to be set aside, with the error.
+        claims: of rows that are done.
+        trouble: why the others are not published.
+    """
+
+    rows: Sequence[tuple[int, bytes]]
+    done: list[int] = field(default_factory=list)
+    refused: dict[int, str] = field(default_factory=dict)
+    claims: list[tuple[str, bytes]] = field(default_factory=list)
+    trouble: Exception | None = None
+
+
+class OutboxTable(ABC):
+    """The table of an outbox, for its relay, whose thread alone calls it."""
+
+    name: str
+
+    @abstractmethod
+    def is_waiting(self) -> bool:
+        """Return whether there are rows to publish. Locks nothing."""
+
+    @abstractmethod
+    def take(self, limit: int) -> AbstractContextManager[LockedRows]:
+        """Lock the oldest rows; none if another relay is at work.
+
+        The end of the block deletes and sets aside what the batch says, and commits.
+        """
+
+    @abstractmethod
+    def listen(self) -> Sequence[int]:
+        """Return file descriptors that become readable at a commit. May be called again."""
+
+    @abstractmethod
+    def heard(self) -> None:
+        """Read what they have."""
+
+    @abstractmethod
+    def text_of(self, error: Exception) -> str:
+        """Return the text of an error without the content of rows."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what `listen` took."""
+
+
+class Relay:
+    """Publishes the rows of one table in a thread: `with relay:`, or `start` and `stop`."""
+
+    def __init__(self, server: Server, table: OutboxTable) -> None:
+        self._app = server.app
+        self._table = table
+        self._wakeup: Wakeup | None = None
+        self._thread = LoopThread("machinery-outbox", self._run, wake=self.wake)
+        self._claims: deque[tuple[float, str, bytes]] = deque()  # of rows that are deleted
+        self._warned_at = -WARN_EVERY
+
+    def start(self, worker: object = None) -> None:
+        self._wakeup = Wakeup()
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Let it look at the table now. May be called from any thread."""
+        if self._wakeup is not None:
+            self._wakeup.wake()
+
+    def stop(self, worker: object = None) -> None:
+        """End after the row that is being published; the others stay for the next relay."""
+        self._thread.stop()
+        self._thread.join(JOIN)
+
+    def __enter__(self) -> Relay:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        wakeup, pause = cast("Wakeup", self._wakeup), FIRST_PAUSE
+        while not self._thread.is_stopping():
+            try:
+                sources = self._table.listen()
+                while self.step() and not self._thread.is_stopping():
+                    pass
+                self._release(time.monotonic() - CLAIM_REST)
+                pause = FIRST_PAUSE
+                if not self._thread.is_stopping():
+                    wakeup.wait(POLL, sources)
+                    self._table.heard()
+            except Exception as error:  # of any driver: the loop must live on
+                self._warn(error)
+                self._table.close()
+                self._thread.pause(full_jitter(pause))
+                pause = min(LAST_PAUSE, pause * 2)
+        with suppress(MachineryError):
+            self._release(time.monotonic())
+        self._table.close()
+        wakeup.close()
+
+    def _warn(self, error: Exception) -> None:
+        now = time.monotonic()
+        level = logger.warning if now - self._warned_at >= WARN_EVERY else logger.debug
+        if level == logger.warning:
+            self._warned_at = now
+        text = "outbox %s: nothing is published now, and it is tried again: %s"
+        level(text, self._table.name, self._text_of(error))
+
+    def _text_of(self, error: Exception) -> str:
+        text = str(error) if isinstance(error, MachineryError) else self._table.text_of(error)
+        return cut(text, MAX_ERROR)
+
+    def step(self) -> int:
+        """Publish one batch, and return how many rows are over.
+
+        Raises:
+            Exception: the store or the database is away; the rows that are left stay as they are.
+        """
+        if not self._table.is_waiting():
+            return 0
+        if self._app.store.backend.features.claims:
+            # Before the lock: no row is locked while the store keeps us waiting.
+            self._app.store.backend.claims(["outbox"])
+        with self._table.take(BATCH) as batch:
+            self._publish_all(batch)
+        now = time.monotonic()  # committed: nobody will publish these again
+        self._claims += [(now, *claim) for claim in batch.claims]
+        if batch.trouble is not None:
+            raise batch.trouble
+        return len(batch.done) + len(batch.refused)
+
+    def _publish_all(self, batch: LockedRows) -> None:
+        end = time.monotonic() + HOLD
+        for number, body in batch.rows:
+            try:
+                kept = _decode_kept(body)
+                self._publish(kept)
+            except Exception as error:  # user's hooks as well
+                if _passes(error):
+                    batch.trouble = error
+                    return
+                text = batch.refused[number] = self._text_of(error)
+                logger.error("row %d of outbox %s is set aside: %s", number, self._table.name, text)
+            else:
+                batch.done.append(number)
+                batch.claims.append(_claim(kept))
+            if time.monotonic() > end or self._thread.is_stopping():
+                return
+
+    def _publish(self, kept: Kept) -> None:
+        app, messages = self._app, kept.messages
+        if kept.is_unique:
+            return self._publish_unique(kept)
+        limits = app.limits_of(messages) if app.config.queue_limits else ()
+        if not app.store.backend.features.claims:
+            states, groups = kept.states, kept.groups
+            token = f"outbox {kept.key}"
+            app.store.submit(
+                Submission(
+                    token=token, messages=messages, states=states, groups=groups, limits=limits
+                )
+            )
+        else:
+            name, body = _claim(kept)
+            if limits and app.store.backend.claims([name]) == [None]:
+                app.store.broker.check_limits(limits)
+            amendment = Amendment(
+                name=name,
+                expected=None,
+                body=body,
+                life=CLAIM_LIFE,
+                states=kept.states,
+                groups=kept.groups,
+                outbox_key=sending_key(name, kept.key),
+            )
+            if not app.store.amend(amendment, messages):
+                return app.store.publish_left(amendment.outbox_key)
+        if TaskSent in app.events.wanted:
+            app.report_sent([decode_signature(one.body) for one in messages])
+        return None
+
+    def _publish_unique(self, kept: Kept) -> None:
+        """Publish it unless another call has its key, or this one was published before."""
+        app, [message] = self._app, kept.messages
+        if app.store.backend.get_states([kept.uuid]):
+            return
+        signature = decode_signature(message.body)
+        try:
+            uuid, is_other = send_unique(app, app.registry.find(kept.name), signature, kept.groups)
+        except DuplicateTask as error:
+            uuid, is_other = error.uuid, error.uuid != kept.uuid
+        if is_other:
+            logger.info("%s %s is not sent: %s is the same call", kept.name, kept.uuid, uuid)
+
+    def _release(self, until: float) -> None:
+        """Release the claims of rows that were deleted before this moment."""
+        over: list[tuple[str, bytes]] = []
+        while self._claims and self._claims[0][0] <= until:
+            over.append(self._claims.popleft()[1:])
+        if over and self._app.store.backend.features.claims:
+            self._app.store.backend.release(over)
+
+
+def _claim(kept: Kept) -> tuple[str, bytes]:
+    return f"outbox-{kept.key}", encode_claim(KeyClaim(uuid=kept.uuid, token=kept.key))
+
+
+def _passes(error: Exception) -> bool:
+    if isinstance(error, MachineryError):
+        return isinstance(error, AWAY) and not error.permanent
+    return isinstance(error, OSError | MemoryError)
+
+
+class AnyOutbox(ABC):
+    """An outbox of some database, and its relays in this process.
+
+    Attributes:
+        server: the Server that it sends through.
+    """
+
+    def __init__(self, server: Server, name: str) -> None:
+        self.server = server
+        self._name = name
+        self._relays: weakref.WeakSet[Relay] = weakref.WeakSet()
+        _outboxes.add(self)
+
+    @abstractmethod
+    def _open_table(self) -> OutboxTable:
+        """Return the table for a relay.
+
+        Raises:
+            ConfigError: the database cannot be used so.
+        """
+
+    def relay(self) -> Relay:
+        """Return a relay, not started yet: `with outbox.relay():`."""
+        relay = Relay(self.server, self._open_table())
+        self._relays.add(relay)
+        return relay
+
+    def in_workers(self) -> None:
+        """Run a relay in each worker of this Server; called once, where tasks are declared."""
+        make = cast("Any", self.relay)
+        self.server.app.hooks.parts.append(added_part(make, self._name, "broker"))
+
+    def publish(self) -> None:
+        """Publish in this thread what is there now; for tests and scripts.
+
+        Raises:
+            Exception: the store or the database is away; the rows that are left stay as they are.
+        """
+        relay = self.relay()
+        while relay.step():
+            pass
+
+    def _wake(self) -> None:
+        for relay in list(self._relays):
+            relay.wake()
+
+
+_outboxes: weakref.WeakSet[AnyOutbox] = weakref.WeakSet()
+
+
+def check_file(server: Server, database: str) -> None:
+    """Raise ConfigError if this SQLite file is that of the Server's tasks, too."""
+    config, file = server.config, os.path.realpath(database)
+    urls = {config.broker, config.result_backend or config.broker}
+    stores = [StoreUrl.parse(url) for url in urls if scheme_of(url) == "sqlite"]
+    if any(os.path.realpath(store.path) == file for store in stores):
+        raise ConfigError(
+            f"{database} is the file of the outbox and of the tasks, and a relay locks it "
+            "(give one of them a file of its own)"
+        )
+
+
+def forget_notices(connection: Any) -> None:
+    """Read what PostgreSQL has told this connection of psycopg 3 or 2."""
+    if hasattr(connection, "pgconn"):
+        connection.pgconn.consume_input()
+        while connection.pgconn.notifies() is not None:
+            pass
+    else:
+        connection.poll()
+        connection.notifies.clear()
+
+
+def outboxes_of(server: Server) -> list[AnyOutbox]:
+    """Return the outboxes of a Server.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    found = [one for one in list(_outboxes) if one.server is server]
+    if not found:
+        raise ConfigError("this Server has no outbox (make one: Outbox(server, engine))")
+    return found
