@@ -35,7 +35,7 @@ from machinery_py.cli.options import (
     Options,
 )
 
-SERVING = ("worker", "dashboard", "exporter")  # commands that go on until they are stopped
+SERVING = ("worker", "dashboard", "exporter", "relay")  # commands that go on until they are stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ class Command:
         words: what follows the app, as shown in the usage line: `NAME`, `NAME …` or `[NAME …]`.
         options: besides `--app-dir` and, except for SERVING, `--json`.
         opens_app: whether its function gets the Server and the arguments, or only these.
+        takes_app: whether its first word is the app; else it has no option but `options`.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Command:
     words: str = ""
     options: Options = ()
     opens_app: bool = True
+    takes_app: bool = True
 
     @property
     def least(self) -> int:
@@ -73,6 +75,8 @@ class Command:
 
     @property
     def all_options(self) -> Options:
+        if not self.takes_app:
+            return self.options
         return self.options + (() if self.name in SERVING else JSON) + APP
 
 
@@ -270,6 +274,13 @@ _MODULES: Mapping[str, Sequence[Command]] = {
             examples=("tasks", "tasks --events --host 0.0.0.0"),
         ),
     ),
+    "relay": (
+        Command(
+            "relay",
+            "publish what the app's outbox keeps in its database",
+            examples=("tasks",),
+        ),
+    ),
     "control": (
         Command(
             "control",
@@ -367,6 +378,20 @@ _MODULES: Mapping[str, Sequence[Command]] = {
             options=HEALTH,
             opens_app=False,
             examples=("tasks", "tasks --ready --max-age 30s"),
+        ),
+    ),
+    "completion": (
+        Command(
+            "completion",
+            "print a script that completes commands and options: bash, zsh or fish",
+            words="SHELL",
+            opens_app=False,
+            takes_app=False,
+            examples=(
+                "bash > ~/.local/share/bash-completion/completions/machinery",
+                "zsh > ~/.zfunc/_machinery",
+                "fish > ~/.config/fish/completions/machinery.fish",
+            ),
         ),
     ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -33,8 +34,13 @@ def control(server: Server, args: argparse.Namespace) -> int:
     return 1 if answers.missing or answers.errors or not answers else 0
 
 
-def print_answers(answers: Answers[Any], timeout: float, *, as_json: bool) -> None:
-    """Print answers, and which workers did not answer."""
+def print_answers(
+    answers: Answers[Any], timeout: float, *, as_json: bool, finished: Sequence[str] = ()
+) -> None:
+    """Print answers, and which workers did not answer.
+
+    `finished`: of the tasks that are revoked, those that had ended before.
+    """
     if as_json:
         found: dict[str, Any] = {
             "answers": answers,
@@ -42,7 +48,7 @@ def print_answers(answers: Answers[Any], timeout: float, *, as_json: bool) -> No
             "errors": answers.errors,
         }
         if isinstance(answers, Revoked):
-            found = {"revoked": answers.uuids, **found}
+            found = {"revoked": answers.uuids, "finished": finished, **found}
         print(to_json(msgspec.to_builtins(found)))
         return
     for worker, value in answers.items():

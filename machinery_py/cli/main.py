@@ -14,11 +14,11 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn, cast
 
 from machinery_py.cli.commands import COMMANDS, GROUPS, MODULE_OF, Command, split_words
-from machinery_py.config.urls import redact_words
+from machinery_py.config.urls import redact, redact_words
 from machinery_py.errors import (
     BackendUnavailable,
     BrokerUnavailable,
@@ -26,11 +26,16 @@ from machinery_py.errors import (
     PublishRefused,
     PublishUnknown,
     StoreUnusable,
+    nearest,
 )
 from machinery_py.version import __version__
 
 DONE, WRONG, UNUSABLE = 0, 2, 3
 INTERRUPTED = 130  # as shells tell of a program that Ctrl+C has ended
+
+NO_APP = "-"  # stands for the app of a command that takes none
+SHORTEST_HINTED = 2  # letters of a word; a longer one may be a known one, misspelt
+LIBRARIES = ("redis", "pymongo", "pika", "croniter", "msgspec")  # that `--version` tells of
 
 STORE_TROUBLE = (PublishRefused, PublishUnknown, BackendUnavailable, StoreUnusable)
 
@@ -88,15 +93,24 @@ def _run(words: list[str]) -> int:
         if not words:
             parser.print_help()
             return WRONG
-        parser.parse_args(words)  # help, version, or an unknown command
+        if name := _unknown_command(words):
+            parser.error(name)
+        parser.parse_args(words)  # help, version, or a wrong option
         parser.error("no command named")
     parser = command_parser(command)
-    args = parser.parse_intermixed_args(rest)
-    app = os.environ.get("MACHINERY_APP", "").strip()
+    args, extra = parser.parse_known_intermixed_args(rest)
+    if extra:
+        flags = [flag for action in parser._actions for flag in action.option_strings]
+        parser.error(unknown("option", extra[0].partition("=")[0], flags))
+    app, given = os.environ.get("MACHINERY_APP", "").strip(), args.words
+    if not command.takes_app:
+        app, given = "", [NO_APP, *given]
     try:
-        args.app, args.rest = split_words(args.words, app, least=command.least, most=command.most)
+        args.app, args.rest = split_words(given, app, least=command.least, most=command.most)
     except ValueError as error:
-        parser.error(str(error))
+        # Of a group that is a command itself the misspelt word is taken for the app.
+        hint = nearest(args.words[0], members(command.name)) if args.words else ""
+        parser.error(f"{error}{hint}")
     args.argv = rest
     try:
         return _call(command, args)
@@ -112,6 +126,51 @@ def _command(words: Sequence[str]) -> tuple[Command | None, list[str]]:
         if command is not None and len(words) >= length:
             return command, list(words[length:])
     return None, []
+
+
+def _unknown_command(words: Sequence[str]) -> str:
+    """Return what is wrong with the words if they begin with no command; else ""."""
+    first, *rest = words
+    if first.startswith("-"):
+        return ""
+    if first not in GROUPS:
+        return unknown("command", first, {*COMMANDS, *GROUPS})
+    if rest and not rest[0].startswith("-"):
+        return unknown("command", rest[0], members(first), before=f"{first} ")
+    return ""
+
+
+def members(group: str) -> list[str]:
+    """Return the commands of a group, without its name."""
+    return [name.removeprefix(f"{group} ") for name in COMMANDS if name.startswith(f"{group} ")]
+
+
+def unknown(what: str, word: str, known: Iterable[str], *, before: str = "") -> str:
+    """Return the error text for a word that is no command, or no option.
+
+    The word is masked if it may be a URL: somebody may have left out the command in front of it.
+    """
+    is_plain = word.replace("-", "").replace("_", "").isalnum()
+    # Any two options of a letter are half the same.
+    hint = nearest(word, known) if is_plain and len(word) > SHORTEST_HINTED else ""
+    return f"no {what} is called {before + (word if is_plain else redact(word))!r}{hint}"
+
+
+class _Version(argparse.Action):
+    """Prints the versions of the package, Python and the libraries that it needs."""
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        import platform  # only who asks pays
+        from importlib import metadata
+
+        python = f"{platform.python_implementation()} {platform.python_version()}"
+        print(f"machinery {__version__}\n{python} on {platform.system()} {platform.machine()}")
+        for name in LIBRARIES:
+            try:
+                print(name, metadata.version(name))
+            except metadata.PackageNotFoundError:
+                print(name, "is missing")
+        raise SystemExit(DONE)
 
 
 def _call(command: Command, args: argparse.Namespace) -> int:
@@ -134,7 +193,8 @@ def main_parser() -> argparse.ArgumentParser:
         epilog=_examples(_MAIN_EXAMPLES),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"machinery {__version__}")
+    help = "tell the versions of the package, Python and its libraries"
+    parser.add_argument("--version", action=_Version, nargs=0, help=help)
     kinds = parser.add_subparsers(metavar="COMMAND", title="commands")
     groups: dict[str, argparse._SubParsersAction[_Parser]] = {}
     for command in COMMANDS.values():
@@ -159,7 +219,8 @@ def main_parser() -> argparse.ArgumentParser:
 
 def command_parser(command: Command) -> argparse.ArgumentParser:
     """Return the parser of one command."""
-    usage = " ".join(filter(None, ("machinery", command.name, "APP", command.words, "[option …]")))
+    app = "APP" if command.takes_app else ""
+    usage = " ".join(filter(None, ("machinery", command.name, app, command.words, "[option …]")))
     parser = _Parser(
         prog=f"machinery {command.name}",
         usage=usage,
@@ -171,12 +232,19 @@ def command_parser(command: Command) -> argparse.ArgumentParser:
     parser.add_argument(
         "words",
         nargs="*",
-        metavar="APP",
-        help="MODULE or MODULE:OBJECT of your Server; MACHINERY_APP stands in for it",
+        metavar=app or command.words,
+        help="MODULE or MODULE:OBJECT of your Server; MACHINERY_APP stands in for it"
+        if app
+        else None,
     )
+    add_options(parser, command)
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser, command: Command) -> None:
+    """Give a parser the options of the command."""
     for flags, settings in command.all_options:
         parser.add_argument(*flags, **settings)
-    return parser
 
 
 def _examples(lines: Sequence[str]) -> str:

@@ -38,7 +38,8 @@ def end_below(spared: frozenset[int] = frozenset()) -> None:
     while left and time.monotonic() < deadline:
         time.sleep(INTERVAL)
         left &= below(spared)
-    _signal(below(spared), signal.SIGKILL)
+    if found := below(spared):  # none on Windows, which has no SIGKILL
+        _signal(found, signal.SIGKILL)
 
 
 def _signal(pids: frozenset[int], number: signal.Signals) -> frozenset[int]:

@@ -225,7 +225,8 @@ class Orders:
         self._changed: Callable[[int], object] | None = None
         self._on_hangup: Callable[[], object] = lambda: None
         self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
+        if hasattr(os, "set_blocking"):  # not on Windows before Python 3.12
+            os.set_blocking(self._write, False)
         for end in (self._read, self._write):
             descriptors.keep(end)
         self._lock = threading.Lock()

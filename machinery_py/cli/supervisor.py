@@ -5,9 +5,10 @@ it dies in between, a task has ended it, and the exit code is the task's: it is 
 that poison costs the good tasks no pause. A process that does not become ready, or ends by itself,
 is replaced after pauses that double up to LONGEST_PAUSE. One that was *retired*, by the order
 `shutdown`, is not replaced; with the last one the supervisor ends. The others take over what a dead
-process ran: their maintenance finds dead workers. A process that cannot start at all, or says
-itself that it cannot go on (exit code 2 or 3), ends everything; with `--reload` its place is empty
-until a file changes.
+process ran: their maintenance finds dead workers. A process that says itself that it cannot go on
+(exit code 2 or 3) ends everything. So does, before any process was ready, one that says that it
+cannot start, or MOST_FAILURES in one place that die without a word, such as an app that ends its
+process when it is imported. With `--reload` the place is empty until a file changes.
 
 A ready process gives signs of life. While a task holds its interpreter there are none: the process
 is *stalled*, and lives. Its keeper (worker/keeper.py), a thread here, beats for its sessions, and
@@ -60,6 +61,7 @@ PATIENCE = 5.0  # seconds beyond the shutdown timeout until a process that does 
 DEFAULT_GRACE = 30.0  # seconds; until a process has reported its shutdown timeout
 LONGEST_WAIT = 1.0  # seconds between two checks
 CANNOT_START = (2, 3)
+MOST_FAILURES = 5  # in a row in one place, some 4 s, until none of the processes was ever ready
 
 
 class _Slot:
@@ -318,15 +320,16 @@ class Supervisor:
             self._code = self._code or int(child.is_killed or is_lost)
         elif child.stop_now_at < math.inf:
             slot.pause(0)
-        elif code in CANNOT_START and (child.is_over or not slot.has_been_ready):
-            what = "cannot go on" if slot.has_been_ready else "cannot start"
+        elif why := self._why_hopeless(slot, child, code):
             if self._files is not None:
                 self._awaits_change = True
-                logger.error("%s %s (it %s); waiting until a file changes", which, what, how)
+                logger.error("%s %s (it %s); waiting until a file changes", which, why, how)
                 return
-            level = logging.DEBUG if self._args.processes == 1 else logging.ERROR  # it has said why
-            logger.log(level, "%s %s (it %s); ending", which, what, how)
-            self._code = self._code or code
+            # If it is the only one, it has said why.
+            is_said = self._args.processes == 1 and code in CANNOT_START
+            level = logging.DEBUG if is_said else logging.ERROR
+            logger.log(level, "%s %s (it %s); ending", which, why, how)
+            self._code = self._code or (code if code in CANNOT_START else 1)
             self._on_order(STOP)
         else:
             if code >= 0 and child.is_ready and not child.is_over:
@@ -334,6 +337,21 @@ class Supervisor:
             later = slot.start_again(child)
             level = logging.INFO if code == 0 and child.is_over else logging.ERROR
             logger.log(level, "%s %s; starting another one%s", which, how, later)
+
+    def _why_hopeless(self, slot: _Slot, child: Child, code: int) -> str:
+        """Say why its end is to end all, as another one would fail as well; "": it is not.
+
+        Once a process was ready the app is known to work: later failures may be of this moment,
+        and must not end those that are well.
+        """
+        if child.is_ready:
+            return "cannot go on" if child.is_over and code in CANNOT_START else ""
+        if any(one.has_been_ready for one in self._slots):
+            return ""
+        failures = slot.failures + 1
+        if failures >= MOST_FAILURES and code not in CANNOT_START:
+            return f"cannot start: {failures} in a row have ended before they were ready"
+        return "cannot start" if code in CANNOT_START else ""
 
     # Stopping
 

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 def send(server: Server, args: argparse.Namespace) -> int:
     """Run `machinery send`."""
+    if args.delay is not None and args.eta is not None:
+        raise ArgumentError("send: found --delay and --eta (expected one of the two)")
     name, *words = args.rest
     task = server.get_registered_task(name)
     positional, named = _arguments(task, words, args.kw)
@@ -290,12 +292,16 @@ def revoke(server: Server, args: argparse.Namespace) -> int:
         confirm(args, f"revoke all tasks with {pairs}?")
     elif len(uuids) > 1:
         confirm(args, f"revoke {many(len(uuids), 'task')}?")
+    # Before: a revoked task that waits is finished soon.
+    states = server.backend.get_states(uuids)
+    finished = [one for one, state in states.items() if state.is_finished]
     done = server.control.revoke(
         *uuids, headers=headers, terminate=args.terminate, timeout=args.timeout
     )
     if not args.json:
-        print(f"revoked {many(len(done.uuids), 'task')}")
-    print_answers(done, args.timeout, as_json=args.json)
+        late = f"; {many(len(finished), 'of them', 'of them')} had finished already"
+        print(f"revoked {many(len(done.uuids), 'task')}{late if finished else ''}")
+    print_answers(done, args.timeout, as_json=args.json, finished=finished)
     return 1 if done.missing or done.errors else 0
 
 

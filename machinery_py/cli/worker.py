@@ -203,6 +203,8 @@ def _launch(args: argparse.Namespace, link: ParentLink, one: Worker) -> int:
         has_started = True
         stall_timeout = args.stall_timeout or one.app.config.stall_timeout
         link.tell(f"ready {one.shutdown_timeout} {stall_timeout}")
+        if not args.no_banner:
+            _warn_of_unserved(one, args)
         if not args.no_banner and not link.is_child:
             say(args, READY)
 
@@ -214,6 +216,29 @@ def _launch(args: argparse.Namespace, link: ParentLink, one: Worker) -> int:
             raise  # it could not even start, or gave up waiting for its store: 2 or 3, see main
         logger.error("%s", error)
         return BROKEN
+
+
+def _warn_of_unserved(one: Worker, args: argparse.Namespace) -> None:
+    """Warn of queues that registered tasks are sent to and no living worker serves."""
+    app = one.app
+    tasks: dict[str, list[str]] = {}
+    for task in app.registry:
+        queue = task.settings.queue or app.config.default_queue
+        tasks.setdefault(queue, []).append(task.name)
+    if not tasks.keys() - set(one.queues):
+        return
+    try:
+        served = {queue for worker in app.store.broker.workers() for queue in worker.queues}
+    except MachineryError as error:
+        logger.debug("the other workers are not known: %s", error)
+        return
+    for queue in sorted(tasks.keys() - served - set(one.queues)):
+        names = ", ".join(map(clean, sorted(tasks[queue])))
+        logger.warning(
+            "no worker runs on queue %r now, and tasks are sent to it: %s (start one: machinery "
+            "worker %s -Q %s)",
+            *(queue, names, args.app, queue),
+        )
 
 
 # The banner

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -47,7 +49,49 @@ def test_the_help_above_the_commands_ends_in_examples(
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
 
-    assert capsys.readouterr().out == f"machinery {__version__}\n"
+    first, python, *libraries = capsys.readouterr().out.splitlines()
+    assert first == f"machinery {__version__}"
+    assert python.startswith(f"{platform.python_implementation()} {platform.python_version()} on ")
+    names = ["redis", "pymongo", "pika", "croniter", "msgspec"]
+    assert libraries == [f"{name} {metadata.version(name)}" for name in names]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("wroker tasks", "no command is called 'wroker'; did you mean 'worker'?"),
+        ("dead lsit tasks", "no command is called 'dead lsit'; did you mean 'list'?"),
+        ("periodic puase tasks", "too many arguments: tasks; did you mean 'pause'?"),
+        ("queues tasks --jsno", "no option is called '--jsno'; did you mean '--json'?"),
+        ("queues tasks --app_dir=x", "no option is called '--app_dir'; did you mean '--app-dir'?"),
+        ("worker tasks -Z 3", "no option is called '-Z'"),
+        ("xyzzyx", "no command is called 'xyzzyx'"),
+    ],
+)
+def test_misspelt_word_is_answered_with_the_likely_one(
+    words: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.split()) == 2
+
+    assert capsys.readouterr().err.startswith(f"machinery: {text} (see: machinery")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["redis://u:geheim@host/0"],
+        ["geheim@host"],
+        ["dead", "redis://u:geheim@host/0"],
+        ["queues", "tasks", "--broker=redis://u:geheim@host/0"],
+        ["queues", "tasks", "--redis://u:geheim@host/0"],
+    ],
+)
+def test_misspelt_word_that_may_be_a_url_is_masked(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+
+    assert "geheim" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

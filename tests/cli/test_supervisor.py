@@ -20,7 +20,7 @@ import pytest
 
 from machinery_py import Server, Signature, State
 from machinery_py.cli.processes import Child
-from machinery_py.cli.supervisor import LONGEST_PAUSE, pause_after
+from machinery_py.cli.supervisor import LONGEST_PAUSE, MOST_FAILURES, pause_after
 from machinery_py.testing.waiting import wait_until
 from tests.cli.app import HANG, TASKS, App, Running, app_in_a_folder, children, is_alive
 
@@ -237,6 +237,35 @@ def test_process_that_fails_at_start_is_restarted_with_pauses(app: App) -> None:
     process.wait_for("ended with exit code 7; starting another one\n")
     process.wait_for("ended with exit code 7; starting another one in 0.5 s\n")
     process.wait_for("ended with exit code 7; starting another one in 1 s\n")
+    assert process.stop() == 0
+
+
+def test_app_that_ends_every_process_is_given_up(app: App) -> None:
+    app.write("tasks.py", "import os\nos._exit(7)\n")
+
+    done = app.run("worker", "tasks", "-p", "1", code=1)
+
+    assert done.stderr.count("starting another one") == MOST_FAILURES - 1
+    assert "cannot start: 5 in a row have ended before they were ready" in done.stderr
+    assert done.stderr.endswith("(it ended with exit code 7); ending\n")
+
+
+def test_process_that_cannot_start_later_ends_no_healthy_one(app: App) -> None:
+    app.write(
+        "tasks.py",
+        "import os, pathlib\n"
+        "if pathlib.Path('fails').exists(): raise RuntimeError('full')\n" + TASKS,
+    )
+    process = app.worker("-p", "2")
+    first, second = workers(process)
+
+    app.write("fails", "")
+    os.kill(first, signal.SIGKILL)
+
+    process.wait_for("ended with exit code 2; starting another one in 0.5 s\n")
+    assert is_alive(second)
+    (app.folder / "fails").unlink()
+    wait_until(lambda: len(workers(process)) == 2, HANG)
     assert process.stop() == 0
 
 

@@ -123,6 +123,10 @@ def test_options_of_a_call_are_sent_with_it(app: App) -> None:
         (["--priority", "256"], "'256' is no whole number from 0 to 255"),
         (["--eta", "2030-01-31T06:00"], "'2030-01-31T06:00' is no moment with its zone"),
         (["--eta", "soon"], "'soon' is no moment with its zone"),
+        (
+            ["--delay", "5", "--eta", "2030-01-31T06:00Z"],
+            "send: found --delay and --eta (expected one of the two)",
+        ),
         (["--header", "tenant"], "--header 'tenant': no name (expected NAME=VALUE)"),
     ],
 )
@@ -224,6 +228,9 @@ def test_a_revoked_task_is_never_started(app: App) -> None:
 
     assert app.notes == []
     assert app.state(uuid) == "FAILURE"
+    again = app.run("revoke", "tasks", uuid).stdout
+    assert again == "revoked 1 task; 1 of them had finished already\n"
+    assert app.json("revoke", "tasks", uuid)["finished"] == [uuid]
 
 
 def test_tasks_are_revoked_by_their_headers(app: App) -> None:
@@ -234,6 +241,7 @@ def test_tasks_are_revoked_by_their_headers(app: App) -> None:
         assert "revoke all tasks with tenant=acme? (nobody" in app.run(*revoke, code=2).stderr
         assert app.json(*revoke, "--yes") == {
             "revoked": uuids[:1],
+            "finished": [],
             "answers": {},
             "missing": [],
             "errors": {},

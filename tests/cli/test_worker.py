@@ -63,6 +63,23 @@ def test_long_lists_in_the_banner_are_wrapped(app: App) -> None:
     assert sum(line.startswith("           task_number_") for line in lines) > 3
 
 
+def test_worker_warns_of_queues_that_no_worker_serves(app: App) -> None:
+    app.write(
+        "tasks.py",
+        TASKS.replace("@server.task\ndef note", '@server.task(queue="mail")\ndef note').replace(
+            "@server.task\ndef boom", '@server.task(queue="bulk")\ndef boom'
+        ),
+    )
+    mail = app.worker("-Q", "mail,machinery_tasks")
+
+    other = app.worker()
+
+    mail.wait_for("no worker runs on queue 'bulk' now, and tasks are sent to it: boom")
+    other.wait_for("(start one: machinery worker tasks -Q bulk)")
+    assert "'mail'" not in mail.err + other.err
+    assert (mail.stop(), other.stop()) == (0, 0)
+
+
 def test_no_banner_is_no_output(app: App) -> None:
     worker = app.start("worker", "tasks", "--no-banner", "--burst")
 
