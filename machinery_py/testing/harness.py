@@ -277,7 +277,11 @@ def running_worker(server: Server) -> Iterator[Worker]:
     with swapped(server):
         tasks = map(server.app.registry.get, server.get_registered_task_names())
         queues = dict.fromkeys(
-            [server.config.default_queue, *filter(None, (task.settings.queue for task in tasks))]
+            [
+                server.config.default_queue,
+                *server.config.worker_queues,
+                *filter(None, (task.settings.queue for task in tasks)),
+            ]
         )
         worker = server.new_worker(
             "testing", WORKER_THREADS, queues=tuple(queues), shutdown_timeout=WORKER_PATIENCE

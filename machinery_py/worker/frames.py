@@ -253,7 +253,7 @@ def setup_of(server: object) -> Setup:
     """
     for name, module in list(sys.modules.items()):
         for key, value in list(getattr(module, "__dict__", {}).items()):
-            if value is server and name != "__main__":
+            if value is server and name not in ("__main__", "__mp_main__"):
                 return Setup(app=f"{name}:{key}", folder=sys.path[0])
     raise ConfigError(
         "task processes cannot import this Server: no module has it as a global "

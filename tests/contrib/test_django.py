@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -62,14 +64,13 @@ def data(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture(params=["thread", "process"])
-def worker(request: pytest.FixtureRequest, data: Path) -> Iterator[None]:
-    """A live `manage.py machinery worker`; it must end well."""
-    words = ["machinery", "worker", "--no-banner", "--pool", str(request.param)]
+@contextlib.contextmanager
+def working(words: list[str], folder: Path) -> Iterator[None]:
+    """A live worker; it must end well."""
     process = subprocess.Popen(
-        [sys.executable, str(PROJECT / "manage.py"), *words],
-        cwd=data,
-        env=environment(data, SHOP_DATA=str(data)),
+        [sys.executable, *words, "--no-banner"],
+        cwd=folder,
+        env=environment(folder, SHOP_DATA=str(folder)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -85,8 +86,16 @@ def worker(request: pytest.FixtureRequest, data: Path) -> Iterator[None]:
             process.communicate()
 
 
-def test_live_worker_runs_what_a_view_sent_on_commit(worker: None, data: Path) -> None:
-    uuid = get(data, "/order/tea")["task"]
+@pytest.fixture(params=["thread", "process"])
+def worker(request: pytest.FixtureRequest, data: Path) -> Iterator[None]:
+    words = ["machinery", "worker", "--pool", str(request.param)]
+    with working([str(PROJECT / "manage.py"), *words], data):
+        yield
+
+
+@pytest.mark.parametrize("view", ["order", "order-for-sure"])
+def test_live_worker_runs_what_a_view_sent(worker: None, data: Path, view: str) -> None:
+    uuid = get(data, f"/{view}/tea")["task"]
 
     wait_until(lambda: get(data, f"/receipt/{uuid}")["text"] is not None, HANG, "the receipt")
 
@@ -96,11 +105,51 @@ def test_live_worker_runs_what_a_view_sent_on_commit(worker: None, data: Path) -
     assert "SUCCESS  1 " in manage(data, "machinery", "send", "count_receipts", "--wait")
 
 
+PROCESSES = """
+from machinery_py.contrib.django import server
+from machinery_py.testing.harness import swapped
+with swapped(server), server.new_worker("w", 1, pool="process"):
+    print(server.get_registered_task("count_receipts").send().get(timeout=60))
+"""
+
+
+def test_task_process_of_any_worker_has_the_tasks_of_the_project(data: Path) -> None:
+    done = in_project(data, PROCESSES)
+
+    assert done.stdout == "0\n", done.stderr
+
+
+CHANGE = """
+from pathlib import Path
+import shop.tasks
+from machinery_py.contrib.django import server
+from machinery_py.testing.waiting import wait_until
+def said():
+    return server.get_registered_task("say").send().get(timeout=60)
+assert said() == "old"
+path = Path(shop.tasks.__file__)
+path.write_text(path.read_text().replace("'old'", "'new!'"))
+wait_until(lambda: said() == "new!", 60, "the new code")
+"""
+
+
+def test_worker_with_reload_runs_changed_code(tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    shutil.copytree(PROJECT, project)
+    with (project / "shop" / "tasks.py").open("a") as file:
+        file.write("\n\n@server.task\ndef say() -> str:\n    return 'old'\n")
+
+    with working([str(project / "manage.py"), "machinery", "worker", "--reload"], tmp_path):
+        done = in_project(tmp_path, CHANGE, PYTHONPATH=str(project))
+
+    assert done.returncode == 0, done.stderr
+
+
 def test_tests_of_the_project_pass(tmp_path: Path) -> None:
     done = run([str(PROJECT / "manage.py"), "test", "shop"], tmp_path)
 
     assert done.returncode == 0, done.stderr
-    assert "Ran 4 tests" in done.stderr
+    assert "Ran 5 tests" in done.stderr
 
 
 def test_command_has_the_exit_code_of_machinery(data: Path) -> None:

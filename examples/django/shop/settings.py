@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+import django
+
 DATA = Path(os.environ.get("SHOP_DATA", "."))
 
 SECRET_KEY = "only for the example"
@@ -28,3 +30,14 @@ MACHINERY = {
     "url": f"sqlite:///{DATA.resolve()}/machinery.db",  # or redis://…, amqp://…, mongodb://…
     "results_expire_in": 3600,
 }
+
+INSTALLED_APPS += ["machinery_py.contrib.django.outbox"]  # its table; for order_for_sure
+
+if django.VERSION >= (6, 0):  # with django.tasks; its tasks are in letters/tasks.py
+    INSTALLED_APPS += ["letters"]
+    TASKS = {
+        "default": {
+            "BACKEND": "machinery_py.contrib.django.MachineryBackend",
+            "QUEUES": ["default", "letters"],
+        }
+    }

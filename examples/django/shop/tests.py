@@ -3,6 +3,7 @@
 from django.db import connection, transaction
 
 from machinery_py.contrib.django import send_on_commit
+from machinery_py.contrib.django.outbox import outbox
 from machinery_py.contrib.django.testing import TaskTestCase, WorkerTestCase
 from shop.models import Order, Receipt
 from shop.tasks import count_receipts, write_receipt
@@ -24,6 +25,18 @@ class Orders(TaskTestCase):
             transaction.set_rollback(True)
 
         self.machinery.assert_not_sent("write_receipt")
+
+    def test_a_call_in_the_outbox_follows_the_fate_of_its_order(self) -> None:
+        with transaction.atomic():
+            outbox.send(write_receipt.signature(Order.objects.create(item="tea").id))
+            transaction.set_rollback(True)
+        self.client.get("/order-for-sure/coffee")
+        self.machinery.assert_not_sent("write_receipt")
+
+        outbox.publish()  # as a relay does
+        self.machinery.drain()
+
+        self.assertEqual(Receipt.objects.get().text, "one coffee, with thanks")
 
 
 class OrdersWithAWorker(WorkerTestCase):

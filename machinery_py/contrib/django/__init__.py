@@ -2,6 +2,7 @@
 
 project     the Server that settings.MACHINERY describes
 apps        the app: imports `tasks.py` of every installed app
+backend     the backend for django.tasks, of Django 6
 entry       the Server for the command line, with Django set up
 commits     sending when a transaction is committed
 testing     test cases whose tasks run in memory
@@ -19,14 +20,19 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
+    from machinery_py.contrib.django.backend import MachineryBackend
     from machinery_py.contrib.django.commits import send_on_commit
     from machinery_py.contrib.django.project import server
 
-__all__ = ["send_on_commit", "server"]
+__all__ = ["MachineryBackend", "send_on_commit", "server"]
 
 if not TYPE_CHECKING:  # on first use: these read the settings
 
     def __getattr__(name: str) -> Any:
+        if name == "MachineryBackend":
+            from machinery_py.contrib.django.backend import MachineryBackend
+
+            return MachineryBackend
         if name == "send_on_commit":
             from machinery_py.contrib.django.commits import send_on_commit
 

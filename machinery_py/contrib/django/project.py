@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from asgiref.sync import SyncToAsync
+from django import setup
+from django.apps import apps
 from django.conf import settings
+from django.core.signals import setting_changed
 from django.db import close_old_connections
 
 from machinery_py.config.config import Config, resolve
@@ -17,10 +21,19 @@ from machinery_py.server import Server
 from machinery_py.tasks.signature import Signature
 
 SETTING = "settings.MACHINERY"
+DASHBOARD_URL = "dashboard_url"  # its key for the link in the admin
 _STORES = ("broker", "result_backend", "lock")
 
+# Of django.tasks
+BACKENDS = (
+    "machinery_py.contrib.django.MachineryBackend",
+    "machinery_py.contrib.django.backend.MachineryBackend",
+)
+TASK_OPTIONS = "task_options"  # in OPTIONS of a backend, besides those of a Server
+DEFAULT = "default"  # Django's alias of a backend, and name of a queue
 
-def config_of(values: object) -> Config:
+
+def config_of(values: object, setting: str = SETTING) -> Config:
     """Return the Config that this value of `settings.MACHINERY` means.
 
     Its keys are those of a configuration file, and `url`, for all stores that are not named.
@@ -30,19 +43,20 @@ def config_of(values: object) -> Config:
         ConfigError: it is no mapping, or a key or value is wrong.
     """
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{SETTING}: found {kind_of(values)} (expected a dict of options)")
+        raise ConfigError(f"{setting}: found {kind_of(values)} (expected a dict of options)")
     given: dict[Any, Any] = dict(values)
     url = given.pop("url", None)
-    config = Config.from_mapping(given, SETTING)
+    given.pop(DASHBOARD_URL, None)
+    config = Config.from_mapping(given, setting)
     if url is None:
         return resolve(config=config)
     if not isinstance(url, str):
-        raise ConfigError(f"{SETTING}: url: found {kind_of(url)} (expected a URL)")
+        raise ConfigError(f"{setting}: url: found {kind_of(url)} (expected a URL)")
     stores = {store: given[store] for store in _STORES if given.get(store) is not None}
     try:
         return resolve(url, config=config, **stores)
     except ConfigError as error:
-        raise ConfigError(f"{SETTING}: url: {error}") from None
+        raise ConfigError(f"{setting}: url: {error}") from None
 
 
 def connections_around(_: Signature[Any]) -> Iterator[None]:
@@ -68,5 +82,85 @@ def _close_old_connections() -> None:
     SyncToAsync.single_thread_executor.submit(close_old_connections)
 
 
-server = Server(config_of(getattr(settings, "MACHINERY", {})))
-server.around_task(connections_around)
+def queue_of(name: str, config: Config) -> str:
+    """Return the queue that a queue of django.tasks is."""
+    return config.default_queue if name == DEFAULT else name
+
+
+def server_of(options: Mapping[str, Any]) -> Server:
+    """Return the Server of a backend of django.tasks with these OPTIONS.
+
+    It is the project's, if they are empty or the project's own.
+    """
+    given = _without_calls(options)
+    if not given or given == _project_values():
+        return server
+    key = repr(sorted(given.items()))
+    with _making:
+        if key not in _others:
+            _others[key] = _server(_with_queues(config_of(given, "settings.TASKS: OPTIONS"), given))
+        return _others[key]
+
+
+def _without_calls(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key != TASK_OPTIONS}
+
+
+def _backends() -> dict[str, Mapping[str, Any]]:
+    """Return the backends in `settings.TASKS` that are ours."""
+    found: Mapping[str, Mapping[str, Any]] = getattr(settings, "TASKS", None) or {}
+    return {alias: one for alias, one in found.items() if one.get("BACKEND") in BACKENDS}
+
+
+def _project_values() -> object:
+    """Return `settings.MACHINERY`; without it, OPTIONS of our default backend of django.tasks."""
+    values = getattr(settings, "MACHINERY", None)
+    if values is None:
+        values = _without_calls(_backends().get(DEFAULT, {}).get("OPTIONS", {}))
+    return values
+
+
+def _with_queues(config: Config, values: object) -> Config:
+    """Let workers that name no queue serve the QUEUES of the backends with these values, too."""
+    if config.queues:
+        return config
+    names = dict.fromkeys([config.default_queue])
+    for backend in _backends().values():
+        given = _without_calls(backend.get("OPTIONS", {}))
+        if given == values or (not given and values == _project_values()):
+            names |= dict.fromkeys(queue_of(one, config) for one in backend.get("QUEUES", ()))
+    if len(names) == 1:
+        return config
+    return config.replace(queues=",".join(f"{name}:1" for name in names))
+
+
+def _project_config() -> Config:
+    return _with_queues(config_of(_project_values()), _project_values())
+
+
+def _server(config: Config) -> Server:
+    made = Server(config)
+    made.around_task(connections_around)
+    return made
+
+
+_making = threading.Lock()
+_others: dict[str, Server] = {}  # of backends of django.tasks with OPTIONS of their own
+_config = _project_config()
+server = _server(_config)
+
+
+def _renew(*, setting: str, **_: object) -> None:
+    """Let `override_settings` of a test take effect. A Harness keeps its stores in memory."""
+    global _config  # that of `server`, while no Harness is open
+    if setting not in ("MACHINERY", "TASKS"):
+        return
+    before, _config = _config, _project_config()
+    if server.config == before and _config != before:
+        server.close()
+        server.app.swap(_config, server.clock)
+
+
+setting_changed.connect(_renew)
+if not apps.loading:  # a task process, or a script: the tasks are found when Django is set up
+    setup()

@@ -14,6 +14,7 @@ from machinery_py.cli.commands import COMMANDS
 from machinery_py.cli.main import main
 
 APP = "machinery_py.contrib.django.entry"
+BACKEND = "DJANGO_MACHINERY_BACKEND"  # as in that module, which must not be imported too early
 
 
 def with_app(words: Sequence[str], folder: str) -> list[str]:
@@ -51,6 +52,10 @@ class Command(BaseCommand):
             raise CommandError(f"machinery {' '.join(words)}: exit code {code}", returncode=code)
 
     def _run(self, words: Sequence[str]) -> int:
+        ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        ours.add_argument("--backend", default=os.environ.get(BACKEND, ""))
+        given, words = ours.parse_known_args(words)
+        os.environ[BACKEND] = given.backend  # for its processes, which import the app anew
         # Where manage.py is; not sys.path[0], since settings may have put another folder there.
         folder = os.path.dirname(os.path.abspath(sys.argv[0]))
         is_known = folder in map(os.path.abspath, sys.path)
