@@ -323,6 +323,20 @@ def test_the_file_store_passes_the_conformance_suites(tmp_path: Path) -> None:
     assert re.search(r"^\d{3} passed", out, re.MULTILINE), out
 
 
+def test_the_sqs_store_passes_the_conformance_suites(tmp_path: Path) -> None:
+    pytest.importorskip("boto3")
+    pytest.importorskip("moto")
+    place = EXAMPLES / "store-sqs"
+
+    out = python(
+        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "files")),
+        *("--rootdir", str(place), str(place)),
+        folder=tmp_path,
+    )
+
+    assert re.search(r"^\d{2,3} passed", out, re.MULTILINE), out
+
+
 def test_a_year_of_digests_in_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES / "cron"))
     monkeypatch.setenv("OUTBOX", str(tmp_path / "outbox"))

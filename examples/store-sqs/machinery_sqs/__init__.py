@@ -1,0 +1,1 @@
+"""SQS as broker and DynamoDB as result backend of machinery_py."""
