@@ -8,7 +8,8 @@ A comment on the line before a block says what it is:
     <!-- stop: COMMAND -->           that background command is interrupted first
     <!-- repeat until it is so -->   its command is repeated until it prints what stands there
 
-In what a command prints, `…` stands for anything.
+In what a command prints, `…` stands for anything. A UUID with a `…` in a command is the last one
+that was printed.
 """
 
 from __future__ import annotations
@@ -152,6 +153,7 @@ class Shell:
     folder: pathlib.Path
     port: int = field(default_factory=free_port)
     background: list[tuple[str, subprocess.Popen[str], pathlib.Path]] = field(default_factory=list)
+    uuid: str = ""  # the last one that was printed
 
     def __enter__(self) -> Self:
         return self
@@ -222,6 +224,7 @@ class Shell:
         assert done.returncode == 0 or is_complaint, (
             f"$ {command}\nexit code {done.returncode}\n{done.stdout}"
         )
+        self.uuid = ([self.uuid, *re.findall(r"task_[0-9a-f-]{36}", done.stdout)])[-1]
         return done.stdout
 
     def start(self, command: str, output: str, where: str) -> None:
@@ -263,9 +266,8 @@ class Shell:
 
     def _words(self, command: str) -> list[str]:
         # Somebody else may be using the page's port.
-        words = shlex.split(
-            command.replace("localhost:1025", f"localhost:{self.port}"), comments=True
-        )
+        command = re.sub(r"(localhost:|--port )(1025|8000)\b", rf"\g<1>{self.port}", command)
+        words = shlex.split(re.sub(r"task_\w*…", self.uuid, command), comments=True)
         return [sys.executable, *words[1:]] if words[0] == "python" else words
 
     def _environment(self) -> dict[str, str]:

@@ -83,7 +83,10 @@ def test_the_programs_of_a_page_run(page: str, tmp_path: pathlib.Path) -> None:
     assert done.returncode == 0, f"{page} (the lines are the page's)\n{done.stdout}{done.stderr}"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md", "docs/how-to/testing.md"])
+@pytest.mark.parametrize(
+    "page",
+    ["README.md", "docs/tutorial.md", "docs/how-to/testing.md", "docs/how-to/frameworks.md"],
+)
 def test_commands_of_a_page_print_its_output(page: str, tmp_path: pathlib.Path) -> None:
     with Shell(tmp_path) as shell:
         shell.follow(page)

@@ -160,6 +160,14 @@ def test_metadata_names_author_licence_and_pythons(wheel: zipfile.ZipFile) -> No
     assert found["Description-Content-Type"] == "text/markdown"
 
 
+def test_extra_all_brings_every_extra_but_that_of_tests(wheel: zipfile.ZipFile) -> None:
+    found = metadata(wheel)
+    [line] = [one for one in found.get_all("Requires-Dist", []) if one.endswith('extra == "all"')]
+
+    extras = set(line.partition("[")[2].partition("]")[0].split(","))
+    assert extras == {*found.get_all("Provides-Extra", [])} - {"all", "dev", "test"}
+
+
 def test_wheel_holds_no_tool_that_only_our_own_tests_use(wheel: zipfile.ZipFile) -> None:
     testing = [pathlib.PurePath(name) for name in wheel.namelist() if "/testing/" in name]
 
