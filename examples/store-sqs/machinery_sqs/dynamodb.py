@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import math
 import random
 import threading
 import time
@@ -52,17 +51,16 @@ from machinery_py.stores.open import Family, FamilyOptions
 from machinery_py.tasks.states import Arrival, GroupMeta, TaskState
 
 from .aws import asking, code_of, connect, split
+from .items import NEVER, Faster, Items, Key, key_of
 
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
-Key = tuple[str, str]
 
 MOST = 100  # items of a transaction, and of a read
 TRIES = 40  # of a transaction in which somebody else was faster
 TEND = 60.0  # seconds
 PAUSE = 0.1  # seconds at most between two tries
 GROUP_LIFE = dt.timedelta(days=366)
-NEVER = dt.datetime.max.replace(tzinfo=dt.timezone.utc)
 
 
 class Stored(msgspec.Struct):
@@ -76,60 +74,6 @@ class Stored(msgspec.Struct):
 class Outbox(msgspec.Struct):
     kept_at: dt.datetime
     bodies: tuple[bytes, ...]
-
-
-class Faster(Exception):
-    """Somebody else has written an item since it was read."""
-
-
-class Items:
-    """What a transaction has read, and what it will write."""
-
-    def __init__(self, read: Callable[[Sequence[Key]], dict[Key, dict[str, Any]]]) -> None:
-        self._read = read
-        self._found: dict[Key, dict[str, Any] | None] = {}
-        self.writes: dict[Key, tuple[bytes, float] | None] = {}
-        self.chords: dict[str, str] = {}
-
-    def load(self, keys: Iterable[Key]) -> None:
-        missing = [key for key in dict.fromkeys(keys) if key not in self._found]
-        found = self._read(missing) if missing else {}
-        self._found.update({key: found.get(key) for key in missing})
-
-    def get(self, key: Key, kind: type[S]) -> S | None:
-        if key in self.writes:
-            written = self.writes[key]
-            return msgspec.msgpack.decode(written[0], type=kind) if written else None
-        self.load([key])
-        item = self._found[key]
-        return None if item is None else msgspec.msgpack.decode(item["body"]["B"], type=kind)
-
-    def put(self, key: Key, body: msgspec.Struct | None, ends_at: dt.datetime = NEVER) -> None:
-        until = math.ceil(ends_at.timestamp()) if ends_at < NEVER else 0
-        self.writes[key] = msgspec.msgpack.encode(body), until
-
-    def delete(self, key: Key) -> None:
-        self.writes[key] = None
-
-    def requests(self, table: str) -> list[dict[str, Any]]:
-        """Return the writes, each on condition that the item is as it was read."""
-        return [self._request(table, key, write) for key, write in self.writes.items()]
-
-    def _request(self, table: str, key: Key, write: tuple[bytes, float] | None) -> dict[str, Any]:
-        request: dict[str, Any] = {"TableName": table}
-        item = self._found.get(key)
-        if item is not None:
-            request["ConditionExpression"] = "version = :version"
-            request["ExpressionAttributeValues"] = {":version": item["version"]}
-        elif key in self._found:
-            request["ConditionExpression"] = "attribute_not_exists(kind)"
-        if write is None:
-            return {"Delete": {**request, "Key": _key(key)}}
-        body, until = write
-        # Random, and not counted on: an item that was deleted in between must not look unchanged.
-        version = {"version": {"N": str(random.getrandbits(60))}}
-        ttl = {"ttl": {"N": str(until)}} if until else {}
-        return {"Put": {**request, "Item": {**_key(key), "body": {"B": body}, **version, **ttl}}}
 
 
 class DynamoDBBackend(TransactionalBackend):
@@ -237,7 +181,7 @@ class DynamoDBBackend(TransactionalBackend):
         """Return those of these items that are there."""
         found: dict[Key, dict[str, Any]] = {}
         for start in range(0, len(keys), MOST):
-            left: list[dict[str, Any]] = [_key(key) for key in keys[start : start + MOST]]
+            left: list[dict[str, Any]] = [key_of(key) for key in keys[start : start + MOST]]
             for attempt in range(TRIES):
                 asked = {self._table: {"Keys": left, "ConsistentRead": True}}
                 reply = self._client.batch_get_item(RequestItems=asked)
@@ -467,10 +411,6 @@ class DynamoDBBackend(TransactionalBackend):
 
     def _swap_record(self, name: str, expected: bytes | None, body: bytes | None) -> bool:
         raise self._keeps_no("schedules")
-
-
-def _key(key: Key) -> dict[str, Any]:
-    return {"kind": {"S": key[0]}, "name": {"S": key[1]}}
 
 
 def _task(uuid: str) -> Key:
