@@ -5,8 +5,9 @@ from __future__ import annotations
 import datetime as dt
 import functools
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, cast
 
 from machinery_py.app import Application
 from machinery_py.async_twins import twin
@@ -42,16 +43,17 @@ from machinery_py.revocation import revoke
 from machinery_py.schedules.api import PeriodicOptions, Schedules, definition_of
 from machinery_py.schedules.scheduler import Declared
 from machinery_py.stores.open import split_config, url_of
-from machinery_py.tasks.signature import HEADER_UNIQUE, Chain, Signature, Step
+from machinery_py.tasks.signature import Chain, Signature, Step
 from machinery_py.tasks.states import GroupMeta
 from machinery_py.tasks.workflow import Group, chain, chord, group
-from machinery_py.unique import send_unique
+from machinery_py.unique import is_unique, send_unique
 from machinery_py.wire.long_chains import link_any
 from machinery_py.worker.chords import settle_ready_groups
-from machinery_py.worker.frames import setup_of
-from machinery_py.worker.inline import Inline
-from machinery_py.worker.worker import Worker
 from machinery_py.workflows.workflow import Workflow, find_workflow
+
+if TYPE_CHECKING:
+    from machinery_py.worker.inline import Inline
+    from machinery_py.worker.worker import Worker
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -107,19 +109,12 @@ class Server(TaskRegistrar):
         self.control = Control(lambda: self.broker, self.app.lamport, self.revoke, limit)
         self.declared = Declared()
         self.schedules = Schedules(self.app, self.declared)
-        self.dashboard = Dashboard(
-            Fleet(
-                app=self.app,
-                config=self.app.config,
-                inspect=self.inspect,
-                schedules=self.schedules,
-                control=self.control,
-            )
-        )
+        self.dashboard = Dashboard(Fleet(self.app, self.inspect, self.schedules, self.control))
         self._waiters: AsyncWaiters | None = None
-        self._inline = Inline(self.app, self._all_queues, name="eager")
         self._notes = SendingNotices()
-        self.app.attach(self._inline.drain)
+        self._inline: Inline | None = None
+        self._inline_lock = threading.Lock()
+        self.app.attach(self._drain)
 
     # What it consists of
 
@@ -232,10 +227,8 @@ class Server(TaskRegistrar):
             signature, groups = self.app.registry.linked(signature, self.now())
         signature = signature.with_uuid()
         task = self.app.registry.find(signature.name)
-        is_unique = task is not None and task.settings.unique is not False
-        is_unique = bool(signature.headers.get(HEADER_UNIQUE, is_unique))
         uuid, duplicate = signature.uuid, False
-        if is_unique:
+        if is_unique(task, signature):
             uuid, duplicate = send_unique(self.app, task, signature, groups)
         else:
             self.app.submit((signature,), groups)
@@ -475,6 +468,9 @@ class Server(TaskRegistrar):
             max_memory_per_child: bytes in memory after which it is renewed, or ends; 0: any.
             autoscale: in place of `concurrency`, the least and the most tasks at a time.
         """
+        from machinery_py.worker.frames import setup_of  # a program that only sends needs neither
+        from machinery_py.worker.worker import Worker
+
         return Worker(
             self.app,
             name,
@@ -494,5 +490,11 @@ class Server(TaskRegistrar):
         """Return a worker on one other queue; Go's name."""
         return self.new_worker(name, concurrency, queues=(queue,))
 
-    def _all_queues(self) -> list[str]:
-        return sorted({stats.queue for stats in self.broker.stats()} | {self.config.default_queue})
+    def _drain(self) -> None:
+        """Run what the eager store was given, in this thread."""
+        with self._inline_lock:
+            if self._inline is None:
+                from machinery_py.worker.inline import Inline
+
+                self._inline = Inline(self.app, name="eager")
+        self._inline.drain()

@@ -49,12 +49,12 @@ from machinery_py.results.async_results import AsyncResult, ResultSource
 from machinery_py.results.workflow_results import GroupResult, result_of
 from machinery_py.stores.base import AWAY, Submission
 from machinery_py.tasks.backoff import full_jitter
-from machinery_py.tasks.signature import HEADER_UNIQUE, Chain, Signature, Step, new_uuid
+from machinery_py.tasks.signature import Chain, Signature, Step, new_uuid
 from machinery_py.tasks.states import GroupMeta, TaskState
 from machinery_py.tasks.workflow import Group
 from machinery_py.texts import MAX_ERROR, cut, get_logger
 from machinery_py.threads import LoopThread
-from machinery_py.unique import send_unique
+from machinery_py.unique import is_unique, send_unique
 from machinery_py.wire.long_chains import link_any
 from machinery_py.wire.signatures import decode_signature
 
@@ -143,14 +143,12 @@ def keeping(server: Server, step: Step[Any]) -> Iterator[tuple[Kept | None, Any]
     groups: Sequence[GroupMeta] = ()
     awaited: Sequence[Signature[Any]] = ()
     result: Any
-    is_unique = False
+    must_look = False
     if isinstance(step, Signature):
         if needs_check(step):
             step, groups = app.registry.linked(step, server.now())
         first: Sequence[Signature[Any]] = (step := step.with_uuid(),)
-        task = app.registry.find(step.name)
-        is_unique = task is not None and task.settings.unique is not False
-        is_unique = bool(step.headers.get(HEADER_UNIQUE, is_unique))
+        must_look = is_unique(app.registry.find(step.name), step)
         to = step.routing_key or queue
         result = AsyncResult(cast("ResultSource", source), step.uuid, name=step.name, queue=to)
     else:
@@ -176,7 +174,7 @@ def keeping(server: Server, step: Step[Any]) -> Iterator[tuple[Kept | None, Any]
             messages=out.messages,
             states=out.states,
             groups=out.groups,
-            is_unique=is_unique,
+            is_unique=must_look,
         )
         yield kept, result
 

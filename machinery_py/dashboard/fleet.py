@@ -14,15 +14,18 @@ from machinery_py.schedules.api import Schedules
 from machinery_py.workflows.workflow import Workflow, find_workflow, recent_workflows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Fleet:
-    """The parts of a Server. Its stores may change; its configuration is that of the start."""
+    """The parts of a Server."""
 
     app: Application
-    config: Config
     inspect: Inspector
     schedules: Schedules
     control: Control
+
+    @property
+    def config(self) -> Config:
+        return self.app.config
 
     def now(self) -> dt.datetime:
         return self.app.now()

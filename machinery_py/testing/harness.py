@@ -78,7 +78,7 @@ class Harness:
         self.clock: ManualClock = _Clock()
         self._sent: list[Signature[Any]] = []
         self._results: dict[str, Any] = {}
-        self._inline = Inline(server.app, server._all_queues, name="harness")
+        self._inline = Inline(server.app, name="harness")
         self._scheduler = Scheduler(server.app, server.declared)
         self._open = contextlib.ExitStack()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from machinery_py.app import Application
 from machinery_py.revocation import revoked_among
@@ -28,14 +28,14 @@ class Inline:
     """Worker without threads. Belongs to one thread at a time.
 
     Args:
-        queues: called at each drain, so that new queues are run as well.
+        queues: that it serves; by default all, also those that tasks are sent to meanwhile.
     """
 
     def __init__(
-        self, app: Application, queues: Callable[[], Sequence[str]], *, name: str = "inline"
+        self, app: Application, queues: Sequence[str] = (), *, name: str = "inline"
     ) -> None:
         self._app = app
-        self._queues = queues
+        self._served = tuple(queues)
         self._name = name
         self._hooks = WorkerHooks()
         self._hooks.ended = call_end_handlers
@@ -63,7 +63,7 @@ class Inline:
     def _drain(self) -> list[Execution]:
         done: list[Execution] = []
         queues: tuple[str, ...] = ()
-        while (now := tuple(self._queues())) != queues:  # tasks may have been sent to new queues
+        while (now := self._queues()) != queues:  # tasks may have been sent to new queues
             queues = now
             session = self._app.store.open_session(queues, worker=self._name)
             try:
@@ -72,6 +72,12 @@ class Inline:
             finally:
                 session.close()
         return done
+
+    def _queues(self) -> tuple[str, ...]:
+        if self._served:
+            return self._served
+        names = {stats.queue for stats in self._app.store.broker.stats()}
+        return tuple(sorted(names | {self._app.config.default_queue}))
 
     def _round(self, session: Session, done: list[Execution]) -> bool:
         """Run what is there now, and return whether there was anything."""

@@ -35,7 +35,7 @@ class App:
         self.task = self.server.register_task("note", lambda: self.ran.append(self.time()))
         self.server.register_task("tell", self.ran.append)
         self.scheduler = Scheduler(self.server.app, self.server.declared)
-        self.inline = Inline(self.server.app, self.server._all_queues)
+        self.inline = Inline(self.server.app)
 
     def time(self) -> str:
         return self.clock.now().strftime("%H:%M:%S")
@@ -334,7 +334,7 @@ def test_a_chain_holds_the_next_run_up_until_its_last_step(app: App) -> None:
     )
     app.scheduler.step()
     app.go(60)
-    fast = Inline(app.server.app, lambda: ["machinery_tasks"])
+    fast = Inline(app.server.app, ["machinery_tasks"])
     fast.drain()
     app.go(60)
     assert (app.ran, app.server.schedules.get("s").sent) == (["one"], 1)
