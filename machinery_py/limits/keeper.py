@@ -35,18 +35,23 @@ class SlotKeeper(LeaseKeeper[Limits, tuple[Slot, ...]]):
         rules: Sequence[Rule],
         *,
         again: bool = False,
+        together: bool = False,
         on_lost: Callable[[], object] | None = None,
     ) -> tuple[Admission, SlotLease | None]:
         """Ask as `Limits.enter`, and hold what a run holds, if it is let in.
 
-        Threads that ask at the same moment share a call of the store, where that costs less.
-
         Args:
+            together: share a call of the store with threads that ask at the same moment, where that
+                costs less. Not in code of users: they may hold a lock that the other thread's call
+                waits for, or be called by it (a log handler, a signal's).
             on_lost: called in the keeper's thread when a slot of the run is lost.
         """
         limits, length, asked_at = self._open_limits(), self._length(), time.monotonic()
         one = Entrant(scope=scope, who=who, token=token, rules=rules, ttl=length, again=again)
-        answer = self._asking(limits)(one)
+        if together and limits.asks_together:
+            answer = self._asking(limits)(one)
+        else:
+            [answer] = limits.enter_all([one])
         if answer.wait or not answer.held:
             return answer, None
         ends = asked_at + length
@@ -59,7 +64,7 @@ class SlotKeeper(LeaseKeeper[Limits, tuple[Slot, ...]]):
         asking = self._shared
         if asking is None or asking[0] is not limits:
             asking = self._shared = limits, SharedCalls(limits.enter_all)
-        return asking[1].ask if limits.asks_together else lambda one: limits.enter_all([one])[0]
+        return asking[1].ask
 
     def forget(self, held: Sequence[Slot]) -> None:
         """Give back the places in line of one that waits no more; left alone, they lapse."""

@@ -166,6 +166,7 @@ class ExecutionGuard:
                     mark_of(self._delivery),
                     rules,
                     again=self._delivery.redelivered,
+                    together=True,
                     on_lost=on_lost,
                 )
         except Unsupported:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -122,7 +124,8 @@ def test_refused_key_among_threads_that_ask_together_fails_alone(
     def enter(number: int) -> object:
         rule = Rule(name="rate", key=str(number), interval=60.0)
         try:
-            return keeper.enter("s", f"who {number}", f"token {number}", [rule])[0].wait
+            who, token = f"who {number}", f"token {number}"
+            return keeper.enter("s", who, token, [rule], together=True)[0].wait
         except NameRefused as error:
             return str(error)
 
@@ -132,3 +135,29 @@ def test_refused_key_among_threads_that_ask_together_fails_alone(
     assert answers == [0.0] * 39
     with pytest.raises(NameRefused, match="a key holds something else"):
         limits.enter_all([entrant("a", RATE), entrant("b", Rule(name="rate", key="7"))])
+
+
+def test_limiter_may_be_used_by_a_log_handler(empty_redis: RedisServer) -> None:
+    server = Server(Config(broker="memory://log-handler", lock=empty_redis.url))
+    alerts: list[str] = []
+    done = threading.Event()
+
+    class Alerts(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            with server.limiter("alerts", "100/s"):
+                alerts.append(record.getMessage())
+
+    def work() -> None:
+        with server.limiter("smtp", "100/s"):  # its first connection is warned of
+            done.set()
+
+    logger, handler = logging.getLogger("machinery_py"), Alerts()
+    logger.addHandler(handler)
+    try:
+        threading.Thread(target=work, daemon=True).start()
+        assert done.wait(HANG)
+    finally:
+        logger.removeHandler(handler)
+
+    assert "append-only" in alerts[0]
+    server.close()
