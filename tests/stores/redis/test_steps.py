@@ -111,10 +111,18 @@ def waiting(driver: RedisDriver) -> list[bytes]:
     ]
 
 
-BODIES = [b"task_0", b"task_2", b"task_4", b"task_1", b"task_3"]
+def bodies(submission: Submission) -> list[bytes]:
+    """Return them as `waiting` does."""
+    return [one.body for one in sorted(submission.messages, key=lambda one: one.priority)]
 
 
-@pytest.mark.parametrize("make", [lambda: SUBMISSION, plain_submission], ids=["any", "plain"])
+BODIES = bodies(SUBMISSION)
+KINDS = pytest.mark.parametrize(
+    "make", [lambda: SUBMISSION, plain_submission], ids=["any", "plain"]
+)
+
+
+@KINDS
 def test_steps_leave_what_one_script_leaves(
     empty_redis: RedisServer,
     driver: RedisDriver,
@@ -193,33 +201,40 @@ def test_name_refused_in_a_later_step_refuses_all(driver: RedisDriver) -> None:
     assert ask(driver, "KEYS", "*") == [b"jobs"]
 
 
-def test_full_redis_carries_out_what_is_committed(driver: RedisDriver) -> None:
+@KINDS
+def test_full_redis_carries_out_what_is_committed(
+    driver: RedisDriver, make: Callable[[], Submission]
+) -> None:
+    submission = make()
     interrupted = Interrupted(driver, 3600)
     interrupted.commands = ("CONFIG", "SET", "maxmemory", "1")
 
-    interrupted.submit(SUBMISSION)
+    interrupted.submit(submission, plain=is_plain(submission))
 
-    assert waiting(driver) == BODIES
+    assert waiting(driver) == bodies(submission)
 
 
+@KINDS
 def test_committed_steps_wait_for_their_queue_and_are_finished_by_others(
-    driver: RedisDriver,
+    driver: RedisDriver, make: Callable[[], Submission]
 ) -> None:
+    submission = make()
+    uuids = {one.task_uuid for one in submission.states}
     interrupted = Interrupted(driver, 3600)
     interrupted.commands = ("SET", "mail", "somebody else's")
 
     with pytest.raises(PublishUnknown, match="'mail' holds a string"):
-        interrupted.submit(SUBMISSION)
+        interrupted.submit(submission, plain=is_plain(submission))
 
     other = store(driver)
     other.tend()
     assert ask(driver, "GET", "mail") == b"somebody else's"
-    assert ask(driver, "TTL", "mpy:staged:t") == -1
-    assert other.backend.get_group("group_1") is not None
+    assert ask(driver, "TTL", f"mpy:staged:{submission.token}") == -1
+    assert other.backend.get_group(submission.groups[0].group_uuid) is not None
     ask(driver, "DEL", "mail")
     other.tend()
-    assert waiting(driver) == BODIES
-    assert set(other.backend.get_states([*UUIDS, "last"])) == {*UUIDS, "last"}
+    assert waiting(driver) == bodies(submission)
+    assert set(other.backend.get_states(list(uuids))) == uuids
     assert ask(driver, "KEYS", "mpy:staged:*") == []
     assert ask(driver, "EXISTS", "mpy:committed") == 0
 
