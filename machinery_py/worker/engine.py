@@ -99,6 +99,7 @@ class Engine(HandlerSetters):
         self._stop_request = StopRequest(self.shutdown_timeout)
         self._stopped = threading.RLock()  # held while parts start, and while they stop
         self._attendant: threading.Thread | None = None  # ends what `start` began
+        self._runs = 0  # that were started
         self._is_new = True  # so a request to stop is for its first run, not for one that is over
         self._session: Session | None = None
         self._parts: RunningParts | None = None  # while it runs

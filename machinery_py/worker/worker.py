@@ -163,6 +163,7 @@ class Worker(Engine):
                 raise MachineryError(f"worker {self.name} runs already (make another one)")
             if not self._is_new:
                 self._stop_request.clear()
+            self._runs += 1
             self._is_new, self._is_patient = False, patiently
             parts = RunningParts(self.parts())
             parts.start(lambda: self._stop_request.is_made)
@@ -182,15 +183,18 @@ class Worker(Engine):
 
     def stop(self) -> bool:
         """End the worker in order, and wait for that. False: `abort` cut it short."""
+        run, attendant = max(1, self._runs), None
         self._stop_request.quit()  # for a start that goes on, and for the attendant
         with self._stopped:
-            self._is_new = False
-            # Inside a start there are none yet: who started them stops them.
-            parts, self._parts = self._parts, None
-            if parts is not None:
-                parts.stop()
-        if self._attendant is not None and self._attendant is not threading.current_thread():
-            self._attendant.join()
+            if self._runs <= run:  # else that one is over, and somebody has started the next
+                self._is_new = False
+                # Inside a start there are none yet: who started them stops them.
+                parts, self._parts = self._parts, None
+                if parts is not None:
+                    parts.stop()
+                attendant = self._attendant
+        if attendant is not None and attendant is not threading.current_thread():
+            attendant.join()
         return not self._stop_request.is_abrupt
 
     stop_async = twin(stop)

@@ -117,6 +117,36 @@ def test_stop_during_a_start_ends_the_worker(bench: Bench, is_inside: bool) -> N
         assert bench.add.send(1, 2).get(timeout=HANG) == 3
 
 
+def test_late_stop_of_a_run_that_is_over_leaves_the_next(bench: Bench) -> None:
+    worker = bench.server.new_worker(concurrency=1)
+    late, has_restarted = threading.Thread(target=worker.stop, daemon=True), threading.Event()
+
+    class UnfairLock:
+        """The worker's lock, which the late thread gets when the next run has started."""
+
+        def __init__(self, lock: Any) -> None:
+            self.lock = lock
+
+        def __enter__(self) -> None:
+            assert threading.current_thread() is not late or has_restarted.wait(HANG)
+            self.lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.lock.release()
+
+    worker._stopped = UnfairLock(worker._stopped)  # type: ignore[assignment]  # its part in `with`
+    worker.start()
+    late.start()
+    wait_until(lambda: worker._stop_request.is_made, HANG)
+    worker.stop()
+    worker.start()
+    has_restarted.set()
+    late.join(HANG)
+
+    assert bench.add.send(1, 2).get(timeout=HANG) == 3
+    worker.stop()
+
+
 def test_request_to_a_start_that_failed_is_not_for_the_next(bench: Bench) -> None:
     worker = bench.server.new_worker(concurrency=1)
 
