@@ -83,11 +83,11 @@ def burst(url: str, count: int) -> Figures:
     """Let so many tasks be due within one second, in twenty steps, before one idle worker."""
     server = make_server(url)
     task = server.get_registered_task("noop")
-    due_at = server.now() + timedelta(seconds=3.0 + count / 5000)
-    for step in range(STEPS):
-        eta = due_at + timedelta(seconds=step / STEPS)
-        fill(server, (step + 1) * count // STEPS - step * count // STEPS, eta=eta)
     with Redis.from_url(url) as redis, idle_worker(server, url):
+        due_at = server.now() + timedelta(seconds=3.0 + count / 5000)
+        for step in range(STEPS):
+            eta = due_at + timedelta(seconds=step / STEPS)
+            fill(server, (step + 1) * count // STEPS - step * count // STEPS, eta=eta)
         left = (due_at - server.now()).total_seconds()
         # Not by `stats`, which moves what is due itself.
         if left <= 0 or redis.zcard(DELAYED) != count:
