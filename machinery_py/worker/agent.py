@@ -74,7 +74,7 @@ class Agent:
             try:
                 self._subscription = self._app.store.broker.subscribe(ORDERS)
             except MachineryError as error:
-                logger.warning("no orders can be received yet: %s", error)
+                self._tell(error)
 
     def start(self, handlers: Handlers) -> None:
         """Carry out orders by these functions, each called with its arguments.
@@ -117,8 +117,7 @@ class Agent:
                 for record in subscription.read(READ_TIMEOUT):
                     self._receive(record, begun)
             except MachineryError as error:
-                tell = self._warn if error.permanent else logger.debug
-                tell("no orders can be received: %s", error)
+                self._tell(error)
                 loop.pause(PAUSE)
             except Exception:  # the loop must live on: without it nobody can steer this worker
                 logger.exception("an order could not be dealt with")
@@ -178,6 +177,11 @@ class Agent:
             if not isinstance(error, MachineryError):
                 logger.exception("order %s failed", order.kind)
             return NOTHING, cut(text_of(error), MAX_ERROR)
+
+    def _tell(self, error: MachineryError) -> None:
+        # Of a store that is away the worker tells: it can receive no tasks either.
+        tell = self._warn if error.permanent else logger.debug
+        tell("no orders can be received: %s", error)
 
     def _warn(self, text: str, *facts: object) -> None:
         if time.monotonic() >= self._warn_at:

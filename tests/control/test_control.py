@@ -228,7 +228,7 @@ def test_worker_without_control_is_missing(server: Server) -> None:
 
 
 def test_worker_starts_when_it_cannot_subscribe_to_orders(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     subscribe, tries = server.broker.subscribe, []
 
@@ -241,6 +241,8 @@ def test_worker_starts_when_it_cannot_subscribe_to_orders(
     monkeypatch.setattr(server.broker, "subscribe", fail_first)
     with server.new_worker("ada", 1) as worker:
         wait_until(lambda: worker.name in server.control.ping(timeout=0.1))
+
+    assert "orders" not in caplog.text  # else each attempt to reconnect adds a line
 
 
 def test_refusal_for_good_to_receive_orders_is_warned_of(
