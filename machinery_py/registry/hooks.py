@@ -5,7 +5,7 @@ Which is called where and when, and what an exception in it does: docs/how-to/ho
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -27,6 +27,9 @@ ErrorHandler = Callable[[Context, BaseException], object]
 Lifespan = Callable[
     [], Iterator[Mapping[str, Any] | None] | AsyncIterator[Mapping[str, Any] | None]
 ]
+
+# Runs it on an event loop of another thread, and waits for what it returns.
+RunCoroutine = Callable[[Coroutine[Any, Any, Any]], Any]
 
 A = TypeVar("A", bound=Around)
 D = TypeVar("D", bound=AroundSend)
@@ -87,6 +90,8 @@ class Hooks:
         self.lifespans: list[Lifespan] = []
         self.parts: list[AddedPart] = []
         self.on_end: dict[State, list[Callable[[Context, Any], object]]] = {}
+        # For tasks that run in the caller's thread: a framework may work for the coroutine there.
+        self.awaiting: Callable[[RunCoroutine], RunCoroutine] = lambda run: run
 
     def around_task(self, function: A) -> A:
         """Run each task, in the worker, between the halves of this generator function."""

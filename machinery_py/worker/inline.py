@@ -52,7 +52,7 @@ class Inline:
         with self._lock:
             self._owner = threading.get_ident()
             loop = EventLoopThread(self._name)
-            self._hooks.run_coroutine = loop.run
+            self._hooks.run_coroutine = self._app.hooks.awaiting(loop.run)
             try:
                 with lifespans(self._app.hooks.lifespans, loop.run) as self._hooks.state:
                     return self._drain()

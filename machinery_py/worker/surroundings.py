@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from machinery_py.app import Application
 from machinery_py.errors import MachineryError
-from machinery_py.registry.hooks import Lifespan
+from machinery_py.registry.hooks import Lifespan, RunCoroutine
 from machinery_py.texts import get_logger
 from machinery_py.worker.end_hooks import EndHooks
 from machinery_py.worker.event_loop import EventLoopThread
@@ -22,8 +22,6 @@ from machinery_py.worker.hooks import WorkerHooks, name_of, text_of, type_name_o
 from machinery_py.worker.stopping import StopRequest
 
 logger = get_logger(__name__)
-
-RunCoroutine = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 @contextlib.contextmanager

@@ -149,7 +149,7 @@ def test_tests_of_the_project_pass(tmp_path: Path) -> None:
     done = run([str(PROJECT / "manage.py"), "test", "shop"], tmp_path)
 
     assert done.returncode == 0, done.stderr
-    assert "Ran 5 tests" in done.stderr
+    assert "Ran 6 tests" in done.stderr
 
 
 def test_command_has_the_exit_code_of_machinery(data: Path) -> None:

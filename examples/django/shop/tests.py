@@ -38,6 +38,14 @@ class Orders(TaskTestCase):
 
         self.assertEqual(Receipt.objects.get().text, "one coffee, with thanks")
 
+    def test_a_task_of_coroutines_sees_the_rows_of_the_test(self) -> None:
+        Receipt.objects.create(order=Order.objects.create(item="tea"), text="one tea")
+
+        result = count_receipts.send()
+        self.machinery.drain()
+
+        self.assertEqual(result.get(timeout=0), 1)
+
 
 class OrdersWithAWorker(WorkerTestCase):
     def test_a_worker_sees_the_committed_order(self) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from typing import Any
 
-from asgiref.sync import SyncToAsync
+from asgiref.sync import AsyncToSync, SyncToAsync, async_to_sync
 from django import setup
 from django.apps import apps
 from django.conf import settings
@@ -17,6 +17,7 @@ from django.db import close_old_connections
 from machinery_py.config.config import Config, resolve
 from machinery_py.config.files import kind_of
 from machinery_py.errors import ConfigError
+from machinery_py.registry.hooks import RunCoroutine
 from machinery_py.server import Server
 from machinery_py.tasks.signature import Signature
 
@@ -79,7 +80,33 @@ def _close_old_connections() -> None:
         return
     # A connection belongs to its thread, and coroutines use those of the thread of `sync_to_async`.
     # It works off its calls in order, so this one stands before or after the calls of the task.
-    SyncToAsync.single_thread_executor.submit(close_old_connections)
+    waiting = getattr(AsyncToSync.executors, "current", None)  # see `calls_in_this_thread`
+    (waiting or SyncToAsync.single_thread_executor).submit(close_old_connections)
+
+
+def calls_in_this_thread(run: RunCoroutine) -> RunCoroutine:
+    """Let this thread make the coroutine's calls of `sync_to_async` while it waits.
+
+    Its database connections are in the transaction of a test, or of a view with the eager store.
+    """
+
+    async def on_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
+        calls = AsyncToSync.executors.current  # made by the thread that waits for `async_to_sync`
+
+        async def served() -> Any:
+            AsyncToSync.executors.current = calls  # of another loop, `sync_to_async` looks here
+            return await coroutine
+
+        return await asyncio.to_thread(run, served())
+
+    def run_here(coroutine: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return async_to_sync(on_loop)(coroutine)
+        return run(coroutine)  # inside of a coroutine Django makes no call to the database
+
+    return run_here
 
 
 def queue_of(name: str, config: Config) -> str:
@@ -141,6 +168,7 @@ def _project_config() -> Config:
 def _server(config: Config) -> Server:
     made = Server(config)
     made.around_task(connections_around)
+    made.app.hooks.awaiting = calls_in_this_thread
     return made
 
 

@@ -30,12 +30,17 @@ class TaskTestCase(TestCase):
     def committed(self, using: str = "default") -> Iterator[None]:
         """At the end of the block, call what waits for its commit, and run the tasks that are due.
 
+        What a task leaves for its own commit is called after it, and the tasks of that run, too.
+
         Raises:
             TaskFailed: a task failed for good.
         """
         with self.captureOnCommitCallbacks(using=using, execute=True):
             yield
-        self.machinery.drain()
+        called: list[object] = [None]
+        while called:
+            with self.captureOnCommitCallbacks(using=using, execute=True) as called:
+                self.machinery.drain()
 
 
 class WorkerTestCase(TransactionTestCase):

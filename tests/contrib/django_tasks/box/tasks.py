@@ -3,6 +3,8 @@
 import threading
 from typing import Any
 
+from django.contrib.auth.models import User
+from django.db import transaction
 from django.tasks import TaskContext, task
 
 gate = threading.Event()
@@ -58,6 +60,17 @@ def second_time(context: TaskContext) -> int:
     if context.attempt < 2:
         raise OSError("busy")
     return int(context.attempt)
+
+
+@task
+def pass_on() -> None:
+    with transaction.atomic():
+        transaction.on_commit(echo.enqueue)
+
+
+@task
+async def name_users() -> list[str]:
+    return [user.username async for user in User.objects.all()]
 
 
 @task(backend="dummy")

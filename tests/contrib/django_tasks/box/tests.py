@@ -9,6 +9,7 @@ import os
 from typing import Any
 from zoneinfo import ZoneInfo
 
+from asgiref.sync import sync_to_async
 from django.conf import settings
 from django.contrib.auth.models import User
 from django.core.management import call_command
@@ -367,6 +368,24 @@ class Admin(TestCase):
 
 
 class InTransactions(TaskTestCase):
+    def test_what_a_task_sends_on_its_commit_is_run_as_well(self) -> None:
+        with self.committed():
+            transaction.on_commit(tasks.pass_on.enqueue)
+
+        self.assertEqual(
+            [one.name for one in self.machinery.sent], ["box.tasks.pass_on", "box.tasks.echo"]
+        )
+        self.assertEqual(list(self.machinery.results.values())[1], [[], {}])
+
+    async def test_coroutines_share_the_transaction_of_the_test(self) -> None:
+        await User.objects.acreate(username="ada")
+        result = await tasks.name_users.aenqueue()
+
+        await sync_to_async(self.machinery.drain)()
+
+        await result.arefresh()
+        self.assertEqual(result.return_value, ["ada"])
+
     def test_settings_overridden_in_a_harness_leave_its_stores(self) -> None:
         with self.settings(MACHINERY={"url": "memory://other"}):
             result = tasks.echo.enqueue(1)
