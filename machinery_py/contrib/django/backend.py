@@ -39,7 +39,7 @@ from django.utils import timezone
 from django.utils.json import normalize_json
 
 from machinery_py import errors
-from machinery_py.contrib.django.project import TASK_OPTIONS, queue_of, server_of
+from machinery_py.contrib.django.project import DEFAULT, TASK_OPTIONS, queue_of, server_of
 from machinery_py.errors import ConfigError, DecodeError, NameRefused
 from machinery_py.names import check_uuid
 from machinery_py.server import Server
@@ -102,7 +102,7 @@ class MachineryBackend(BaseTaskBackend):
     def validate_task(self, task: Task) -> None:
         """Check the task, and let this backend's Server know it."""
         super().validate_task(task)
-        register(task, self.server)
+        register(task, self.server, "" if task.queue_name == DEFAULT else task.queue_name)
 
     def enqueue(self, task: Task, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TaskResult:
         """Send the call at once, also inside of a transaction.
@@ -188,8 +188,12 @@ def server_of_alias(alias: str) -> Server:
 # Registering, and the run of a task in a worker
 
 
-def register(task: Task, server: Server) -> None:
-    """Let the Server, and its workers, know the task. Again for the same task does nothing."""
+def register(task: Task, server: Server, queue: str = "") -> None:
+    """Let the Server, and its workers, know the task. Again for the same task does nothing.
+
+    Args:
+        queue: tells which queue needs a worker for it; each call names its own.
+    """
     path = task.module_path
     with _registering:
         if (known := _known.get(path)) is None or known.func is not task.func:
@@ -199,7 +203,8 @@ def register(task: Task, server: Server) -> None:
         if _finished not in server.app.hooks.on_end.get(State.FAILURE, ()):
             server.on_success(_finished)
             server.on_failure(_finished)
-        server.register_task(path, _runner(path, is_async=iscoroutinefunction(task.func)))
+        runner = _runner(path, is_async=iscoroutinefunction(task.func))
+        server.task(path, queue=queue)(runner)
 
 
 def _runner(path: str, *, is_async: bool) -> Callable[..., Any]:

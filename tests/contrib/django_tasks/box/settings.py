@@ -47,5 +47,5 @@ TASKS = {
         "BACKEND": BACKEND,
         "OPTIONS": {"url": "memory://apart"},
     },
-    "dummy": {"BACKEND": "django.tasks.backends.dummy.DummyBackend"},
+    "dummy": {"BACKEND": "django.tasks.backends.dummy.DummyBackend", "QUEUES": []},
 }

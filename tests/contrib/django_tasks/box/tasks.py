@@ -73,6 +73,6 @@ async def name_users() -> list[str]:
     return [user.username async for user in User.objects.all()]
 
 
-@task(backend="dummy")
+@task(backend="dummy", queue_name="elsewhere")
 def elsewhere() -> str:
     return "ran"

@@ -72,6 +72,13 @@ class Validation(SimpleTestCase):
         self.assertTrue(server.is_task_registered("box.tasks.elsewhere"))
         self.assertTrue(task_backends["apart"].server.is_task_registered("box.tasks.elsewhere"))
 
+    def test_workers_know_the_queues_of_tasks_that_they_are_for(self) -> None:
+        def queue(name: str) -> Any:
+            return server.get_registered_task(f"box.tasks.{name}").settings.queue
+
+        self.assertEqual((queue("second_time"), queue("echo")), ("narrow", ""))
+        self.assertEqual(queue("elsewhere"), "")  # another backend has that queue
+
     def test_priorities_are_as_many_as_queues_of_rabbitmq_have(self) -> None:
         urls = {"broker": "amqp://localhost", "result_backend": "memory://"}
         for amqp, most in (({}, 0), ({"queue_declare_args": {"x-max-priority": 10}}, 10)):
@@ -156,7 +163,7 @@ class Sending(TaskTestCase):
         self.assertEqual(len(self.machinery.sent), 1)
 
     def test_task_of_another_backend_is_sent_by_using(self) -> None:
-        result = tasks.elsewhere.using(backend="default").enqueue()
+        result = tasks.elsewhere.using(backend="default", queue_name="mail").enqueue()
         self.machinery.drain()
 
         result.refresh()
