@@ -102,6 +102,7 @@ class Application:
         self.locks = LockKeeper(lambda: self.stores.lock, lambda: self.config.lease)
         self.slots = SlotKeeper(lambda: self.stores.limits, lambda: self.config.lease)
         self.pre_publish: PrePublish | None = None
+        self.program = ""  # the `machinery` of this app alone, as "python manage.py machinery"
         self.hooks = Hooks()
         self._encode_callback = LastEncoded()
         self._stores: Stores | None = None

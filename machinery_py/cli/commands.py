@@ -71,7 +71,7 @@ class Command:
 
     @property
     def example_lines(self) -> list[str]:
-        return [f"machinery {self.name} {example}" for example in self.examples]
+        return [f"{self.name} {example}" for example in self.examples]
 
     @property
     def all_options(self) -> Options:
@@ -116,11 +116,11 @@ _MODULES: Mapping[str, Sequence[Command]] = {
             options=WORKER,
             opens_app=False,
             examples=(
-                "tasks                      a module with one Server in it",
+                "tasks                      run the tasks of tasks.py",
                 "shop.tasks:server          which one, if there are several",
                 "tasks -c 20                20 threads",
                 "tasks -p 4 -c 10           4 processes of 10 threads",
-                "tasks -Q high,default,low  strictly in this order",
+                "tasks -Q high,low          strictly in this order",
                 "tasks -Q high:6,low:1      by weights: six claims in seven begin with high",
                 "tasks --reload             restart when a file changes (development)",
                 "tasks --burst              until the queues are empty",

@@ -18,6 +18,7 @@ from machinery_py.cli.output import (
     moment,
 )
 from machinery_py.errors import ArgumentError
+from machinery_py.inspection import typed
 
 if TYPE_CHECKING:
     from machinery_py.brokers.base import DeadLetter
@@ -81,9 +82,8 @@ def _chosen(server: Server, args: argparse.Namespace, verb: str) -> list[str]:
     if args.rest and args.all:
         raise ArgumentError(f"dead {verb}: ids and --all exclude each other")
     if not args.rest and not args.all:
-        raise ArgumentError(
-            f"dead {verb}: no ids (name them, or say --all; see: machinery dead list {args.app})"
-        )
+        seen = typed(server.app, "dead list", module=args.app)
+        raise ArgumentError(f"dead {verb}: no ids (name them, or say --all; see: {seen})")
     if args.all:
         ids = [one.id for one in server.inspect.dead(limit=ALL, queue=args.queue)]
     else:

@@ -31,6 +31,7 @@ from machinery_py.config.config import OPTIONS
 from machinery_py.config.server_urls import parse_amqp_url
 from machinery_py.config.urls import ROLES, StoreUrl, scheme_of
 from machinery_py.errors import MachineryError
+from machinery_py.inspection import typed
 from machinery_py.tasks.signature import new_uuid
 from machinery_py.version import __version__
 
@@ -280,17 +281,17 @@ def _queues(server: Server) -> Iterator[tuple[Grade, str]]:
         if stats.oldest_at is not None:
             text += f", the oldest for {length((now - stats.oldest_at).total_seconds())}"
         if stats.paused:
-            yield NOTE, f"{text}; it is paused (machinery resume APP {queue})"
+            yield NOTE, f"{text}; it is paused ({typed(server.app, 'resume', queue)})"
         elif queue in served:
             yield OK, text
         else:
-            advice = f"start one: machinery worker APP -Q {queue}"
+            advice = f"start one: {typed(server.app, 'worker', f'-Q {queue}')}"
             yield WRONG, f"{text}; no worker on this queue ({advice})"
 
 
 def _dead(server: Server) -> Iterator[tuple[Grade, str]]:
     if dead := sum(stats.dead for stats in server.broker.stats()):
-        yield NOTE, f"{many(dead, 'dead letter')} (see: machinery dead list)"
+        yield NOTE, f"{many(dead, 'dead letter')} (see: {typed(server.app, 'dead list')})"
     else:
         yield OK, "0 dead letters"
 

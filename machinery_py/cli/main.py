@@ -13,6 +13,7 @@ import argparse
 import importlib
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn, cast
@@ -30,6 +31,7 @@ from machinery_py.errors import (
 )
 from machinery_py.version import __version__
 
+PROGRAM = "machinery"
 DONE, WRONG, UNUSABLE = 0, 2, 3
 INTERRUPTED = 130  # as shells tell of a program that Ctrl+C has ended
 
@@ -40,11 +42,13 @@ LIBRARIES = ("redis", "pymongo", "pika", "croniter", "msgspec")  # that `--versi
 STORE_TROUBLE = (PublishRefused, PublishUnknown, BackendUnavailable, StoreUnusable)
 
 _MAIN_EXAMPLES = (
-    "machinery worker tasks               run the tasks of tasks.py",
-    "machinery send tasks add 20 22 --wait",
-    "machinery queues tasks",
-    "machinery worker --help              options and examples of a command",
-    "MACHINERY_APP=tasks                  in the environment: stands in for the first argument",
+    "worker tasks               run the tasks of tasks.py",
+    "send tasks add 20 22 --wait",
+    "queues tasks",
+    "worker tasks --help        options and examples of a command",
+)
+_APP_VARIABLE = (
+    "\n  MACHINERY_APP=tasks                  in the environment: stands in for the first argument"
 )
 
 
@@ -56,14 +60,19 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(WRONG)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command, and return its exit code."""
+def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
+    """Run a command, and return its exit code.
+
+    Args:
+        program: how it was started, for help. One that is not `machinery` has put the app into
+            `argv` itself, and its users name none.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # for terminals that lack a character
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _run(words)
+        return _run(words, program)
     except MachineryError as error:
         trace = getattr(error, "trace", "")
         return _complain(
@@ -86,10 +95,10 @@ def _complain(text: str, code: int) -> int:
     return code
 
 
-def _run(words: list[str]) -> int:
+def _run(words: list[str], program: str) -> int:
     command, rest = _command(words)
     if command is None:
-        parser = main_parser()
+        parser = main_parser(program)
         if not words:
             parser.print_help()
             return WRONG
@@ -97,7 +106,7 @@ def _run(words: list[str]) -> int:
             parser.error(name)
         parser.parse_args(words)  # help, version, or a wrong option
         parser.error("no command named")
-    parser = command_parser(command)
+    parser = command_parser(command, program)
     args, extra = parser.parse_known_intermixed_args(rest)
     if extra:
         flags = [flag for action in parser._actions for flag in action.option_strings]
@@ -116,7 +125,8 @@ def _run(words: list[str]) -> int:
         return _call(command, args)
     except (BrokerUnavailable, BackendUnavailable) as error:
         text = str(error)
-        hint = "" if text.endswith(")") else f" (is it running? machinery doctor {args.app})"
+        doctor = f"{program} doctor" + (f" {args.app}" if program == PROGRAM else "")
+        hint = "" if text.endswith(")") else f" (is it running? {doctor})"
         return _complain(f"machinery: {text}{hint}", UNUSABLE)
 
 
@@ -185,12 +195,12 @@ def _call(command: Command, args: argparse.Namespace) -> int:
     return function(apps.load(args.app, args.app_dir, command=command.name), args)
 
 
-def main_parser() -> argparse.ArgumentParser:
+def main_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     """Return the parser of `machinery` itself: help, version, and errors of unknown commands."""
     parser = _Parser(
-        prog="machinery",
+        prog=program,
         description="Run background tasks, send them and inspect them.",
-        epilog=_examples(_MAIN_EXAMPLES),
+        epilog=_examples(_MAIN_EXAMPLES, program) + (_APP_VARIABLE if program == PROGRAM else ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     help = "tell the versions of the package, Python and its libraries"
@@ -208,24 +218,24 @@ def main_parser() -> argparse.ArgumentParser:
             inner = kinds.add_parser(
                 group,
                 help=GROUPS[group],
-                prog=f"machinery {group}",
+                prog=f"{program} {group}",
                 formatter_class=argparse.RawDescriptionHelpFormatter,
-                epilog=_examples([line for one in members for line in one.example_lines]),
+                epilog=_examples([line for one in members for line in one.example_lines], program),
             )
             groups[group] = inner.add_subparsers(metavar="COMMAND", title="commands", required=True)
         groups[group].add_parser(name, help=command.help, add_help=False)
     return parser
 
 
-def command_parser(command: Command) -> argparse.ArgumentParser:
+def command_parser(command: Command, program: str = PROGRAM) -> argparse.ArgumentParser:
     """Return the parser of one command."""
-    app = "APP" if command.takes_app else ""
-    usage = " ".join(filter(None, ("machinery", command.name, app, command.words, "[option …]")))
+    app = "APP" if command.takes_app and program == PROGRAM else ""
+    usage = " ".join(filter(None, (program, command.name, app, command.words, "[option …]")))
     parser = _Parser(
-        prog=f"machinery {command.name}",
+        prog=f"{program} {command.name}",
         usage=usage,
         description=command.help,
-        epilog=_examples(command.example_lines),
+        epilog=_examples(command.example_lines, program),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -235,7 +245,7 @@ def command_parser(command: Command) -> argparse.ArgumentParser:
         metavar=app or command.words,
         help="MODULE or MODULE:OBJECT of your Server; MACHINERY_APP stands in for it"
         if app
-        else None,
+        else (None if command.words else argparse.SUPPRESS),
     )
     add_options(parser, command)
     return parser
@@ -247,5 +257,8 @@ def add_options(parser: argparse.ArgumentParser, command: Command) -> None:
         parser.add_argument(*flags, **settings)
 
 
-def _examples(lines: Sequence[str]) -> str:
-    return "examples:\n" + "\n".join(f"  {line}" for line in lines)
+def _examples(lines: Sequence[str], program: str) -> str:
+    """Return the examples of the help; they name no app, if the program has one of its own."""
+    if program != PROGRAM:
+        lines = [re.sub(r"\btasks ?", "", line, count=1) for line in lines if ":server" not in line]
+    return "examples:\n" + "\n".join(f"  {program} {line}".rstrip() for line in lines)

@@ -220,6 +220,8 @@ def _launch(args: argparse.Namespace, link: ParentLink, one: Worker) -> int:
 
 def _warn_of_unserved(one: Worker, args: argparse.Namespace) -> None:
     """Warn of queues that registered tasks are sent to and no living worker serves."""
+    from machinery_py.inspection import typed  # not for the supervisor
+
     app = one.app
     tasks: dict[str, list[str]] = {}
     for task in app.registry:
@@ -235,9 +237,8 @@ def _warn_of_unserved(one: Worker, args: argparse.Namespace) -> None:
     for queue in sorted(tasks.keys() - served - set(one.queues)):
         names = ", ".join(map(clean, sorted(tasks[queue])))
         logger.warning(
-            "no worker runs on queue %r now, and tasks are sent to it: %s (start one: machinery "
-            "worker %s -Q %s)",
-            *(queue, names, args.app, queue),
+            "no worker runs on queue %r now, and tasks are sent to it: %s (start one: %s)",
+            *(queue, names, typed(app, "worker", f"-Q {queue}", module=args.app)),
         )
 
 

@@ -319,14 +319,14 @@ def resolve(
     broker: str | None = None,
     result_backend: str | None = None,
     lock: str | None = None,
+    source: str = "argument",
     environ: Mapping[str, str] = os.environ,
 ) -> Config:
     """Return the Config that holds for this call here and now.
 
     Args:
-        url: broker, result backend and lock at once, as far as its store can be each of them.
-        config: its chosen values count as passed by this call; its defaults give way to the
-            environment and the file.
+        url: broker, result backend and lock at once, as far as its store can. `source`: its origin.
+        config: its chosen values count as passed; its defaults give way to environment and file.
         broker: None is not passed. An empty `result_backend` or `lock` is: "where the broker is".
 
     Raises:
@@ -337,8 +337,8 @@ def resolve(
     path = environ.get("MACHINERY_CONFIG", "").strip()
     problems: list[str] = []
     layers = [
-        _of_mapping(given, "argument", problems),
-        _of_url(url, "argument") if url is not None else {},
+        _of_mapping(given, source, problems),
+        _of_url(url, source) if url is not None else {},
         _of_config(config) if config is not None else {},
         _of_environment("MACHINERY_", environ),
         _of_mapping(config_files.read_file(path), path, problems) if path else {},

@@ -1,7 +1,7 @@
 """`server.inspect`: reports on queues, workers, tasks and dead letters, and actions on them."""
 
 from machinery_py.backends.listings import Count
-from machinery_py.inspection.inspector import Inspector, worker_hint
+from machinery_py.inspection.inspector import Inspector, typed, worker_hint
 from machinery_py.inspection.limits import LimitReport, LimitRow, limit_rows
 from machinery_py.inspection.reports import (
     ChildTask,
@@ -26,5 +26,6 @@ __all__ = [
     "TaskPage",
     "TaskReport",
     "limit_rows",
+    "typed",
     "worker_hint",
 ]

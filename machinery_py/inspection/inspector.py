@@ -58,13 +58,24 @@ def worker_hint(app: Application, queue: str) -> tuple[str, str]:
     broker = app.store.broker
     try:
         if queue in broker.paused():
-            return f"{queue!r} is paused", f"resume it: machinery resume {_module(app)} {queue}"
+            return f"{queue!r} is paused", f"resume it: {typed(app, 'resume', queue)}"
         if any(queue in worker.queues for worker in broker.workers()):
             return "", ""
     except MachineryError:
         return "", ""
-    other = "" if queue == default else f" -Q {queue}"
-    return f"no worker on {queue!r}", f"start one: machinery worker {_module(app)}{other}"
+    other = "" if queue == default else f"-Q {queue}"
+    return f"no worker on {queue!r}", f"start one: {typed(app, 'worker', other)}"
+
+
+def typed(app: Application, command: str, words: str = "", *, module: str = "") -> str:
+    """Return a command for this app as a person types it.
+
+    Args:
+        module: how the person named the app, if that is known.
+    """
+    start = app.program or "machinery"
+    named = "" if app.program else module or _module(app)
+    return " ".join(filter(None, (start, command, named, words)))
 
 
 def _module(app: Application) -> str:

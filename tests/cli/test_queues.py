@@ -88,7 +88,7 @@ def test_the_doctor_says_that_a_queue_is_paused(app: App) -> None:
 
     assert notes[0] == "'empty' is paused, and empty"
     assert notes[1].startswith("'mail': 1 task waiting, the oldest for ")
-    assert notes[1].endswith("; it is paused (machinery resume APP mail)")
+    assert notes[1].endswith("; it is paused (machinery resume tasks mail)")
 
 
 def test_task_of_a_killed_worker_waits_in_its_paused_queue(app: App) -> None:

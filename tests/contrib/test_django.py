@@ -159,12 +159,31 @@ def test_command_has_the_exit_code_of_machinery(data: Path) -> None:
     assert "write_receipt" in done.stderr  # the one that was meant
 
 
+def test_help_and_advice_name_manage_py_and_no_app(data: Path) -> None:
+    manage(data, "machinery", "send", "write_receipt", "1")
+
+    told = [manage(data, "machinery", *words, "--help") for words in ((), ("worker",), ("send",))]
+    doctor = run([str(PROJECT / "manage.py"), "machinery", "doctor"], data)
+    settings = manage(data, "machinery", "config")
+
+    assert [one.partition("\n")[0] for one in told] == [
+        "usage: manage.py machinery [-h] [--version] COMMAND ...",
+        "usage: manage.py machinery worker [option …]",
+        "usage: manage.py machinery send TASK [ARGUMENT …] [option …]",
+    ]
+    assert "  manage.py machinery send add 20 22 --wait\n" in told[2]
+    assert not [one for one in told if "APP" in one or "server" in one.partition("examples:")[2]]
+    advice = "(start one: python manage.py machinery worker -Q machinery_tasks)"
+    assert doctor.stdout.count(advice) == 1, doctor.stdout + doctor.stderr
+    assert settings.count("settings.MACHINERY") == 4  # three stores, results_expire_in
+
+
 @pytest.mark.parametrize(
     ("setting", "text"),
     [
         ("{'default_que': 'x'}", "settings.MACHINERY: default_que: unknown key"),
         ("{'lease': 'x'}", "settings.MACHINERY: lease"),
-        ("{'url': 'reddis://host'}", "settings.MACHINERY: url: "),
+        ("{'url': 'reddis://host'}", "settings.MACHINERY: broker URL 'reddis://host': "),
         ("{'url': 5}", "settings.MACHINERY: url: found a number (expected a URL)"),
         ("'redis://host'", "settings.MACHINERY: found a text (expected a dict of options)"),
     ],

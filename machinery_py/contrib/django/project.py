@@ -54,10 +54,7 @@ def config_of(values: object, setting: str = SETTING) -> Config:
     if not isinstance(url, str):
         raise ConfigError(f"{setting}: url: found {kind_of(url)} (expected a URL)")
     stores = {store: given[store] for store in _STORES if given.get(store) is not None}
-    try:
-        return resolve(url, config=config, **stores)
-    except ConfigError as error:
-        raise ConfigError(f"{setting}: url: {error}") from None
+    return resolve(url, config=config, source=setting, **stores)
 
 
 def connections_around(_: Signature[Any]) -> Iterator[None]:
@@ -114,7 +111,7 @@ def queue_of(name: str, config: Config) -> str:
     return config.default_queue if name == DEFAULT else name
 
 
-def server_of(options: Mapping[str, Any]) -> Server:
+def server_of(options: Mapping[str, Any], alias: str) -> Server:
     """Return the Server of a backend of django.tasks with these OPTIONS.
 
     It is the project's, if they are empty or the project's own.
@@ -125,7 +122,8 @@ def server_of(options: Mapping[str, Any]) -> Server:
     key = repr(sorted(given.items()))
     with _making:
         if key not in _others:
-            _others[key] = _server(_with_queues(config_of(given, "settings.TASKS: OPTIONS"), given))
+            config = _with_queues(config_of(given, "settings.TASKS: OPTIONS"), given)
+            _others[key] = _server(config, alias)
         return _others[key]
 
 
@@ -165,8 +163,9 @@ def _project_config() -> Config:
     return _with_queues(config_of(_project_values()), _project_values())
 
 
-def _server(config: Config) -> Server:
+def _server(config: Config, alias: str = "") -> Server:
     made = Server(config)
+    made.app.program = "python manage.py machinery" + (f" --backend {alias}" if alias else "")
     made.around_task(connections_around)
     made.app.hooks.awaiting = calls_in_this_thread
     return made

@@ -341,7 +341,7 @@ class Settings(SimpleTestCase):
 
     def test_wrong_setting_is_refused_and_changes_nothing(self) -> None:
         before = server.config
-        with self.assertRaisesMessage(ConfigError, "settings.MACHINERY: url"):
+        with self.assertRaisesMessage(ConfigError, "settings.MACHINERY: broker URL"):
             override_settings(MACHINERY={"url": "reddis://host"}).enable()
 
         self.assertEqual(server.config, before)

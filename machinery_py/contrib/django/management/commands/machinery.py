@@ -59,4 +59,5 @@ class Command(BaseCommand):
         # Where manage.py is; not sys.path[0], since settings may have put another folder there.
         folder = os.path.dirname(os.path.abspath(sys.argv[0]))
         is_known = folder in map(os.path.abspath, sys.path)
-        return main(with_app(words, folder if is_known else os.getcwd()))
+        words = with_app(words, folder if is_known else os.getcwd())
+        return main(words, program="manage.py machinery")
