@@ -9,8 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, Field
 
-from machinery_py import Server
-from machinery_py.errors import StateNotFound
+from machinery_py import Server, StateNotFound
 from reports import MAX_ROWS, report, server, shown
 from streams import HEADERS, events
 

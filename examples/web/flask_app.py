@@ -8,9 +8,8 @@ from typing import Any
 from flask import Flask, Response, current_app, request
 
 from bodies import BadOrder, read_order
-from machinery_py import Server
+from machinery_py import Server, StateNotFound
 from machinery_py.contrib.flask import init_app
-from machinery_py.errors import StateNotFound
 from reports import report, server, shown
 
 app = Flask(__name__)

@@ -7,8 +7,7 @@ from litestar.di import Provide
 from litestar.response import Stream
 
 from bodies import BadOrder, read_order
-from machinery_py import Server
-from machinery_py.errors import StateNotFound
+from machinery_py import Server, StateNotFound
 from reports import report, server, shown
 from streams import HEADERS, events
 

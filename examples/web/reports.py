@@ -3,9 +3,7 @@
 import time
 from typing import Any
 
-from machinery_py import Context, Server, State
-from machinery_py.errors import StateNotFound
-from machinery_py.tasks.states import TaskState
+from machinery_py import Context, Server, State, StateNotFound, TaskState
 
 MAX_ROWS = 1000
 

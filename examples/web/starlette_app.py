@@ -10,8 +10,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from bodies import BadOrder, read_order
-from machinery_py import Server
-from machinery_py.errors import StateNotFound
+from machinery_py import Server, StateNotFound
 from reports import report, server, shown
 from streams import HEADERS, events
 
