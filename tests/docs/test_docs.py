@@ -85,7 +85,8 @@ def test_the_programs_of_a_page_run(page: str, tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    ["README.md", "docs/tutorial.md", "docs/how-to/testing.md", "docs/how-to/frameworks.md"],
+    ["README.md", "docs/tutorial.md"]
+    + [f"docs/how-to/{name}.md" for name in ("testing", "frameworks", "outbox")],
 )
 def test_commands_of_a_page_print_its_output(page: str, tmp_path: pathlib.Path) -> None:
     with Shell(tmp_path) as shell:
