@@ -5,7 +5,7 @@ from pathlib import Path
 
 import django
 
-DATA = Path(os.environ.get("SHOP_DATA", "."))
+BASE_DIR = Path(os.environ.get("SHOP_DATA", ".")).resolve()  # of the data
 
 SECRET_KEY = "only for the example"
 DEBUG = True
@@ -16,7 +16,7 @@ DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 DATABASES = {
     "default": {
         "ENGINE": "django.db.backends.sqlite3",
-        "NAME": DATA / "shop.db",
+        "NAME": BASE_DIR / "shop.db",
         "OPTIONS": {"timeout": 20},
     }
 }
@@ -27,17 +27,17 @@ INSTALLED_APPS = [
 ]
 
 MACHINERY = {
-    "url": f"sqlite:///{DATA.resolve()}/machinery.db",  # or redis://…, amqp://…, mongodb://…
+    "url": f"sqlite:///{BASE_DIR}/machinery.db",  # or redis://…, amqp://…, mongodb://…
     "results_expire_in": 3600,
 }
 
 INSTALLED_APPS += ["machinery_py.contrib.django.outbox"]  # its table; for order_for_sure
 
+TASKS = {
+    "default": {
+        "BACKEND": "machinery_py.contrib.django.MachineryBackend",
+        "QUEUES": ["default", "letters"],
+    }
+}
 if django.VERSION >= (6, 0):  # with django.tasks; its tasks are in letters/tasks.py
     INSTALLED_APPS += ["letters"]
-    TASKS = {
-        "default": {
-            "BACKEND": "machinery_py.contrib.django.MachineryBackend",
-            "QUEUES": ["default", "letters"],
-        }
-    }

@@ -3,9 +3,8 @@
 from django.db import transaction
 from django.http import HttpRequest, JsonResponse
 
+from machinery_py import ResultExpired
 from machinery_py.contrib.django import send_on_commit, server
-from machinery_py.contrib.django.outbox import outbox
-from machinery_py.errors import ResultExpired
 from shop.models import Order
 from shop.tasks import write_receipt
 
@@ -17,17 +16,9 @@ def order(request: HttpRequest, item: str) -> JsonResponse:
     return JsonResponse({"task": result.uuid}, status=202)
 
 
-def order_for_sure(request: HttpRequest, item: str) -> JsonResponse:
-    """Keep the call in the same transaction: no end of this process can lose it."""
-    with transaction.atomic():
-        row = Order.objects.create(item=item)
-        result = outbox.send(write_receipt.signature(row.id))
-    return JsonResponse({"task": result.uuid}, status=202)
-
-
 def receipt(request: HttpRequest, uuid: str) -> JsonResponse:
     try:
         text = server.result(uuid).touch()
     except ResultExpired:
-        text = None  # too old; or in the outbox, and not published yet
+        text = None  # too old; or in an outbox, and not published yet
     return JsonResponse({"text": text})
