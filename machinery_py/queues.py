@@ -86,9 +86,7 @@ def parse_queues(text: str) -> tuple[str, ...] | dict[str, float]:
         if found.setdefault(name, weight) != weight:
             raise ConfigError(f"queue {name!r} is named twice, with different weights")
     if not found:
-        raise ConfigError(
-            "no queue named (expected for instance high,default,low or high:6,default:3,low:1)"
-        )
+        raise ConfigError("no queue named (expected for instance high,low or high:6,low:1)")
     if all(weight is None for weight in found.values()):
         return tuple(found)
     return {name: PLAIN if weight is None else weight for name, weight in found.items()}
