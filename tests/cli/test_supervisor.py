@@ -510,10 +510,7 @@ def test_process_whose_descriptors_a_task_closed_is_replaced(app: App) -> None:
     app.send("close", "0", "21")
 
     wait_until(lambda: len(set(workers(process)) - set(first)) == 1, HANG)
-    assert (
-        app.json("send", "tasks", "add", "1", "2", "--wait", "--timeout", "45")["result"]
-        == 3
-    )
+    assert app.json("send", "tasks", "add", "1", "2", "--wait", "--timeout", "45")["result"] == 3
     assert process.stop() == 0
 
 
