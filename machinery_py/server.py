@@ -46,7 +46,7 @@ from machinery_py.stores.open import split_config, url_of
 from machinery_py.tasks.signature import Chain, Signature, Step
 from machinery_py.tasks.states import GroupMeta
 from machinery_py.tasks.workflow import Group, chain, chord, group
-from machinery_py.unique import is_unique, send_unique
+from machinery_py.unique import send_unique
 from machinery_py.wire.long_chains import link_any
 from machinery_py.worker.chords import settle_ready_groups
 from machinery_py.workflows.workflow import Workflow, find_workflow
@@ -226,9 +226,9 @@ class Server(TaskRegistrar):
         if needs_check(signature):
             signature, groups = self.app.registry.linked(signature, self.now())
         signature = signature.with_uuid()
-        task = self.app.registry.find(signature.name)
         uuid, duplicate = signature.uuid, False
-        if is_unique(task, signature):
+        if self.app.registry.is_unique(signature):
+            task = self.app.registry.find(signature.name)
             uuid, duplicate = send_unique(self.app, task, signature, groups)
         else:
             self.app.submit((signature,), groups)

@@ -50,12 +50,6 @@ logger = get_logger(__name__)
 _BY_DEFAULT = TaskSettings(unique=True)
 
 
-def is_unique(task: Task[..., Any] | None, signature: Signature[Any]) -> bool:
-    """Return whether the store is to look at the call's key: as the call says, else its task."""
-    by_task = task is not None and task.settings.unique is not False
-    return bool(signature.headers.get(HEADER_UNIQUE, by_task))
-
-
 def send_unique(
     app: Application,
     task: Task[..., Any] | None,

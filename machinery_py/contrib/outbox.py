@@ -54,7 +54,7 @@ from machinery_py.tasks.states import GroupMeta, TaskState
 from machinery_py.tasks.workflow import Group
 from machinery_py.texts import MAX_ERROR, cut, get_logger
 from machinery_py.threads import LoopThread
-from machinery_py.unique import is_unique, send_unique
+from machinery_py.unique import send_unique
 from machinery_py.wire.long_chains import link_any
 from machinery_py.wire.signatures import decode_signature
 
@@ -148,7 +148,7 @@ def keeping(server: Server, step: Step[Any]) -> Iterator[tuple[Kept | None, Any]
         if needs_check(step):
             step, groups = app.registry.linked(step, server.now())
         first: Sequence[Signature[Any]] = (step := step.with_uuid(),)
-        must_look = is_unique(app.registry.find(step.name), step)
+        must_look = app.registry.is_unique(step)
         to = step.routing_key or queue
         result = AsyncResult(cast("ResultSource", source), step.uuid, name=step.name, queue=to)
     else:
