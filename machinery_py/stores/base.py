@@ -115,6 +115,16 @@ class Firing(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     arrivals: Sequence[Arrival] = ()
 
 
+def change_in(submission: Submission) -> Change:
+    """Return the change of a submission in the backend."""
+    return Change(
+        key=f"submit {submission.token}",
+        states=submission.states,
+        groups=submission.groups,
+        force=submission.replay,
+    )
+
+
 def change_of(firing: Firing, outbox: Sequence[bytes] = ()) -> Change:
     """Return the change of a firing in the backend."""
     return Change(
@@ -229,6 +239,17 @@ class Session(ABC):
         Raises:
             BrokerUnavailable, BackendUnavailable, StoreUnusable: some of it may have become true.
         """
+
+    def _write_marks(self, marks: Sequence[Mark], backend: Backend) -> None:
+        """Write the states of those deliveries that are still ours."""
+        ours = self.consumer.holds([mark.delivery for mark in marks])
+        backend.apply(
+            [
+                Change(key=mark.state.task_uuid, states=(mark.state,))
+                for mark, mine in zip(marks, ours, strict=True)
+                if mine
+            ]
+        )
 
     def _give_back(self, deliveries: Sequence[Delivery] = ()) -> None:
         """Give back deliveries that were claimed but not handed out, or nobody would settle them.

@@ -57,6 +57,7 @@ from machinery_py.stores.base import (
     Store,
     Submission,
     change_by,
+    change_in,
     change_of,
     disposal_of,
 )
@@ -170,13 +171,7 @@ class MongoStore(DriverUser, Store):
 
     def _carry_out(self, submission: Submission, *, again: bool) -> None:
         """Write states and groups, then the messages, which may be claimed at once."""
-        change = Change(
-            key=f"submit {submission.token}",
-            states=submission.states,
-            groups=submission.groups,
-            force=submission.replay,
-        )
-        self.states.changes.follow([change], again=again)
+        self.states.changes.follow([change_in(submission)], again=again)
         self.messages.store([(submission.token, submission.messages)], again=bool(submission.token))
 
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
@@ -387,7 +382,7 @@ class MongoSession(Session):
     ) -> list[Verdict]:
         with self._settling:
             if marks:
-                self._mark(marks)
+                self._write_marks(marks, self._store.states)
             return self._settle(settlements) if settlements else []
 
     def _settle(self, settlements: Sequence[Settlement]) -> list[Verdict]:
@@ -419,16 +414,6 @@ class MongoSession(Session):
             ALREADY if one.states and mark == mark_of(one.delivery) else FENCED
             for one, mark in zip(settlements, marks, strict=True)
         ]
-
-    def _mark(self, marks: Sequence[Mark]) -> None:
-        ours = self.consumer.holds([mark.delivery for mark in marks])
-        self._store.states.apply(
-            [
-                Change(key=mark.state.task_uuid, states=(mark.state,))
-                for mark, mine in zip(marks, ours, strict=True)
-                if mine
-            ]
-        )
 
 
 def _has_follow_ups(settlement: Settlement) -> bool:

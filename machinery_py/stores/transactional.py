@@ -10,23 +10,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
-from machinery_py.backends.base import (
-    ALREADY,
-    FENCED,
-    SETTLED,
-    Amendment,
-    Change,
-    Verdict,
-    outbox_of,
-)
+from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Amendment, Verdict, outbox_of
 from machinery_py.backends.transactional import TransactionalBackend
-from machinery_py.brokers.base import (
-    Broker,
-    Consumer,
-    Delivery,
-    Message,
-    mark_of,
-)
+from machinery_py.brokers.base import Broker, Consumer, Delivery, Message, mark_of
 from machinery_py.stores.base import (
     Firing,
     Mark,
@@ -35,6 +21,7 @@ from machinery_py.stores.base import (
     Store,
     Submission,
     change_by,
+    change_in,
     change_of,
     disposal_of,
 )
@@ -54,23 +41,9 @@ class OneStore(Store):
 
     def submit(self, submission: Submission) -> None:
         with self._transaction():
-            is_new = (
-                submission.put(self.broker)
-                if submission.limits
-                else self.broker.put(submission.messages, token=submission.token)
-            )
-            if is_new and (submission.states or submission.groups):
+            if submission.put(self.broker) and (submission.states or submission.groups):
                 # One change for all: a batch's states and groups are loaded and saved together.
-                self.backend.apply(
-                    [
-                        Change(
-                            key=f"submit {submission.token}",
-                            states=submission.states,
-                            groups=submission.groups,
-                            force=submission.replay,
-                        )
-                    ]
-                )
+                self.backend.apply([change_in(submission)])
 
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
         return OneSession(self, self.broker.consume(queues, worker=worker), self._transaction)
@@ -112,7 +85,7 @@ class OneSession(Session):
     ) -> list[Verdict]:
         with self._transaction():
             if marks:
-                self._mark(marks)
+                self._write_marks(marks, self._store.backend)
             ours = self.consumer.dispose([disposal_of(settlement) for settlement in settlements])
             held = [settlement for settlement, mine in zip(settlements, ours, strict=True) if mine]
             applied = iter(
@@ -128,16 +101,6 @@ class OneSession(Session):
             if send:
                 self._store.broker.put(send, token="")
             return verdicts
-
-    def _mark(self, marks: Sequence[Mark]) -> None:
-        ours = self.consumer.holds([mark.delivery for mark in marks])
-        self._store.backend.apply(
-            [
-                Change(key=mark.state.task_uuid, states=(mark.state,))
-                for mark, mine in zip(marks, ours, strict=True)
-                if mine
-            ]
-        )
 
     def _not_ours(self, settlement: Settlement) -> Verdict:
         if not settlement.states:

@@ -34,7 +34,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Change, Verdict
+from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Backend, Change, Verdict
 from machinery_py.backends.mappings import GroupRow
 from machinery_py.backends.memory import MemoryBackend
 from machinery_py.backends.sqlite.backend import SQLiteBackend
@@ -817,10 +817,8 @@ class _NeverFencedStore(OneStore):
 
 
 class _UnguardedMarksSession(OneSession):
-    def _mark(self, marks: Sequence[Mark]) -> None:
-        self._store.backend.apply(
-            [Change(key=mark.state.task_uuid, states=(mark.state,)) for mark in marks]
-        )
+    def _write_marks(self, marks: Sequence[Mark], backend: Backend) -> None:
+        backend.apply([Change(key=mark.state.task_uuid, states=(mark.state,)) for mark in marks])
 
 
 class _UnguardedMarksStore(OneStore):
