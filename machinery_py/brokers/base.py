@@ -115,16 +115,21 @@ class Fate(Enum):
     DEAD = "dead"  # it goes to the dead letters
 
 
-class Disposal(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The end of one delivery. `uuid`, `name`, `reason` and `error` are kept with a dead letter."""
+class DeliveryEnd(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The end of a delivery. `uuid`, `name`, `reason` and `error` are kept with a dead letter."""
 
-    delivery: Delivery
     fate: Fate = Fate.DONE
     eta: dt.datetime | None = None
     reason: str = ""
     error: str = ""
     uuid: str = ""
     name: str = ""
+
+
+class Disposal(DeliveryEnd, frozen=True, kw_only=True, gc=False):
+    """The end of this delivery."""
+
+    delivery: Delivery
 
 
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -403,11 +408,8 @@ class Broker(ABC):
 
     def paused(self) -> frozenset[str]:
         """The queues that are paused."""
-        return (
-            frozenset(line.queue for line in self.stats() if line.paused)
-            if self.features.pausing
-            else frozenset()
-        )
+        stats = self.stats() if self.features.pausing else ()
+        return frozenset(one.queue for one in stats if one.paused)
 
     @abstractmethod
     def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:

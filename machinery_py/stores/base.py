@@ -11,7 +11,6 @@ A settlement is all that must become true when a delivery is over. Its invariant
 
 from __future__ import annotations
 
-import datetime as dt
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -23,6 +22,7 @@ from machinery_py.brokers.base import (
     Broker,
     Consumer,
     Delivery,
+    DeliveryEnd,
     Disposal,
     Fate,
     Message,
@@ -67,7 +67,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defau
         return broker.put(self.messages, token=self.token)
 
 
-class Settlement(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Settlement(DeliveryEnd, frozen=True, kw_only=True, gc=False):
     """The end of a delivery and all that follows from it.
 
     Attributes:
@@ -79,16 +79,10 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """
 
     delivery: Delivery
-    uuid: str = ""
-    name: str = ""
-    fate: Fate = Fate.DONE
     states: Sequence[TaskState] = ()
     send: Sequence[Message] = ()
     groups: Sequence[GroupMeta] = ()
     arrivals: Sequence[Arrival] = ()
-    eta: dt.datetime | None = None
-    reason: str = ""
-    error: str = ""
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -20,7 +20,6 @@ docs/explanation/mongodb-protocol.md lists the crash points.
 
 from __future__ import annotations
 
-import datetime as dt
 import hashlib
 import threading
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Amendment, Chan
 from machinery_py.backends.mongodb.backend import MongoBackend
 from machinery_py.backends.mongodb.records import RecordIntent
 from machinery_py.backends.transactional import is_over
-from machinery_py.brokers.base import Delivery, Disposal, Fate, Message, mark_of
+from machinery_py.brokers.base import Delivery, DeliveryEnd, Disposal, Fate, Message, mark_of
 from machinery_py.brokers.mongodb.broker import MongoBroker
 from machinery_py.brokers.mongodb.consumer import MongoConsumer, update_at_end
 from machinery_py.brokers.mongodb.messages import Status, held, receipt_of
@@ -109,17 +108,11 @@ class MongoDBFamily(Family):
         self._driver.close()
 
 
-class _Intent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Follow-ups of the end of a delivery, and the fate of its message."""
+class _Intent(DeliveryEnd, frozen=True, kw_only=True, gc=False):
+    """The end of a delivery, and its follow-ups."""
 
     change: Change
     send: Sequence[Message] = ()
-    fate: Fate = Fate.DONE
-    eta: dt.datetime | None = None
-    reason: str = ""
-    error: str = ""
-    uuid: str = ""
-    name: str = ""
 
 
 _intent = msgspec.msgpack.Decoder(_Intent).decode

@@ -14,18 +14,16 @@ the last message, 10 ms to half a second.
 
 from __future__ import annotations
 
-import datetime as dt
 import itertools
 import os
 import threading
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 from pymongo import DeleteOne, ReturnDocument
 
-from machinery_py.brokers.base import WAITING, Consumer, Delivery, Disposal, Fate
+from machinery_py.brokers.base import WAITING, Consumer, Delivery, DeliveryEnd, Disposal, Fate
 from machinery_py.brokers.liveness import own_record, with_queues
 from machinery_py.brokers.mongodb.messages import (
     FREE,
@@ -338,23 +336,6 @@ def beat_in(store: Store, session: str, *, now: int, stalled: bool) -> bool:
     """Beat for a session; False if it was given up."""
     beat: Document = {"$inc": {"beats": 1}, "$set": {"beat_at": now, "stalled": stalled}}
     return store.machinery_sessions.update_one({"_id": session}, beat).matched_count > 0
-
-
-class DeliveryEnd(Protocol):
-    """Fate of a message at the end of a delivery, as of a `Disposal`."""
-
-    @property
-    def fate(self) -> Fate: ...
-    @property
-    def eta(self) -> dt.datetime | None: ...
-    @property
-    def reason(self) -> str: ...
-    @property
-    def error(self) -> str: ...
-    @property
-    def uuid(self) -> str: ...
-    @property
-    def name(self) -> str: ...
 
 
 def update_at_end(end: DeliveryEnd, now: int, **more: object) -> Document:
