@@ -18,13 +18,13 @@ import hashlib
 import itertools
 import os
 import secrets
-import socket
 import threading
 from collections.abc import Collection, Sequence
 
 import msgspec
 
-from machinery_py.brokers.base import WAITING, Consumer, Delivery, Disposal, Fate, WorkerInfo
+from machinery_py.brokers.base import WAITING, Consumer, Delivery, Disposal, Fate
+from machinery_py.brokers.entries import new_worker
 from machinery_py.brokers.rabbitmq.control import Report, listen
 from machinery_py.brokers.rabbitmq.fetch import Getter
 from machinery_py.brokers.rabbitmq.holding import ConsumerConnection, HeldDelivery, HoldingQueues
@@ -86,16 +86,7 @@ class AMQPConsumer(Consumer):
         self._file = host_file(KIND)
         self._given_up = self._closed = False
         self._hold_for = consumer_timeout / 2
-        now = driver.clock.now()
-        self.info = WorkerInfo(
-            session=secrets.token_hex(12),
-            name=worker,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            queues=self._queues,
-            started_at=now,
-            beat_at=now,
-        )
+        self.info = new_worker(worker, self._queues, driver.clock.now())
         self._open()
 
     # Connection
