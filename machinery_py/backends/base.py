@@ -18,11 +18,8 @@ from machinery_py.errors import StateNotFound, Unsupported
 from machinery_py.tasks.signature import Arg, Signature
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 
-REVOKED_LIFE = (
-    3 * 86400.0
-)  # seconds that a revocation is kept of a task whose message may still come
-
-
+# Seconds that a revocation is kept of a task whose message may still come.
+REVOKED_LIFE = 3 * 86400.0
 IDLE = 3600.0  # seconds until `tend` is called again where there is nothing to tend
 
 

@@ -90,9 +90,7 @@ def hold_lifeline() -> None:
     descriptors.keep(write)
 
     def watch_parent() -> None:
-        with suppress(
-            OSError
-        ):  # it was closed, or there is no /proc: nothing kills this child then
+        with suppress(OSError):  # it was closed, or there is no /proc: nothing kills this child
             # Opened anew: the owner and the flags of this end are the child's own.
             end = os.open(f"/proc/self/fd/{read}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             fcntl.fcntl(end, fcntl.F_SETOWN, os.getpid())

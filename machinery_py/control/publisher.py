@@ -194,9 +194,7 @@ class EventPublisher:
                     self._broker().broadcast(EVENTS, [*packed(lines)], ttl=EVENTS_TTL)
             except MachineryError as error:
                 self._lose(len(lines), str(error))
-            except (
-                Exception
-            ) as error:  # the loop must live on: without it no event is sent any more
+            except Exception as error:  # the loop must live on, or no event is sent any more
                 logger.exception("events could not be sent")
                 self._lose(len(lines), repr(error))
 

@@ -17,9 +17,8 @@ from machinery_py.connections.redis.scripts import Folder
 from machinery_py.connections.redis.slots import quoted
 from machinery_py.locks.base import GoLock, Lock, LockHolding
 
-FENCE_LIFE = (
-    86_400_000  # ms beyond the lock; a clock that is set back by more gives a smaller fence
-)
+# Milliseconds beyond the lock; a clock that is set back by more gives a smaller fence.
+FENCE_LIFE = 86_400_000
 
 _lua = Folder("locks/lua")
 ACQUIRE = _lua.script("acquire", "taking a lock")

@@ -270,9 +270,8 @@ class Store(ABC):
 
     broker: Broker
     backend: Backend
-    refusal: Callable[[Message, Exception], Refusal] | None = (
-        None  # the app's, which knows what follows a failed task
-    )
+    # The app's, which knows what follows a failed task.
+    refusal: Callable[[Message, Exception], Refusal] | None = None
 
     def give_up(self, message: Message, error: Exception, *home: str) -> None:
         """Keep a message that was refused for good as a dead letter.

@@ -22,9 +22,7 @@ S = TypeVar("S")
 # What we add to a message travels in Headers, as strings; Go keeps them.
 HEADER_RUN = "machinery_run"  # how many runs ended before this one, retries of every kind
 HEADER_ATTEMPT = "machinery_attempt"  # which try, 1 for the first; not counted by RetryTaskLater
-HEADER_ATTEMPTS = (
-    "machinery_attempts"  # the tries before this one, as tasks/attempts.py writes them
-)
+HEADER_ATTEMPTS = "machinery_attempts"  # the tries before this one, see tasks/attempts.py
 HEADER_POSTPONED = "machinery_postponed"  # how many runs ended in RetryTaskLater
 HEADER_TIME_LIMIT = "machinery_time_limit"  # of this call, in seconds; "null": none
 HEADER_KILL_AFTER = "machinery_kill_after"  # of this call, in seconds
@@ -54,9 +52,8 @@ HEADER_CLOCK = "machinery_clock"  # the logical clock of its sending, while even
 HEADER_TICK = "machinery_tick"  # the time at which that was due
 HEADER_TRIES = "machinery_tries"  # on a retry: trace contexts of the tries before, with blanks
 
-UNLIMITED = (
-    2**31 - 1
-)  # RetryCount of retries=None: until it works. Our workers do not count it down
+# RetryCount of retries=None: until it works. Our workers do not count it down.
+UNLIMITED = 2**31 - 1
 
 
 class Arg(msgspec.Struct, frozen=True, kw_only=True, gc=False):

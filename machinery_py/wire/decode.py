@@ -387,9 +387,8 @@ def _items(raw: bytes) -> list[bytes]:
 
 def _eta(text: str, body: bytes) -> dt.datetime:
     if text.encode() not in body:
-        raise DecodeError(
-            f"no signature: ETA {text!r} is written with escapes"
-        )  # Go does not resolve them
+        # Go does not resolve them.
+        raise DecodeError(f"no signature: ETA {text!r} is written with escapes")
     try:
         return parse_time(text)
     except DecodeError as error:

@@ -18,9 +18,8 @@ AROUND_RESULTS = 2  # [{"Value":…}]
 
 _NO_MARKS = bytes(sorted({*range(256)} - {*b'"[]{}'}))
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # as signed bytes: one up, one down
-_SHORT = (
-    2 * MAX_DEPTH
-)  # bytes; what is closed in there has no more levels, and what is not closed is no JSON
+# Bytes. What is closed in there has no more levels, and what is not closed is no JSON.
+_SHORT = 2 * MAX_DEPTH
 
 
 def is_deep(body: bytes, around: int = AROUND_ARGS) -> bool:
@@ -36,11 +35,8 @@ def is_deep(body: bytes, around: int = AROUND_ARGS) -> bool:
     if 2 * length - len(body.replace(b"[", b"")) - len(body.replace(b"{", b"")) <= limit:
         return False
     brackets = left = _brackets(body)
-    for removed in (
-        2,
-        4,
-        6,
-    ):  # most have many brackets because they are long, and few are left after three rounds
+    # Most have many brackets because they are long, and few are left after three rounds.
+    for removed in (2, 4, 6):
         left = left.replace(b"[]", b"").replace(b"{}", b"")
         if len(left) <= limit - removed:
             return False

@@ -25,9 +25,8 @@ from machinery_py.wire.times import parse_time
 _INT64 = range(-(2**63), 2**63)
 _UINT8 = range(256)
 
-Member = Callable[
-    [str, int], int
-]  # is given a key and where its value begins; says where the value ends
+#: Is given a key and where its value begins; says where the value ends.
+Member = Callable[[str, int], int]
 
 
 def fold(key: str) -> str:
@@ -37,9 +36,8 @@ def fold(key: str) -> str:
 
 def _replace_bytes(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeDecodeError)
-    return "\ufffd" * (
-        error.end - error.start
-    ), error.end  # Go replaces each byte, Python each sequence
+    # Go replaces each byte, Python each sequence.
+    return "\ufffd" * (error.end - error.start), error.end
 
 
 codecs.register_error("machinery_go", _replace_bytes)
@@ -181,9 +179,8 @@ class GoJsonReader:
                 raise DecodeError(f"nested deeper than {limit} levels")
 
 
-Field = Callable[
-    [GoJsonReader, int, Any], tuple[Any, int]
-]  # text, where it begins, what the same key gave before
+#: Is given the text, where it begins, and what the same key gave before.
+Field = Callable[[GoJsonReader, int, Any], tuple[Any, int]]
 
 
 def _scalar(kind: type, what: str) -> Field:
@@ -226,9 +223,8 @@ def read_moment(reader: GoJsonReader, at: int, before: Any) -> tuple[Any, int]:
         return None, end
     if type(value) is not str:
         raise reader.wrong(at, "expected a time")
-    return parse_time(
-        reader.text[at + 1 : end - 1]
-    ), end  # as it stands there: Go resolves no escapes in it
+    # As it stands there: Go resolves no escapes in it.
+    return parse_time(reader.text[at + 1 : end - 1]), end
 
 
 def read_strings(reader: GoJsonReader, at: int, before: Any) -> tuple[Any, int]:

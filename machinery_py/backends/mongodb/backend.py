@@ -66,9 +66,7 @@ from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 EXPIRE_IN = 3600.0  # seconds that a finished task is kept
 LOOK = 5000  # states that one step of a listing looks at
 LAST = 2**63 - 1  # µs
-HELD = (
-    mongo_groups.CHORD_LIFE // 2
-)  # µs; a member is kept for longer than that besides its own time
+HELD = mongo_groups.CHORD_LIFE // 2  # µs; a member is kept for longer than that, and its own time
 SWEEP = 60.0  # seconds between two looks for what has expired
 SWEEP_GROUPS = 100  # expired groups that one look deletes
 

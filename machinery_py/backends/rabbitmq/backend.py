@@ -83,9 +83,8 @@ from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.wire.signatures import decode_signature
 
 EXPIRE_IN = 3600.0  # seconds that a state is kept
-GO_TIME = (
-    3.0  # seconds from the end of a Go worker's last member to its callback; it opens connections
-)
+# Seconds from the end of a Go worker's last member to its callback; it opens connections.
+GO_TIME = 3.0
 TRIES = 3
 
 T = TypeVar("T")

@@ -243,9 +243,7 @@ class AMQPBroker(Broker, PutsAhead):
 
     def pause(self, queue: str) -> None:
         name = self.topology.queue_of(queue)
-        self._publisher.register(
-            [name]
-        )  # so that it is listed, though there may be no such queue yet
+        self._publisher.register([name])  # it is listed, though there may be no such queue yet
         order_pause(self.driver, self.topology, name, shut=True)
 
     def resume(self, queue: str) -> None:

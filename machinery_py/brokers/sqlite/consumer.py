@@ -232,9 +232,8 @@ class SQLiteConsumer(Consumer):
             ]
         place = {queue: index for index, queue in enumerate(order)}
         pairs = [(row, body) for row, body in zip(rows, bodies, strict=True) if body is not None]
-        pairs.sort(
-            key=lambda pair: (place.get(pair[0][1], 0), -pair[0][5], pair[0][8], pair[0][0])
-        )  # queue, priority, turn, id
+        # By queue, priority, turn and id.
+        pairs.sort(key=lambda pair: (place.get(pair[0][1], 0), -pair[0][5], pair[0][8], pair[0][0]))
         deliveries = [
             Delivery(
                 body=body,

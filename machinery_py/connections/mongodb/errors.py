@@ -32,13 +32,11 @@ DUPLICATE = 11000  # a document with this _id is there
 _FATAL = frozenset({13, 18, 20, 31, 59, 73, 115, 8000})  # rights, password, version, names
 _FULL = frozenset({14031, 12501})  # OutOfDiskSpace, QuotaExceeded
 _TOO_BIG = frozenset({10334, 17280, 17419, 17420})
-_INTERRUPTED = frozenset(
-    {91, 11600, 11602}
-)  # the server is going down, or was a primary: it may have been carried out
+# The server is going down, or was a primary: it may have been carried out.
+_INTERRUPTED = frozenset({91, 11600, 11602})
 _NOT_PRIMARY = frozenset({10107, 10058, 13435, 13436, 189})  # refused before anything was done
-_CURSOR_LOST = frozenset(
-    {43, 175, 237}
-)  # CursorNotFound, QueryPlanKilled, CursorKilled: what is read is read anew
+# CursorNotFound, QueryPlanKilled, CursorKilled: what is read is read anew.
+_CURSOR_LOST = frozenset({43, 175, 237})
 
 
 def is_unknown(error: BaseException) -> bool:

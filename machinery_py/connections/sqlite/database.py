@@ -33,10 +33,8 @@ from machinery_py.connections.sqlite.fork_safety import Handles
 from machinery_py.connections.sqlite.open import identity, open_reader, open_writer
 from machinery_py.errors import BrokerUnavailable, ConfigError
 
-RETRY = (
-    0.0002,
-    0.001,
-)  # seconds between two tries for the write lock; SQLite's own handler sleeps up to 0.1
+# Seconds between two tries for the write lock; SQLite's own handler sleeps up to 0.1.
+RETRY = 0.0002, 0.001
 READERS = 8  # idle reading connections kept for the next reader
 
 

@@ -64,9 +64,8 @@ class Handles:
     forking: bool = False
 
     def __post_init__(self) -> None:
-        free = _ForkTurn.lock.acquire(
-            timeout=FORK_PATIENCE
-        )  # who opens a file now must not do it beside a fork
+        # Who opens a file now must not do it beside a fork.
+        free = _ForkTurn.lock.acquire(timeout=FORK_PATIENCE)
         try:
             _all.add(self)
         finally:

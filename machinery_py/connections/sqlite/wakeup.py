@@ -138,9 +138,7 @@ class Notifier:
         poll.register(self._wake_read, select.POLLIN)
         if pipe >= 0:
             poll.register(pipe, select.POLLIN)
-        ready = poll.poll(
-            math.ceil(timeout * 1000)
-        )  # rounded up: 0.4 ms must not become a busy loop
+        ready = poll.poll(math.ceil(timeout * 1000))  # 0.4 ms must not become a busy loop
         for fd, _ in ready:
             _drain(fd)
         if not ready and pipe >= 0 and not os.path.exists(self._path):
