@@ -47,7 +47,7 @@ from machinery_py.schedules.api import ScheduleReport
 from machinery_py.tasks.signature import UNLIMITED, Arg, Signature
 from machinery_py.tasks.states import FINISHED, ZERO_TIME, State, TaskState, state_named
 from machinery_py.texts import MAX_ERROR, cut
-from machinery_py.workflows.workflow import Workflow
+from machinery_py.workflows.workflow import Workflow, find_workflow, recent_workflows
 
 MOST = 1000  # tasks that one call lists or changes
 STEP = 500  # tasks that one step of a bulk change takes
@@ -200,7 +200,7 @@ class Api:
         if not text:
             return None
         try:
-            return self._fleet.now() - dt.timedelta(seconds=float(text))
+            return self._fleet.app.now() - dt.timedelta(seconds=float(text))
         except (ValueError, OverflowError):
             pass
         try:
@@ -234,7 +234,7 @@ class Api:
         state, signature, group = report.state, report.signature, report.group
         args = self._masking.args(signature.name, signature.args) if signature else []
         members = [self._row(one) for one in report.members]
-        queue = "" if state.queue == self._fleet.config.default_queue else state.queue
+        queue = "" if state.queue == self._fleet.app.config.default_queue else state.queue
         return TaskDetail(
             **self._fields(state, limit=MAX_ERROR),
             traceback=state.traceback,
@@ -337,12 +337,12 @@ class Api:
     @route("GET", "workflows", "workflows")
     def workflows(self, limit: FewWorkflows = 20) -> Sequence[WorkflowRow]:
         """Return the workflows whose tasks have changed of late, the last changed first."""
-        return [WorkflowRow(**_facts(one)) for one in self._fleet.workflows(limit)]
+        return [WorkflowRow(**_facts(one)) for one in recent_workflows(self._fleet.app, limit)]
 
     @route("GET", "workflow")
     def workflow(self, uuid: str) -> WorkflowDetail:
         """Return a workflow by its UUID, or that of a task or group in it."""
-        found = self._fleet.workflow(uuid)
+        found = find_workflow(self._fleet.app, uuid)
         steps = []
         for one in found.tree():
             facts: dict[str, Any] = msgspec.structs.asdict(one)
@@ -353,7 +353,7 @@ class Api:
     @route("POST", "workflows/cancel")
     def cancel_workflow(self, uuid: str) -> Changed:
         """Let nothing of a workflow start any more, and ask its running tasks to stop."""
-        found = self._fleet.workflow(uuid)
+        found = find_workflow(self._fleet.app, uuid)
         is_open = found.progress.total - found.progress.done
         found.cancel()
         return Changed(done=is_open)
@@ -361,7 +361,7 @@ class Api:
     @route("POST", "workflows/retry")
     def retry_workflow(self, uuid: str) -> Changed:
         """Send the failed tasks of a workflow again, and go on from there."""
-        return Changed(done=len(self._fleet.workflow(uuid).retry()))
+        return Changed(done=len(find_workflow(self._fleet.app, uuid).retry()))
 
     # Dead letters
 
@@ -417,7 +417,7 @@ class Api:
     @route("GET", "workers", "workers")
     def workers(self) -> Sequence[ShownWorker]:
         """Return the workers that are alive."""
-        now = self._fleet.now()
+        now = self._fleet.app.now()
         return [
             ShownWorker(**msgspec.structs.asdict(one), age=(now - one.beat_at).total_seconds())
             for one in self._inspect.workers()

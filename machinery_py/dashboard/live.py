@@ -138,7 +138,7 @@ class Live:
             return last
 
     def _empty(self) -> Overview:
-        config = self._fleet.config
+        config = self._fleet.app.config
         broker = " ".join(map(redact, config.broker_urls))
         backend = redact(config.backend_url) if config.result_backend else broker
         return Overview(at=None, version=__version__, broker=broker, backend=backend)
@@ -147,7 +147,7 @@ class Live:
         workers = self._fleet.inspect.workers()
         return msgspec.structs.replace(
             self._empty(),
-            at=self._fleet.now(),
+            at=self._fleet.app.now(),
             queues=self._fleet.inspect.queues(),
             workers=WorkerCounts(alive=len(workers), stalled=sum(one.stalled for one in workers)),
         )

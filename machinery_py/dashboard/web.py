@@ -115,7 +115,7 @@ class DashboardWSGI:
     ) -> None:
         self._calls = StoreCalls()
         self._live = Live(fleet, self._calls)
-        masking = Masking(mask or mask_secrets, fleet.parameters)
+        masking = Masking(mask or mask_secrets, fleet.app.registry.parameters)
         self._api = Api(fleet, masking, self._live)
         self._read_only = read_only
         self._is_basic = isinstance(auth, str)
