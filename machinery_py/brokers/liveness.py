@@ -76,7 +76,7 @@ def own_record(worker: str, queues: Sequence[str], clock: Clock) -> bytes:
             host=socket.gethostname(),
             place=place(),
             pid=os.getpid(),
-            pid_started=_started(os.getpid()),
+            pid_started=proc.started_at(os.getpid()),
             queues=tuple(queues),
             started_at=micros(clock.now()),
         )
@@ -109,7 +109,8 @@ def place() -> str:
 
 def has_ended(info: SessionInfo) -> bool:
     """Return whether the consumer's process has ended; False where that cannot be seen."""
-    return bool(info.place) and info.place == place() and _started(info.pid) != info.pid_started
+    is_here = bool(info.place) and info.place == place()
+    return is_here and proc.started_at(info.pid) != info.pid_started
 
 
 def log_loss(info: SessionInfo | None, *, has_ended: bool) -> None:
@@ -127,12 +128,6 @@ def log_loss(info: SessionInfo | None, *, has_ended: bool) -> None:
 def is_suspended(pid: int, pid_place: str) -> bool:
     """Return whether that process is stopped (SIGSTOP, a debugger); False if unknown."""
     return pid_place == place() and proc.stat(pid)[:1] in (["T"], ["t"])
-
-
-def _started(pid: int) -> str:
-    """Return when the process began, in ticks since the boot; "" if it has ended."""
-    fields = proc.stat(pid)
-    return "" if not fields or fields[proc.STATE] in ("Z", "X") else fields[proc.STARTED]
 
 
 class HeartbeatJudge(Generic[SessionKey]):

@@ -32,6 +32,7 @@ from typing import Any
 
 from machinery_py.cli.output import answer, length, note
 from machinery_py.connections import proc
+from machinery_py.connections.session_files import is_private
 from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
@@ -86,16 +87,6 @@ def _base() -> str:
     return os.path.join(tempfile.gettempdir(), f"machinery-{user}")
 
 
-def is_private(folder: str) -> bool:
-    """Whether the folder is there, is no link, and is this user's alone."""
-    try:
-        found = os.lstat(folder)
-    except OSError:
-        return False
-    ours = not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not found.st_mode & 0o077)
-    return stat.S_ISDIR(found.st_mode) and ours
-
-
 # Writing
 
 
@@ -147,7 +138,8 @@ class Pulse:
     def _beat(self) -> None:
         pid = os.getpid()
         is_ready = self._is_ready()
-        beat = {"worker": self._worker, "pid": pid, "started": started_at(pid), "ready": is_ready}
+        started = proc.started_at(pid)
+        beat = {"worker": self._worker, "pid": pid, "started": started, "ready": is_ready}
         try:
             _write(self._place, self._path, beat)
             self._has_failed = False
@@ -200,12 +192,6 @@ def clear(place: HeartbeatPlace) -> None:
         if _read(path, same_machine=False) is not None:
             with contextlib.suppress(OSError):
                 os.unlink(path)
-
-
-def started_at(pid: int) -> str:
-    """Return the start of a process in the system's unit; "" if it has ended or is unknown."""
-    fields = proc.stat(pid)
-    return fields[proc.STARTED] if fields and fields[proc.STATE] not in "ZX" else ""
 
 
 # Reading
@@ -266,7 +252,7 @@ def _read(path: str, *, same_machine: bool) -> Beat | None:
     if (
         same_machine
         and os.path.isdir("/proc/self")
-        and started_at(beat.pid) != content.get("started")
+        and proc.started_at(beat.pid) != content.get("started")
     ):
         return None
     return beat

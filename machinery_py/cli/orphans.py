@@ -57,7 +57,7 @@ def below(spared: frozenset[int] = frozenset()) -> frozenset[int]:
     """
     if not os.path.isdir("/proc/self"):
         return frozenset()
-    parents = {int(name): _parent(int(name)) for name in os.listdir("/proc") if name.isdigit()}
+    parents = {int(name): proc.parent(int(name)) for name in os.listdir("/proc") if name.isdigit()}
     tracker = sys.modules.get("multiprocessing.resource_tracker")
     spared |= {getattr(getattr(tracker, "_resource_tracker", None), "_pid", 0)}
     found, last = frozenset[int](), frozenset({os.getpid()})
@@ -67,12 +67,6 @@ def below(spared: frozenset[int] = frozenset()) -> frozenset[int]:
         )
         found |= last
     return found
-
-
-def _parent(pid: int) -> int:
-    """Return the parent of a process; 0 if it runs no more."""
-    fields = proc.stat(pid)
-    return 0 if not fields or fields[proc.STATE] in "ZX" else int(fields[proc.PARENT])
 
 
 def hold_lifeline() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-#: Fields of `stat`. Times are in ticks, the start since the boot.
-STATE, PARENT, USER_TIME, SYSTEM_TIME, STARTED = 0, 1, 11, 12, 19
+_STATE, _PARENT, _STARTED = 0, 1, 19  # fields of `stat`
 
 
 def stat(pid: int) -> list[str]:
@@ -16,6 +15,18 @@ def stat(pid: int) -> list[str]:
             return file.read().rpartition(")")[2].split()  # the name may hold spaces
     except OSError:
         return []
+
+
+def started_at(pid: int) -> str:
+    """Return when a process began, in ticks since the boot; "" if it has ended or is unknown."""
+    fields = stat(pid)
+    return fields[_STARTED] if fields and fields[_STATE] not in "ZX" else ""
+
+
+def parent(pid: int) -> int:
+    """Return the parent of a process; 0 if it runs no more."""
+    fields = stat(pid)
+    return int(fields[_PARENT]) if fields and fields[_STATE] not in "ZX" else 0
 
 
 def memory() -> int:

@@ -186,14 +186,20 @@ def host_folder(kind: str) -> str:
     try:
         folder = os.path.join(tempfile.gettempdir(), f"machinery-{os.getuid()}-{kind}")
         _make(folder)
-        found = os.lstat(folder)
     except OSError:
         return ""
     # Another user who can write there could blame our tasks; a link could redirect our writes.
-    is_ours = (
-        stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
-    )
-    return folder if is_ours else ""
+    return folder if is_private(folder) else ""
+
+
+def is_private(folder: str) -> bool:
+    """Return whether the folder is there, is no link, and is this user's alone."""
+    try:
+        found = os.lstat(folder)
+    except OSError:
+        return False
+    ours = not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not found.st_mode & 0o077)
+    return stat.S_ISDIR(found.st_mode) and ours
 
 
 def _make(folder: str) -> None:
