@@ -47,10 +47,10 @@ def clean_lines(text: str) -> list[str]:
     return [clean(line) for line in text.splitlines()]
 
 
-def shorten(text: str, width: int = WIDEST) -> str:
+def shorten(text: str) -> str:
     """Return the text as a table's cell."""
     text = clean(text)
-    return text if len(text) <= width else text[: width - 1] + "…"
+    return text if len(text) <= WIDEST else text[: WIDEST - 1] + "…"
 
 
 def short_uuid(uuid: str) -> str:

@@ -210,7 +210,7 @@ def _specials(word: str, field: Field) -> str:
     if field.name != "day of week":
         return ""
     parts = [_SPECIAL_WEEKDAY.fullmatch(part) for part in word.split(",")]
-    found = [_special_weekday(match, word, field) for match in parts if match]
+    found = [_special_weekday(match, field) for match in parts if match]
     if found and len(found) != len(parts):
         raise BadField(
             f"{field.name} {word!r}: '#' and 'L' cannot stand in one list with plain days"
@@ -218,7 +218,7 @@ def _specials(word: str, field: Field) -> str:
     return ",".join(found)
 
 
-def _special_weekday(match: re.Match[str], word: str, field: Field) -> str:
+def _special_weekday(match: re.Match[str], field: Field) -> str:
     nth_of, nth, last, last_of = match.groups()
     number, _, _, _ = _range(nth_of or last or last_of, field)
     return f"{number}#{nth}" if nth else f"L{number}"

@@ -24,7 +24,6 @@ SECOND = dt.timedelta(seconds=1)
 FAR = dt.datetime(9990, 1, 1, tzinfo=dt.timezone.utc)  # nothing is looked for behind it
 _START = dt.datetime(2000, 1, 1)  # a spec that finds nothing behind this is never due
 _UTC = dt.timezone.utc
-_DAYS = dt.timedelta(days=2)  # longer than any change of a clock
 
 
 class Schedule:

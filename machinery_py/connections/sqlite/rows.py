@@ -1,11 +1,7 @@
-"""How values go into the SQLite stores: moments as numbers, and many rows in one statement.
-
-Limits: a moment is kept to the microsecond.
-"""
+"""How values go into the SQLite stores: ids as one parameter, many rows in one statement."""
 
 from __future__ import annotations
 
-import datetime as dt
 import functools
 import sqlite3
 from collections.abc import Sequence
@@ -14,10 +10,7 @@ from typing import Any
 
 import msgspec
 
-from machinery_py.clock import UTC
 from machinery_py.texts import printable
-
-_EPOCH = dt.datetime(1970, 1, 1, tzinfo=UTC)
 
 Rows = list[tuple[Any, ...]]
 
