@@ -79,11 +79,8 @@ class Schedule:
             except OverflowError:
                 return None
         if after != self._asked:
-            self._answer = (
-                self._on_wall(self._times, after)
-                if self._follows
-                else self._once(self._times, after)
-            )
+            find = self._on_wall if self._follows else self._once
+            self._answer = find(self._times, after)
             self._asked = after
         return self._answer
 

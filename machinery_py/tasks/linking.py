@@ -256,12 +256,9 @@ class _Linker:
         task = self.with_callbacks(task)
         if role is not None:
             task = _taking_over(task, role)
-        # Go overwrites OnSuccess here; callbacks of the user's own are kept.
-        task = (
-            task.with_uuid(prefix).replace(on_success=(*task.on_success, *after))
-            if after
-            else task.with_uuid(prefix)
-        )
+        task = task.with_uuid(prefix)
+        if after:  # Go overwrites OnSuccess here; callbacks of the user's own are kept
+            task = task.replace(on_success=(*task.on_success, *after))
         return (task,), PlannedStep(uuids=(task.uuid,), names=(task.name,))
 
     def _link_group(

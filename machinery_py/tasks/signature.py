@@ -443,11 +443,8 @@ def counted(signature: Signature[Any], now: dt.datetime) -> Signature[Any]:
     headers = {key: value for key, value in signature.headers.items() if key not in COUNTED}
     if len(headers) == len(signature.headers):
         return signature
-    eta, delay, expiry = (
-        signature.eta,
-        _length(signature, HEADER_DELAY),
-        _length(signature, HEADER_EXPIRES_IN),
-    )
+    eta = signature.eta
+    delay, expiry = _length(signature, HEADER_DELAY), _length(signature, HEADER_EXPIRES_IN)
     if eta is None and delay is not None:
         eta = now + dt.timedelta(seconds=delay)
     if expiry is not None:
@@ -466,11 +463,9 @@ def _length(signature: Signature[Any], key: str) -> float | None:
 
 def _number(headers: Mapping[str, Any], key: str, default: int) -> int:
     text = headers.get(key)
-    return (
-        int(text)
-        if isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 10
-        else default
-    )
+    if isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 10:
+        return int(text)
+    return default
 
 
 def _text(headers: Mapping[str, Any], key: str) -> str:

@@ -63,14 +63,11 @@ def _go_text(value: Any, depth: int = 0) -> str:
     if depth > 20:
         return "…"
     if isinstance(value, dict):
-        return (
-            f"map[{' '.join(f'{key}:{_go_text(value[key], depth + 1)}' for key in sorted(value))}]"
-        )
-    return (
-        f"[{' '.join(_go_text(item, depth + 1) for item in value)}]"
-        if isinstance(value, list)
-        else repr(value)
-    )
+        pairs = (f"{key}:{_go_text(value[key], depth + 1)}" for key in sorted(value))
+        return f"map[{' '.join(pairs)}]"
+    if isinstance(value, list):
+        return f"[{' '.join(_go_text(item, depth + 1) for item in value)}]"
+    return repr(value)
 
 
 def _token(value: float) -> str:

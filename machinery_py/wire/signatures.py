@@ -351,11 +351,8 @@ def explain(args: Sequence[Arg], owner: str, what: str, error: Exception) -> Arg
             encode(arg.value)
             encode([arg.type, arg.name])
         except (UnicodeEncodeError, RecursionError, TypeError, OverflowError, ValueError) as cause:
-            text = (
-                "it holds half a surrogate pair"
-                if isinstance(cause, UnicodeEncodeError)
-                else str(cause)
-            )
+            is_half = isinstance(cause, UnicodeEncodeError)
+            text = "it holds half a surrogate pair" if is_half else str(cause)
             return _blame(args, arg, owner, what, ArgumentError(f"cannot send it: {text}"))
     return ArgumentError(f"{owner or '?'!r} cannot be sent: {error}")
 

@@ -344,11 +344,9 @@ class AMQPBackend(TransactionalBackend):
             self._run(names, "releasing claims", step)
 
     def claims(self, names: Sequence[str]) -> list[bytes | None]:
-        return (
-            self._run(names, "reading claims", lambda current: current.records.claims(names))
-            if names
-            else []
-        )
+        if not names:
+            return []
+        return self._run(names, "reading claims", lambda current: current.records.claims(names))
 
     def records(self, known: str = "") -> Records:
         table = self._run(

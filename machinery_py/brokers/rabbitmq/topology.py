@@ -54,11 +54,9 @@ class Topology:
 
     def queue_of(self, name: str) -> str:
         """Return the queue of a route: Go writes the binding key for the default queue."""
-        return (
-            self.default_queue
-            if name in ("", self.config.binding_key) and self.routes_by_name
-            else name or self.default_queue
-        )
+        if name == self.config.binding_key and self.routes_by_name:
+            return self.default_queue
+        return name or self.default_queue
 
     @property
     def routes_by_name(self) -> bool:

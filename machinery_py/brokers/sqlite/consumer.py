@@ -309,11 +309,9 @@ class SQLiteConsumer(Consumer):
         """Return id → fence of those that this session holds; receipts name their session."""
         mine = f".{self._number}"
         ids = [_id(delivery) for delivery in deliveries if delivery.receipt.endswith(mine)]
-        return (
-            dict(_ours(connection.execute(_OURS, (as_json(ids), self._number)).fetchone()[0]))
-            if ids
-            else {}
-        )
+        if not ids:
+            return {}
+        return dict(_ours(connection.execute(_OURS, (as_json(ids), self._number)).fetchone()[0]))
 
     def holds(self, deliveries: Sequence[Delivery]) -> list[bool]:
         with self._driver.reading() as connection:
