@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from machinery_py.app import Application
 from machinery_py.brokers.base import DeadLetter, Message
@@ -103,17 +103,24 @@ def _mended(app: Application, signatures: Sequence[Signature[object]]) -> list[T
     """Return new states of the tasks that failed only because a step before them had failed."""
     lasts = {uuid for one in signatures for uuid, _ in lasts_of(one)}
     states = app.store.backend.get_states(sorted(lasts)).values() if lasts else ()
+    return mend(
+        one for one in states if one.state is State.FAILURE and one.error_type == STEP_FAILED
+    )
+
+
+def mend(states: Iterable[TaskState]) -> list[TaskState]:
+    """Return the states as they were before the tasks could have run."""
     return [
         TaskState(
             task_uuid=one.task_uuid,
             task_name=one.task_name,
             created_at=one.created_at,
             queue=one.queue,
+            keep_for=one.keep_for,
             root=one.root,
             parent=one.parent,
         )
         for one in states
-        if one.state is State.FAILURE and one.error_type == STEP_FAILED
     ]
 
 

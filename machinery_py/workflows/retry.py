@@ -25,7 +25,7 @@ import msgspec
 from machinery_py.app import Application
 from machinery_py.backends.base import Amendment, Change
 from machinery_py.errors import MachineryError, WorkflowError
-from machinery_py.inspection.replay import anew, replay
+from machinery_py.inspection.replay import anew, mend, replay
 from machinery_py.registry.outcomes import CHORD_FAILED, STEP_FAILED, Arrived, followers
 from machinery_py.tasks.context import on_behalf_of
 from machinery_py.tasks.signature import Signature, new_uuid
@@ -111,19 +111,7 @@ def _retry(app: Application, uuid: str, states: Sequence[TaskState]) -> list[str
     for one, _ in pairs:
         for arrival in _arrivals_after(app, one):
             _make_anew(app, arrival)
-    mended = [
-        msgspec.structs.replace(
-            TaskState(task_uuid=one.task_uuid),
-            task_name=one.task_name,
-            created_at=one.created_at,
-            queue=one.queue,
-            root=one.root,
-            parent=one.parent,
-            keep_for=one.keep_for,
-        )
-        for one in states
-        if one.task_uuid in gone
-    ]
+    mended = mend(one for one in states if one.task_uuid in gone)
     return replay(app, pairs, mended) if pairs else []
 
 
