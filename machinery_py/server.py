@@ -28,7 +28,7 @@ from machinery_py.notices import SendingNotices
 from machinery_py.queues import Queues
 from machinery_py.registry.calls import needs_check
 from machinery_py.registry.options import TaskOptions
-from machinery_py.registry.task import PeriodicDecorator, Task
+from machinery_py.registry.task import PeriodicDecorator, Task, is_unique
 from machinery_py.registry.task_set import TaskRegistrar, TaskSet
 from machinery_py.results.async_results import AsyncResult
 from machinery_py.results.waiter import AsyncWaiters
@@ -226,9 +226,9 @@ class Server(TaskRegistrar):
         if needs_check(signature):
             signature, groups = self.app.registry.linked(signature, self.now())
         signature = signature.with_uuid()
+        task = self.app.registry.find(signature.name)
         uuid, duplicate = signature.uuid, False
-        if self.app.registry.is_unique(signature):
-            task = self.app.registry.find(signature.name)
+        if is_unique(task, signature):
             uuid, duplicate = send_unique(self.app, task, signature, groups)
         else:
             self.app.submit((signature,), groups)

@@ -44,6 +44,7 @@ from machinery_py.errors import ConfigError, DuplicateTask, MachineryError
 from machinery_py.events import TaskSent
 from machinery_py.registry.calls import needs_check
 from machinery_py.registry.hooks import added_part
+from machinery_py.registry.task import is_unique
 from machinery_py.registry.unique_keys import KeyClaim, encode_claim
 from machinery_py.results.async_results import AsyncResult, ResultSource
 from machinery_py.results.workflow_results import GroupResult, result_of
@@ -148,7 +149,7 @@ def keeping(server: Server, step: Step[Any]) -> Iterator[tuple[Kept | None, Any]
         if needs_check(step):
             step, groups = app.registry.linked(step, server.now())
         first: Sequence[Signature[Any]] = (step := step.with_uuid(),)
-        must_look = app.registry.is_unique(step)
+        must_look = is_unique(app.registry.find(step.name), step)
         to = step.routing_key or queue
         result = AsyncResult(cast("ResultSource", source), step.uuid, name=step.name, queue=to)
     else:

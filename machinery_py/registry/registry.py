@@ -14,7 +14,7 @@ from machinery_py.registry.calls import needs_check
 from machinery_py.registry.options import TaskOptions
 from machinery_py.registry.task import AsyncTask, BatchTask, Task, TaskSender
 from machinery_py.tasks.linking import link_callbacks
-from machinery_py.tasks.signature import HEADER_UNIQUE, Arg, Signature
+from machinery_py.tasks.signature import Arg, Signature
 from machinery_py.tasks.states import GroupMeta
 
 _ERROR_TEXT = Arg(type="string", value="")  # what an error callback gets in front of its arguments
@@ -68,12 +68,6 @@ class Registry:
         if task is None:
             raise TaskNotRegistered(name, self._tasks)
         return task
-
-    def is_unique(self, signature: Signature[Any]) -> bool:
-        """Return whether the store is to look at the call's key: as the call says, else its task."""
-        task = self._tasks.get(signature.name)
-        by_task = task is not None and task.settings.unique is not False
-        return bool(signature.headers.get(HEADER_UNIQUE, by_task))
 
     def linked(
         self, signature: Signature[Any], now: dt.datetime

@@ -245,6 +245,12 @@ class BatchTask(Task[[Row], R], Generic[Row, R]):
         return super().__call__(cast(Any, rows))
 
 
+def is_unique(task: Task[..., Any] | None, signature: Signature[Any]) -> bool:
+    """Return whether the store is to look at a call's key: as the call says, else its task."""
+    by_task = task is not None and task.settings.unique is not False
+    return bool(signature.headers.get(HEADER_UNIQUE, by_task))
+
+
 # Decorators, for type checkers
 
 
