@@ -1,7 +1,7 @@
 """Outbox in the user's database: calls are kept in its transactions, and published by a relay.
 
     user's transaction   the row is inserted: messages, states, groups; all UUIDs are in it
-    relay, in turn       1  lock the oldest rows
+    relay, in turn       1  lock the oldest rows, for LOCK at most
                          2  store: a claim under the row's key, and in the same step the messages
                          3  delete the rows, and commit
                          4  a minute later, release the claims
@@ -12,8 +12,8 @@
                                                      nothing; steps 3 and 4
     3                    claims                      they expire
 
-The claims are those of unique tasks (`Store.amend`). A claim outlives its row for a minute: a relay
-that lost its lock in a pause may be about to do step 2 again.
+The claims are those of unique tasks (`Store.amend`). A relay whose lock is over begins no further
+row. It may be in step 2 of one, so a claim outlives its row for a minute, also if its relay ends.
 
 A row that the store refuses for good is set aside with the reason; those behind it go on. Any other
 trouble passes: the relay waits, and keeps the order. Of several relays one is at work at a time.
@@ -30,8 +30,9 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -66,11 +67,12 @@ logger = get_logger(__name__)
 
 BATCH = 100  # rows that are locked at a time
 HOLD = 0.5  # seconds after which no further row of a batch is begun
+LOCK = 15.0  # seconds that rows are locked for a relay that is silent
 POLL = 1.0  # seconds between two looks at the table
 FIRST_PAUSE, LAST_PAUSE = 0.05, 5.0  # seconds after trouble
 WARN_EVERY = 60.0  # seconds between two warnings of the same trouble
 CLAIM_LIFE = 7 * 86400.0  # seconds that a row which was published may stay in the table
-CLAIM_REST = 60.0  # seconds that a claim outlives its row
+CLAIM_REST = 60.0  # seconds that a claim outlives its row; more than LOCK and a store's timeouts
 JOIN = 10.0  # seconds that a relay has to end
 
 
@@ -128,7 +130,7 @@ class KeptSource:
 
 
 encode_kept = msgspec.json.Encoder().encode
-_decode_kept = msgspec.json.Decoder(Kept).decode
+decode_kept = msgspec.json.Decoder(Kept).decode
 
 
 @contextmanager
@@ -209,10 +211,11 @@ class OutboxTable(ABC):
         """Return whether there are rows to publish. Locks nothing."""
 
     @abstractmethod
-    def take(self, limit: int) -> AbstractContextManager[LockedRows]:
+    def take(self, limit: int, life: float) -> AbstractContextManager[LockedRows]:
         """Lock the oldest rows; none if another relay is at work.
 
-        The end of the block deletes and sets aside what the batch says, and commits.
+        The end of the block deletes and sets aside what the batch says, and commits. A database
+        that can give the rows to others if it hears nothing of us for `life` seconds does so.
         """
 
     @abstractmethod
@@ -240,7 +243,7 @@ class Relay:
         self._table = table
         self._wakeup: Wakeup | None = None
         self._thread = LoopThread("machinery-outbox", self._run, wake=self.wake)
-        self._claims: deque[tuple[float, str, bytes]] = deque()  # of rows that are deleted
+        self._claims: deque[tuple[float, tuple[str, bytes]]] = deque()  # of rows that are deleted
         self._warned_at = -WARN_EVERY
 
     def start(self, worker: object = None) -> None:
@@ -269,11 +272,10 @@ class Relay:
         while not self._thread.is_stopping():
             try:
                 sources = self._table.listen()
-                while self.step() and not self._thread.is_stopping():
-                    pass
-                self._release(time.monotonic() - CLAIM_REST)
+                is_more = self.step() > 0
+                self._release()
                 pause = FIRST_PAUSE
-                if not self._thread.is_stopping():
+                if not is_more and not self._thread.is_stopping():
                     wakeup.wait(POLL, sources)
                     self._table.heard()
             except Exception as error:  # of any driver: the loop must live on
@@ -281,8 +283,6 @@ class Relay:
                 self._table.close()
                 self._thread.pause(full_jitter(pause))
                 pause = min(LAST_PAUSE, pause * 2)
-        with suppress(MachineryError):
-            self._release(time.monotonic())
         self._table.close()
         wakeup.close()
 
@@ -309,19 +309,21 @@ class Relay:
         if self._app.store.backend.features.claims:
             # Before the lock: no row is locked while the store keeps us waiting.
             self._app.store.backend.claims(["outbox"])
-        with self._table.take(BATCH) as batch:
-            self._publish_all(batch)
+        asked = time.monotonic()
+        with self._table.take(BATCH, LOCK) as batch:
+            self._publish_all(batch, until=min(time.monotonic() + HOLD, asked + LOCK))
         now = time.monotonic()  # committed: nobody will publish these again
-        self._claims += [(now, *claim) for claim in batch.claims]
+        self._claims += [(now, claim) for claim in batch.claims]
         if batch.trouble is not None:
             raise batch.trouble
         return len(batch.done) + len(batch.refused)
 
-    def _publish_all(self, batch: LockedRows) -> None:
-        end = time.monotonic() + HOLD
+    def _publish_all(self, batch: LockedRows, *, until: float) -> None:
         for number, body in batch.rows:
+            if time.monotonic() > until or self._thread.is_stopping():
+                return
             try:
-                kept = _decode_kept(body)
+                kept = decode_kept(body)
                 self._publish(kept)
             except Exception as error:  # user's hooks as well
                 if _passes(error):
@@ -332,8 +334,6 @@ class Relay:
             else:
                 batch.done.append(number)
                 batch.claims.append(_claim(kept))
-            if time.monotonic() > end or self._thread.is_stopping():
-                return
 
     def _publish(self, kept: Kept) -> None:
         app, messages = self._app, kept.messages
@@ -380,13 +380,15 @@ class Relay:
         if is_other:
             logger.info("%s %s is not sent: %s is the same call", kept.name, kept.uuid, uuid)
 
-    def _release(self, until: float) -> None:
-        """Release the claims of rows that were deleted before this moment."""
-        over: list[tuple[str, bytes]] = []
+    def _release(self) -> None:
+        """Release the claims of rows that were deleted a while ago."""
+        until = time.monotonic() - CLAIM_REST
         while self._claims and self._claims[0][0] <= until:
-            over.append(self._claims.popleft()[1:])
-        if over and self._app.store.backend.features.claims:
-            self._app.store.backend.release(over)
+            over = [claim for at, claim in islice(self._claims, BATCH) if at <= until]
+            if self._app.store.backend.features.claims:
+                self._app.store.backend.release(over)
+            for _ in over:
+                self._claims.popleft()
 
 
 def _claim(kept: Kept) -> tuple[str, bytes]:
@@ -459,6 +461,11 @@ def check_file(server: Server, database: str) -> None:
             f"{database} is the file of the outbox and of the tasks, and a relay locks it "
             "(give one of them a file of its own)"
         )
+
+
+def ended_after(life: float) -> str:
+    """Return SQL by which PostgreSQL ends this transaction if its client is silent for so long."""
+    return f"SET LOCAL idle_in_transaction_session_timeout = {int(life * 1000)}"
 
 
 def forget_notices(connection: Any) -> None:

@@ -21,6 +21,7 @@ from machinery_py.contrib.outbox import (
     OutboxTable,
     check_file,
     encode_kept,
+    ended_after,
     forget_notices,
     keeping,
 )
@@ -216,12 +217,14 @@ class SQLTable(OutboxTable):
             return found.first() is not None
 
     @contextmanager
-    def take(self, limit: int) -> Iterator[LockedRows]:
+    def take(self, limit: int, life: float) -> Iterator[LockedRows]:
         table = self._table
         with self._engine.connect() as connection:
             if self._locks:  # whatever the engine has: each statement sees what was committed
                 connection.execution_options(isolation_level="READ COMMITTED")
             with connection.begin():
+                if connection.dialect.name == "postgresql":
+                    connection.exec_driver_sql(ended_after(life))
                 yield (batch := LockedRows(self._rows(connection, limit)))
                 if batch.done:
                     connection.execute(sa.delete(table).where(table.c.id.in_(batch.done)))

@@ -21,6 +21,7 @@ from machinery_py.contrib.outbox import (
     OutboxTable,
     check_file,
     encode_kept,
+    ended_after,
     forget_notices,
     keeping,
 )
@@ -122,9 +123,13 @@ class DjangoTable(OutboxTable):
         return bool(self._waiting.exists())
 
     @contextmanager
-    def take(self, limit: int) -> Iterator[LockedRows]:
-        rows = _Row.objects.using(self._using)
+    def take(self, limit: int, life: float) -> Iterator[LockedRows]:
+        rows, connection = _Row.objects.using(self._using), connections[self._using]
+        is_ours = not connection.in_atomic_block  # else a test's, which ends when it likes
         with _atomic(using=self._using):
+            if is_ours and connection.vendor == "postgresql":
+                with connection.cursor() as cursor:
+                    cursor.execute(ended_after(life))
             yield (batch := LockedRows(self._rows(limit)))
             if batch.done:
                 rows.filter(id__in=batch.done).delete()

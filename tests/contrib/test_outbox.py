@@ -1,0 +1,103 @@
+"""The relay of an outbox: what happens to it when others do what they like."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.exc import OperationalError
+
+from machinery_py.contrib import outbox
+from machinery_py.events import TaskSent
+from tests.contrib.shop import Shop, database_of_a_shop, open_shop
+
+database, shop = database_of_a_shop, open_shop
+
+
+def test_relay_that_lost_its_lock_publishes_nothing_again(
+    postgresql_url: str, redis_url: str
+) -> None:
+    shop, other = Shop(postgresql_url, redis_url), Shop(postgresql_url, redis_url)
+    shop.send(1, 2, 3)
+
+    seen: list[str] = []
+
+    def take_over(connection: Any, _: object, words: str, *__: object) -> None:
+        seen.append(words)
+        if "FOR UPDATE" in "".join(seen[:-1]):  # the last one before the rows are published
+            process = connection.connection.driver_connection.info.backend_pid
+            with other.engine.begin() as killing:
+                killing.execute(sa.select(sa.func.pg_terminate_backend(process)))
+            other.publish()  # and its relay ends
+
+    event.listen(shop.engine, "after_cursor_execute", take_over)
+    with pytest.raises(OperationalError):
+        shop.outbox.relay().step()
+
+    assert shop.run() == [1, 2, 3]
+    shop.close()
+    other.close()
+
+
+def test_rows_of_a_relay_that_is_silent_go_to_another(
+    postgresql_url: str, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox, "LOCK", 0.2)
+    shop = Shop(postgresql_url, redis_url)
+    shop.send(1, 2, 3)
+
+    child = os.fork()
+    if child == 0:
+        silent = shop.again()
+        event.listen(silent.engine, "after_cursor_execute", _stop_behind_the_lock)
+        try:
+            silent.outbox.relay().step()
+        finally:
+            os._exit(1)
+    os.waitpid(child, os.WUNTRACED)
+    try:
+        shop.publish()
+    finally:
+        os.kill(child, signal.SIGCONT)
+        os.waitpid(child, 0)
+
+    assert shop.run() == [1, 2, 3]
+    shop.close()
+
+
+def _stop_behind_the_lock(*arguments: Any) -> None:
+    if "FOR UPDATE" in arguments[2]:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_no_row_is_begun_when_the_lock_is_over(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "LOCK", 0.0)
+    shop.send(1, 2)
+
+    assert shop.outbox.relay().step() == 0
+
+    assert len(shop.rows()) == 2
+    assert shop.run() == []
+
+
+def test_claims_are_released_while_there_is_more_to_publish(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox, "BATCH", 1)
+    monkeypatch.setattr(outbox, "CLAIM_REST", 0.0)
+    shop.send(1, 2, 3)
+    keys = [outbox.decode_kept(row.body).key for row in shop.rows()]
+    held: list[list[bool]] = []
+
+    def look(_: TaskSent) -> None:
+        claims = shop.server.backend.claims([f"outbox-{key}" for key in keys])
+        held.append([claim is not None for claim in claims])
+
+    shop.server.events.subscribe(TaskSent, look)
+    shop.publish()
+
+    assert held == [[True, False, False], [False, True, False], [False, False, True]]
