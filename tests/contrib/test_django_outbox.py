@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import sqlalchemy
 
 from tests.docs.pages import environment
 
@@ -102,26 +104,67 @@ def test_committed_calls_run_once_though_the_relay_is_killed(
     if database == "sqlite":
         words = ["django.db.backends.sqlite3", str(tmp_path / "shop.db"), "", "", ""]
     else:
-        import sqlalchemy
+        url = request.getfixturevalue("postgresql_url")
+        words = words_of("django.db.backends.postgresql", url)
 
-        url = sqlalchemy.make_url(request.getfixturevalue("postgresql_url"))
-        engine = "django.db.backends.postgresql"
-        words = [
-            engine,
-            url.database or "",
-            url.host or "",
-            str(url.port or ""),
-            url.username or "",
-        ]
+    done = run(PROGRAM, [*words, redis_url, point], tmp_path)
 
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *words, redis_url, point],
-        cwd=tmp_path,
-        env=environment(tmp_path),
+    assert done.stdout == "[0, 1, 2, 10, 20, 30]\n7\n", done.stderr
+
+
+COUNTED = """
+from django.db.backends.postgresql import base
+
+class DatabaseWrapper(base.DatabaseWrapper):
+    given = 0
+
+    def get_new_connection(self, params):
+        DatabaseWrapper.given += 1
+        return super().get_new_connection(params)
+"""
+
+COUNTING = (
+    PROGRAM[: PROGRAM.index("with transaction.atomic")]
+    + """
+from counted.base import DatabaseWrapper
+from machinery_py.contrib import outbox as relays
+
+relays.BATCH = 1
+for number in range(5):
+    outbox.send(note.signature(number))
+connection.close()
+DatabaseWrapper.given = 0
+with outbox.relay():
+    wait_until(lambda: not OutboxRow.objects.exists(), what="an empty outbox")
+print(DatabaseWrapper.given, flush=True)
+"""
+)
+
+
+def test_relay_keeps_its_connection_and_listens_on_one_beside_the_pool(
+    postgresql_url: str, redis_url: str, tmp_path: Path
+) -> None:
+    (tmp_path / "counted").mkdir()
+    (tmp_path / "counted" / "base.py").write_text(COUNTED)
+
+    done = run(COUNTING, [*words_of("counted", postgresql_url), redis_url, ""], tmp_path)
+
+    assert done.stdout == "2\n", done.stderr  # this thread's, and the relay's
+
+
+def words_of(engine: str, url: str) -> list[str]:
+    """Return what the program reads of this database."""
+    made = sqlalchemy.make_url(url)
+    return [engine, made.database or "", made.host or "", str(made.port or ""), made.username or ""]
+
+
+def run(program: str, words: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program, *words],
+        cwd=folder,
+        env=environment(folder),
         capture_output=True,
         text=True,
         timeout=HANG,
         check=False,
     )
-
-    assert done.stdout == "[0, 1, 2, 10, 20, 30]\n7\n", done.stderr

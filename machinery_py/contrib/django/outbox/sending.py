@@ -119,8 +119,10 @@ class DjangoTable(OutboxTable):
         return _Row.objects.using(self._using).filter(failed_at=None).order_by("id")
 
     def is_waiting(self) -> bool:
-        connections[self._using].close_if_unusable_or_obsolete()
-        return bool(self._waiting.exists())
+        connection, is_waiting = connections[self._using], bool(self._waiting.exists())
+        if not is_waiting and getattr(connection, "pool", None):
+            connection.close_if_unusable_or_obsolete()  # back into Django's pool
+        return is_waiting
 
     @contextmanager
     def take(self, limit: int, life: float) -> Iterator[LockedRows]:
@@ -155,7 +157,8 @@ class DjangoTable(OutboxTable):
         if connection.vendor != "postgresql":
             return ()
         if self._listener is None:
-            self._listener = connection.get_new_connection(connection.get_connection_params())
+            # Beside Django's pool, which may have room for one connection.
+            self._listener = connection.Database.connect(**connection.get_connection_params())
             self._listener.autocommit = True
             self._listener.cursor().execute(f"LISTEN {CHANNEL}")
         return (self._listener.fileno(),)
