@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from machinery_py.app import Application
-from machinery_py.backends.base import Amendment, sending_key
+from machinery_py.backends.base import Amendment, Backend, sending_key
 from machinery_py.errors import (
     BackendUnavailable,
     DuplicateTask,
@@ -67,8 +67,9 @@ def send_unique(
         ArgumentError, PublishRefused, PublishUnknown: as Server.send_task.
     """
     app.check_lives((signature,))
+    check_keys(app.store.backend, signature.name)
     with app.sending((signature,)) as [signature]:
-        sending = _Sending(app, task, app.completed(signature), groups)
+        sending = UniqueSending(app, task, app.completed(signature), groups)
         try:
             duplicate = app.patiently(sending.attempt, block=block_of(signature))
         except BackendUnavailable as error:
@@ -80,7 +81,16 @@ def send_unique(
     return sending.holder, duplicate
 
 
-class _Sending:
+def check_keys(backend: Backend, name: str) -> None:
+    """Raise Unsupported if this backend keeps no keys of unique tasks."""
+    if not backend.features.claims:
+        raise Unsupported(
+            f"{name} is unique, and the {backend.features.name} backend "
+            "keeps no keys (name another result backend, or send it with options(unique=False))"
+        )
+
+
+class UniqueSending:
     """Sending of one call of a unique task; `holder` is the UUID that has the key."""
 
     def __init__(
@@ -125,11 +135,6 @@ class _Sending:
     def attempt(self) -> bool:
         """Take the key and publish. True: another call has it. May be repeated after any error."""
         backend = self._app.store.backend
-        if not backend.features.claims:
-            raise Unsupported(
-                f"{self.signature.name} is unique, and the {backend.features.name} backend "
-                "keeps no keys (name another result backend, or send it with options(unique=False))"
-            )
         while True:
             [body] = backend.claims([self._key])
             now = self._app.now()

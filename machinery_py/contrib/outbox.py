@@ -56,7 +56,7 @@ from machinery_py.tasks.states import GroupMeta, TaskState
 from machinery_py.tasks.workflow import Group
 from machinery_py.texts import MAX_ERROR, cut, get_logger
 from machinery_py.threads import LoopThread
-from machinery_py.unique import send_unique
+from machinery_py.unique import UniqueSending, check_keys
 from machinery_py.wire.long_chains import link_any
 from machinery_py.wire.signatures import decode_signature
 
@@ -152,6 +152,8 @@ def keeping(server: Server, step: Step[Any]) -> Iterator[tuple[Kept | None, Any]
             step, groups = app.registry.linked(step, server.now())
         first: Sequence[Signature[Any]] = (step := step.with_uuid(),)
         must_look = is_unique(app.registry.find(step.name), step)
+        if must_look:
+            check_keys(server.backend, step.name)
         to = step.routing_key or queue
         result = AsyncResult(cast("ResultSource", source), step.uuid, name=step.name, queue=to)
     else:
@@ -325,7 +327,7 @@ class Relay:
             try:
                 kept = decode_kept(body)
                 self._publish(kept)
-            except Exception as error:  # user's hooks as well
+            except Exception as error:  # user's keys of unique tasks as well
                 if _passes(error):
                     batch.trouble = error
                     return
@@ -373,11 +375,14 @@ class Relay:
         if app.store.backend.get_states([kept.uuid]):
             return
         signature = decode_signature(message.body)
+        sending = UniqueSending(app, app.registry.find(kept.name), signature, kept.groups)
         try:
-            uuid, is_other = send_unique(app, app.registry.find(kept.name), signature, kept.groups)
+            is_duplicate, uuid = sending.attempt(), sending.holder
         except DuplicateTask as error:
-            uuid, is_other = error.uuid, error.uuid != kept.uuid
-        if is_other:
+            is_duplicate, uuid = True, error.uuid
+        if not is_duplicate:
+            app.report_sent([sending.signature])
+        elif uuid != kept.uuid:
             logger.info("%s %s is not sent: %s is the same call", kept.name, kept.uuid, uuid)
 
     def _release(self) -> None:

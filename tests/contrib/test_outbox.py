@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import Session
 
+from machinery_py import Signature
 from machinery_py.contrib import outbox
+from machinery_py.errors import BackendUnavailable, Unsupported
 from machinery_py.events import TaskSent
+from machinery_py.testing.waiting import HANG
 from tests.contrib.shop import Shop, database_of_a_shop, open_shop
+from tests.support.servers import RedisServer
 
 database, shop = database_of_a_shop, open_shop
 
@@ -101,3 +108,53 @@ def test_claims_are_released_while_there_is_more_to_publish(
     shop.publish()
 
     assert held == [[True, False, False], [False, True, False], [False, False, True]]
+
+
+def test_handlers_of_sending_run_at_the_call_alone(shop: Shop) -> None:
+    ran: list[str] = []
+
+    @shop.server.around_send
+    def around(_: Sequence[Signature[Any]]) -> Iterator[None]:
+        ran.append("around_send")
+        yield
+
+    @shop.server.set_pre_publish_handler
+    def before(_: Signature[Any]) -> None:
+        ran.append("pre_publish")
+
+    with Session(shop.engine) as session, session.begin():
+        shop.outbox.send(session, shop.note.signature(1))
+        shop.outbox.send(session, shop.alone.signature(2))
+    shop.publish()
+
+    assert ran == ["around_send", "pre_publish"] * 2
+    assert shop.run() == [1, 2]
+
+
+def test_unique_call_waits_for_its_store_without_a_lock(tmp_path: Path) -> None:
+    with RedisServer() as redis:
+        shop = Shop(f"sqlite:///{tmp_path}/shop.db", redis.url, publish_timeout=10 * HANG)
+
+        def key(number: int) -> str:  # the relay asks for it when it has the lock
+            redis.stop()
+            return str(number)
+
+        @shop.server.task(unique=key)
+        def pay(number: int) -> None: ...
+
+        with Session(shop.engine) as session, session.begin():
+            shop.outbox.send(session, pay.signature(1))
+        with pytest.raises(BackendUnavailable):
+            shop.outbox.relay().step()
+
+        assert len(shop.rows()) == 1
+        shop.close()
+
+
+def test_unique_call_is_refused_at_once_without_a_result_backend(tmp_path: Path) -> None:
+    broker = f"sqlite:///{tmp_path}/tasks.db"
+    shop = Shop(f"sqlite:///{tmp_path}/shop.db", broker, result_backend="null")
+
+    with Session(shop.engine) as session, pytest.raises(Unsupported, match="keeps no keys"):
+        shop.outbox.send(session, shop.alone.signature(1))
+    shop.close()
