@@ -15,15 +15,14 @@ from contextlib import contextmanager, suppress
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+from machinery_py.contrib.kept_calls import encode_kept, keeping
 from machinery_py.contrib.outbox import (
     AnyOutbox,
     LockedRows,
     OutboxTable,
     check_file,
-    encode_kept,
     ended_after,
     forget_notices,
-    keeping,
 )
 from machinery_py.errors import ConfigError
 from machinery_py.tasks.signature import Step

@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 
 from machinery_py import Signature
 from machinery_py.contrib import outbox
+from machinery_py.contrib.kept_calls import decode_kept
 from machinery_py.errors import BackendUnavailable, Unsupported
 from machinery_py.events import TaskSent
 from machinery_py.testing.waiting import HANG
@@ -97,7 +98,7 @@ def test_claims_are_released_while_there_is_more_to_publish(
     monkeypatch.setattr(outbox, "BATCH", 1)
     monkeypatch.setattr(outbox, "CLAIM_REST", 0.0)
     shop.send(1, 2, 3)
-    keys = [outbox.decode_kept(row.body).key for row in shop.rows()]
+    keys = [decode_kept(row.body).key for row in shop.rows()]
     held: list[list[bool]] = []
 
     def look(_: TaskSent) -> None:

@@ -15,15 +15,14 @@ from django.utils import timezone
 
 from machinery_py.contrib.django.outbox.models import OutboxRow
 from machinery_py.contrib.django.project import server
+from machinery_py.contrib.kept_calls import encode_kept, keeping
 from machinery_py.contrib.outbox import (
     AnyOutbox,
     LockedRows,
     OutboxTable,
     check_file,
-    encode_kept,
     ended_after,
     forget_notices,
-    keeping,
 )
 from machinery_py.errors import ConfigError
 from machinery_py.registry.hooks import added_part
