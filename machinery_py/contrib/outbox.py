@@ -15,6 +15,9 @@
 The claims are those of unique tasks (`Store.amend`). A relay whose lock is over begins no further
 row. It may be in step 2 of one, so a claim outlives its row for a minute, also if its relay ends.
 
+Between two stores, step 2 has parts of its own (stores/outbox.py). A relay that finds a call stored
+and not sent leaves it, and those behind it, to the one that may be sending it, for LEFT seconds.
+
 A row that the store refuses for good is set aside with the reason; those behind it go on. Any other
 trouble passes: the relay waits, and keeps the order. Of several relays one is at work at a time.
 
@@ -24,6 +27,7 @@ not at all: such a row may be published twice after a crash.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import weakref
@@ -35,7 +39,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
-from machinery_py.backends.base import Amendment, sending_key
+from machinery_py.backends.base import Amendment, OutboxBackend, sending_key
 from machinery_py.config.urls import StoreUrl, scheme_of
 from machinery_py.connections.wakeup import Wakeup
 from machinery_py.contrib.kept_calls import Kept, decode_kept
@@ -58,6 +62,7 @@ logger = get_logger(__name__)
 BATCH = 100  # rows that are locked at a time
 HOLD = 0.5  # seconds after which no further row of a batch is begun
 LOCK = 15.0  # seconds that rows are locked for a relay that is silent
+LEFT = LOCK  # seconds after which a call that another relay has stored, and not sent, is sent
 POLL = 1.0  # seconds between two looks at the table
 FIRST_PAUSE, LAST_PAUSE = 0.05, 5.0  # seconds after trouble
 WARN_EVERY = 60.0  # seconds between two warnings of the same trouble
@@ -128,6 +133,7 @@ class Relay:
         self._wakeup: Wakeup | None = None
         self._thread = LoopThread("machinery-outbox", self._run, wake=self.wake)
         self._claims: deque[tuple[float, tuple[str, bytes]]] = deque()  # of rows that are deleted
+        self._left = "", -math.inf  # key of a call that is stored and not sent; since when
         self._warned_at = -WARN_EVERY
 
     def start(self, worker: object = None) -> None:
@@ -208,7 +214,8 @@ class Relay:
                 return
             try:
                 kept = decode_kept(body)
-                self._publish(kept)
+                if not self._publish(kept):
+                    return
             except Exception as error:  # user's keys of unique tasks as well
                 if _passes(error):
                     batch.trouble = error
@@ -219,10 +226,12 @@ class Relay:
                 batch.done.append(number)
                 batch.claims.append(_claim(kept))
 
-    def _publish(self, kept: Kept) -> None:
+    def _publish(self, kept: Kept) -> bool:
+        """Publish it, unless that was done before. False: it is not known yet whether it was."""
         app, messages = self._app, kept.messages
         if kept.is_unique:
-            return self._publish_unique(kept)
+            self._publish_unique(kept)
+            return True
         limits = app.limits_of(messages) if app.config.queue_limits else ()
         if not app.store.backend.features.claims:
             states, groups = kept.states, kept.groups
@@ -245,11 +254,28 @@ class Relay:
                 groups=kept.groups,
                 outbox_key=sending_key(name, kept.key),
             )
-            if not app.store.amend(amendment, messages):
-                return app.store.publish_left(amendment.outbox_key)
+            try:
+                is_new = app.store.amend(amendment, messages)
+            except MachineryError:
+                self._left = amendment.outbox_key, -math.inf  # ours to finish
+                raise
+            if not is_new:
+                return self._finish(amendment.outbox_key)
         if TaskSent in app.events.wanted:
             app.report_sent([decode_signature(one.body) for one in messages])
-        return None
+        return True
+
+    def _finish(self, key: str) -> bool:
+        """Publish what is left of a call between two stores, unless another relay may be at it."""
+        store, now = self._app.store, time.monotonic()
+        if not isinstance(store.backend, OutboxBackend) or not any(store.backend.outboxes([key])):
+            return True
+        if key != self._left[0]:
+            self._left = key, now
+        if now - self._left[1] < LEFT:
+            return False
+        store.publish_left(key)
+        return True
 
     def _publish_unique(self, kept: Kept) -> None:
         """Publish it unless another call has its key, or this one was published before."""

@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 from machinery_py import Signature
 from machinery_py.contrib import outbox
 from machinery_py.contrib.kept_calls import decode_kept
-from machinery_py.errors import BackendUnavailable, Unsupported
+from machinery_py.errors import BackendUnavailable, BrokerUnavailable, Unsupported
 from machinery_py.events import TaskSent
 from machinery_py.testing.waiting import HANG
 from tests.contrib.shop import Shop, database_of_a_shop, open_shop
@@ -109,6 +109,47 @@ def test_claims_are_released_while_there_is_more_to_publish(
     shop.publish()
 
     assert held == [[True, False, False], [False, True, False], [False, False, True]]
+
+
+def test_call_that_another_relay_may_be_sending_is_left_to_it(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RedisServer() as redis:
+        results = f"sqlite:///{tmp_path}/results.db"
+        shop = Shop(database, redis.url, result_backend=results)
+        _cut_off_between_the_stores(shop, redis)
+        relay = shop.outbox.relay()
+
+        assert (relay.step(), len(shop.rows())) == (0, 2)
+        assert shop.run() == []
+        monkeypatch.setattr(outbox, "LEFT", 0.0)
+        assert relay.step() == 2
+
+        assert shop.run() == [1, 2]
+        shop.close()
+
+
+def test_relay_finishes_its_own_call_at_once(database: str, tmp_path: Path) -> None:
+    with RedisServer() as redis:
+        results = f"sqlite:///{tmp_path}/results.db"
+        shop = Shop(database, redis.url, result_backend=results)
+        relay = _cut_off_between_the_stores(shop, redis)
+
+        assert relay.step() == 2
+
+        assert shop.run() == [1, 2]
+        shop.close()
+
+
+def _cut_off_between_the_stores(shop: Shop, broker: RedisServer) -> outbox.Relay:
+    """Send two calls, and return a relay that has stored the first one and could not send it."""
+    shop.send(1, 2)
+    relay = shop.outbox.relay()
+    broker.stop()
+    with pytest.raises(BrokerUnavailable):
+        relay.step()
+    broker.start()
+    return relay
 
 
 def test_handlers_of_sending_run_at_the_call_alone(shop: Shop) -> None:
