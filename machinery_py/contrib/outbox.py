@@ -343,8 +343,13 @@ class AnyOutbox(ABC):
 
     def in_workers(self) -> None:
         """Run a relay in each worker of this Server; called once, where tasks are declared."""
-        make = cast("Any", self.relay)
-        self.server.app.hooks.parts.append(added_part(make, self._name, "broker"))
+        parts, name = self.server.app.hooks.parts, self._name
+        others = sum(part.name.startswith(name) for part in parts)  # the same table elsewhere
+        make = cast("Any", self._part)
+        parts.append(added_part(make, f"{name} {others + 1}" if others else name, "broker"))
+
+    def _part(self) -> object:
+        return self.relay()
 
     def publish(self) -> None:
         """Publish in this thread what is there now; for tests and scripts.

@@ -17,9 +17,10 @@ from sqlalchemy.orm import Session
 from machinery_py import Signature
 from machinery_py.contrib import outbox
 from machinery_py.contrib.kept_calls import decode_kept
+from machinery_py.contrib.sqlalchemy import Outbox
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable, Unsupported
 from machinery_py.events import TaskSent
-from machinery_py.testing.waiting import HANG
+from machinery_py.testing.waiting import HANG, wait_until
 from tests.contrib.shop import Shop, database_of_a_shop, open_shop
 from tests.support.servers import RedisServer
 
@@ -200,3 +201,17 @@ def test_unique_call_is_refused_at_once_without_a_result_backend(tmp_path: Path)
     with Session(shop.engine) as session, pytest.raises(Unsupported, match="keeps no keys"):
         shop.outbox.send(session, shop.alone.signature(1))
     shop.close()
+
+
+def test_one_worker_relays_the_same_table_of_two_databases(shop: Shop, tmp_path: Path) -> None:
+    other = Outbox(shop.server, f"sqlite:///{tmp_path}/other.db")
+    other.create()
+    shop.outbox.in_workers()
+    other.in_workers()
+
+    with shop.server.new_worker():
+        shop.send(1)
+        with Session(other.engine) as session, session.begin():
+            result = other.send(session, shop.note.signature(2))
+        assert result.get(timeout=HANG) == 2
+        wait_until(lambda: sorted(shop.ran) == [1, 2])

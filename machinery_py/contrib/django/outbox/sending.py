@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import takewhile
-from typing import Any, cast
+from typing import Any
 
 from django.db import DEFAULT_DB_ALIAS, connections, router, transaction
 from django.utils import timezone
@@ -25,7 +25,6 @@ from machinery_py.contrib.outbox import (
     forget_notices,
 )
 from machinery_py.errors import ConfigError
-from machinery_py.registry.hooks import added_part
 from machinery_py.server import Server
 from machinery_py.tasks.signature import Step
 from machinery_py.texts import cut
@@ -74,11 +73,7 @@ class DjangoOutbox(AnyOutbox):
                     transaction.on_commit(self._wake, using=using)
         return result
 
-    def in_workers(self) -> None:
-        parts = self.server.app.hooks.parts
-        parts.append(added_part(cast("Any", self._part), self._name, "broker"))
-
-    def _part(self) -> Any:
+    def _part(self) -> object:
         # The database of a test: its threads would lock each other's tables.
         connection = connections[self.using]
         if connection.vendor == "sqlite" and connection.is_in_memory_db():
