@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-BATCH = 100  # rows that are locked at a time
+FIRST_BATCH, BATCH = 8, 100  # rows that are locked at a time
 HOLD = 0.5  # seconds after which no further row of a batch is begun
 LOCK = 15.0  # seconds that rows are locked for a relay that is silent
 LEFT = LOCK  # seconds after which a call that another relay has stored, and not sent, is sent
@@ -134,6 +134,7 @@ class Relay:
         self._thread = LoopThread("machinery-outbox", self._run, wake=self.wake)
         self._claims: deque[tuple[float, tuple[str, bytes]]] = deque()  # of rows that are deleted
         self._left = "", -math.inf  # key of a call that is stored and not sent; since when
+        self._limit = FIRST_BATCH
         self._warned_at = -WARN_EVERY
 
     def start(self, worker: object = None) -> None:
@@ -200,13 +201,16 @@ class Relay:
             # Before the lock: no row is locked while the store keeps us waiting.
             self._app.store.backend.claims(["outbox"])
         asked = time.monotonic()
-        with self._table.take(BATCH, LOCK) as batch:
+        with self._table.take(self._limit, LOCK) as batch:
             self._publish_all(batch, until=min(time.monotonic() + HOLD, asked + LOCK))
         now = time.monotonic()  # committed: nobody will publish these again
+        over = len(batch.done) + len(batch.refused)
+        # Large rows are not read to be left: as many as HOLD is enough for.
+        self._limit = min(BATCH, self._limit * 2) if over == len(batch.rows) else max(1, over)
         self._claims += [(now, claim) for claim in batch.claims]
         if batch.trouble is not None:
             raise batch.trouble
-        return len(batch.done) + len(batch.refused)
+        return over
 
     def _publish_all(self, batch: LockedRows, *, until: float) -> None:
         for number, body in batch.rows:

@@ -129,7 +129,7 @@ COUNTING = (
 from counted.base import DatabaseWrapper
 from machinery_py.contrib import outbox as relays
 
-relays.BATCH = 1
+relays.FIRST_BATCH = relays.BATCH = 1
 for number in range(5):
     outbox.send(note.signature(number))
 connection.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
-from machinery_py import Signature
+from machinery_py import Config, Server, Signature
 from machinery_py.contrib import outbox
 from machinery_py.contrib.kept_calls import decode_kept
+from machinery_py.contrib.outbox import LockedRows, OutboxTable, Relay
 from machinery_py.contrib.sqlalchemy import Outbox
-from machinery_py.errors import BackendUnavailable, BrokerUnavailable, Unsupported
+from machinery_py.errors import BackendUnavailable, BrokerUnavailable, QueueFull, Unsupported
 from machinery_py.events import TaskSent
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.contrib.shop import Shop, database_of_a_shop, open_shop
@@ -96,6 +98,7 @@ def test_no_row_is_begun_when_the_lock_is_over(shop: Shop, monkeypatch: pytest.M
 def test_claims_are_released_while_there_is_more_to_publish(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(outbox, "FIRST_BATCH", 1)
     monkeypatch.setattr(outbox, "BATCH", 1)
     monkeypatch.setattr(outbox, "CLAIM_REST", 0.0)
     shop.send(1, 2, 3)
@@ -121,12 +124,12 @@ def test_call_that_another_relay_may_be_sending_is_left_to_it(
         _cut_off_between_the_stores(shop, redis)
         relay = shop.outbox.relay()
 
-        assert (relay.step(), len(shop.rows())) == (0, 2)
+        assert (relay.step(), len(shop.rows())) == (0, 1)
         assert shop.run() == []
         monkeypatch.setattr(outbox, "LEFT", 0.0)
-        assert relay.step() == 2
+        assert relay.step() == 1
 
-        assert shop.run() == [1, 2]
+        assert shop.run() == [1]
         shop.close()
 
 
@@ -136,15 +139,15 @@ def test_relay_finishes_its_own_call_at_once(database: str, tmp_path: Path) -> N
         shop = Shop(database, redis.url, result_backend=results)
         relay = _cut_off_between_the_stores(shop, redis)
 
-        assert relay.step() == 2
+        assert relay.step() == 1
 
-        assert shop.run() == [1, 2]
+        assert shop.run() == [1]
         shop.close()
 
 
 def _cut_off_between_the_stores(shop: Shop, broker: RedisServer) -> outbox.Relay:
-    """Send two calls, and return a relay that has stored the first one and could not send it."""
-    shop.send(1, 2)
+    """Send a call, and return a relay that has stored it and could not send it."""
+    shop.send(1)
     relay = shop.outbox.relay()
     broker.stop()
     with pytest.raises(BrokerUnavailable):
@@ -215,3 +218,48 @@ def test_one_worker_relays_the_same_table_of_two_databases(shop: Shop, tmp_path:
             result = other.send(session, shop.note.signature(2))
         assert result.get(timeout=HANG) == 2
         wait_until(lambda: sorted(shop.ran) == [1, 2])
+
+
+class ListedRows(OutboxTable):
+    """A table in memory, and how many rows it was asked for."""
+
+    name = "listed"
+
+    def __init__(self, rows: Sequence[bytes]) -> None:
+        self.rows = dict(enumerate(rows))
+        self.asked: list[int] = []
+
+    def is_waiting(self) -> bool:
+        return bool(self.rows)
+
+    @contextmanager
+    def take(self, limit: int, life: float) -> Iterator[LockedRows]:
+        self.asked.append(limit)
+        yield (batch := LockedRows(list(self.rows.items())[:limit]))
+        for number in batch.done:
+            del self.rows[number]
+
+    def listen(self) -> Sequence[int]:
+        return ()
+
+    def heard(self) -> None: ...
+
+    def text_of(self, error: Exception) -> str:
+        return str(error)
+
+    def close(self) -> None: ...
+
+
+def test_no_more_rows_are_read_than_could_be_published(shop: Shop) -> None:
+    shop.send(*range(20))
+    table = ListedRows([row.body for row in shop.rows()])
+    config = Config(broker="memory://", queue_limits={"machinery_tasks": 12})
+    relay = Relay(Server(config), table)
+
+    assert relay.step() == 8
+    for _ in range(3):
+        with pytest.raises(QueueFull):
+            relay.step()
+
+    assert len(table.rows) == 8
+    assert table.asked == [8, 16, 4, 1]
