@@ -80,6 +80,7 @@ class LockedRows:
         done: to be deleted.
         refused: to be set aside, with the error.
         claims: of rows that are done.
+        at_once: calls of an eager store, which runs them when they are published.
         trouble: why the others are not published.
     """
 
@@ -87,6 +88,7 @@ class LockedRows:
     done: list[int] = field(default_factory=list)
     refused: dict[int, str] = field(default_factory=dict)
     claims: list[tuple[str, bytes]] = field(default_factory=list)
+    at_once: list[Kept] = field(default_factory=list)
     trouble: Exception | None = None
 
 
@@ -208,17 +210,22 @@ class Relay:
         # Large rows are not read to be left: as many as HOLD is enough for.
         self._limit = min(BATCH, self._limit * 2) if over == len(batch.rows) else max(1, over)
         self._claims += [(now, claim) for claim in batch.claims]
+        for kept in batch.at_once:
+            self._publish(kept)
         if batch.trouble is not None:
             raise batch.trouble
         return over
 
     def _publish_all(self, batch: LockedRows, *, until: float) -> None:
+        is_eager = scheme_of(self._app.config.broker) == "eager"
         for number, body in batch.rows:
             if time.monotonic() > until or self._thread.is_stopping():
                 return
             try:
                 kept = decode_kept(body)
-                if not self._publish(kept):
+                if is_eager:  # its tasks would run with the lock, which on SQLite is the file's
+                    batch.at_once.append(kept)
+                elif not self._publish(kept):
                     return
             except Exception as error:  # user's keys of unique tasks as well
                 if _passes(error):

@@ -263,3 +263,23 @@ def test_no_more_rows_are_read_than_could_be_published(shop: Shop) -> None:
 
     assert len(table.rows) == 8
     assert table.asked == [8, 16, 4, 1]
+
+
+def test_eager_task_writes_to_the_database_of_the_outbox(database: str) -> None:
+    shop = Shop(database, "eager")
+    orders = sa.Table("orders", sa.MetaData(), sa.Column("id", sa.Integer))
+    orders.create(shop.engine)
+
+    @shop.server.task
+    def order(number: int) -> int:
+        with shop.engine.begin() as connection:
+            connection.execute(sa.insert(orders), {"id": number})
+        return number
+
+    with Session(shop.engine) as session, session.begin():
+        result = shop.outbox.send(session, order.signature(1))
+    shop.outbox.publish()
+
+    assert result.get(timeout=HANG) == 1
+    assert shop.rows() == []
+    shop.close()
