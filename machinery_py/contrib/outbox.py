@@ -335,7 +335,7 @@ class AnyOutbox(ABC):
     def __init__(self, server: Server, name: str) -> None:
         self.server = server
         self._name = name
-        self._relays: weakref.WeakSet[Relay] = weakref.WeakSet()
+        self._relays: list[weakref.ref[Relay]] = []
         _outboxes.add(self)
 
     @abstractmethod
@@ -349,7 +349,7 @@ class AnyOutbox(ABC):
     def relay(self) -> Relay:
         """Return a relay, not started yet: `with outbox.relay():`."""
         relay = Relay(self.server, self._open_table())
-        self._relays.add(relay)
+        self._relays.append(weakref.ref(relay, self._relays.remove))
         return relay
 
     def in_workers(self) -> None:
@@ -373,8 +373,9 @@ class AnyOutbox(ABC):
             pass
 
     def _wake(self) -> None:
-        for relay in list(self._relays):
-            relay.wake()
+        for known in list(self._relays):  # in one step: others may come and go meanwhile
+            if (relay := known()) is not None:
+                relay.wake()
 
 
 _outboxes: weakref.WeakSet[AnyOutbox] = weakref.WeakSet()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +24,7 @@ from machinery_py.contrib.outbox import LockedRows, OutboxTable, Relay
 from machinery_py.contrib.sqlalchemy import Outbox
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable, QueueFull, Unsupported
 from machinery_py.events import TaskSent
-from machinery_py.testing.waiting import HANG, wait_until
+from machinery_py.testing.waiting import HANG, together, wait_until
 from tests.contrib.shop import Shop, database_of_a_shop, open_shop
 from tests.support.servers import RedisServer
 
@@ -283,3 +285,26 @@ def test_eager_task_writes_to_the_database_of_the_outbox(database: str) -> None:
     assert result.get(timeout=HANG) == 1
     assert shop.rows() == []
     shop.close()
+
+
+def test_commits_are_not_disturbed_by_relays_that_come_and_go(tmp_path: Path) -> None:
+    kept = Outbox(Server("memory://"), f"sqlite:///{tmp_path}/shop.db")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+
+    def work(number: int) -> None:
+        while len(relays) < 2000:
+            if number:
+                kept._wake()  # as after each commit
+            else:
+                relays.append(kept.relay())
+
+    relays: list[Relay] = []
+    try:
+        together(3, work)
+    finally:
+        sys.setswitchinterval(interval)
+
+    relays.clear()
+    gc.collect()
+    assert len(kept._relays) == 0
