@@ -141,7 +141,7 @@ print(DatabaseWrapper.given, flush=True)
 )
 
 
-def test_relay_keeps_its_connection_and_listens_on_one_beside_the_pool(
+def test_relay_keeps_its_connection_and_listens_beside_the_pool(
     postgresql_url: str, redis_url: str, tmp_path: Path
 ) -> None:
     (tmp_path / "counted").mkdir()

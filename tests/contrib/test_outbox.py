@@ -117,7 +117,7 @@ def test_claims_are_released_while_there_is_more_to_publish(
     assert held == [[True, False, False], [False, True, False], [False, False, True]]
 
 
-def test_call_that_another_relay_may_be_sending_is_left_to_it(
+def test_call_that_another_relay_may_be_sending_is_left(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with RedisServer() as redis:
@@ -199,7 +199,7 @@ def test_unique_call_waits_for_its_store_without_a_lock(tmp_path: Path) -> None:
         shop.close()
 
 
-def test_unique_call_is_refused_at_once_without_a_result_backend(tmp_path: Path) -> None:
+def test_unique_call_without_result_backend_is_refused_at_once(tmp_path: Path) -> None:
     broker = f"sqlite:///{tmp_path}/tasks.db"
     shop = Shop(f"sqlite:///{tmp_path}/shop.db", broker, result_backend="null")
 
@@ -287,7 +287,7 @@ def test_eager_task_writes_to_the_database_of_the_outbox(database: str) -> None:
     shop.close()
 
 
-def test_commits_are_not_disturbed_by_relays_that_come_and_go(tmp_path: Path) -> None:
+def test_commits_are_not_disturbed_by_relays_that_start(tmp_path: Path) -> None:
     kept = Outbox(Server("memory://"), f"sqlite:///{tmp_path}/shop.db")
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
