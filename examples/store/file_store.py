@@ -134,7 +134,9 @@ class File:
 
 
 class FileBroker(Broker):
-    features = BrokerFeatures(name="file", embedded=True, peeking=False, pausing=False)
+    features = BrokerFeatures(
+        name="file", embedded=True, peeking=False, pausing=False, keeps_turns=False
+    )
 
     def __init__(self, file: File, *, lease: float = 10.0) -> None:
         self.file = file
@@ -290,6 +292,8 @@ class FileConsumer(Consumer):
                 content.entries.remove(entry)
             case Fate.LATER:
                 entry.put_off(disposal)
+                content.number += 1
+                entry.number = content.number  # to the end: it must not keep others from their turn
             case Fate.DEAD:
                 content.entries.remove(entry)
                 letter = entry.letter(disposal, self._file.clock.now())

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from machinery_py.brokers.base import (
+    WAITING,
     Broker,
     BrokerFeatures,
     Consumer,
@@ -39,10 +40,42 @@ LEASE = 10.0  # seconds without a beat until a consumer is given up
 class _Entry(Entry, eq=False):
     """A message and its place in its queue, which it keeps until it is done."""
 
-    order: tuple[int, int, int] = (0, 0, 0)  # priority, turn, number; the least is the next
+    # Priority, turn, number; the least is the next. A turn of -1: it has waited as WAITING.
+    order: tuple[int, int, int] = (0, 0, 0)
 
     def __lt__(self, other: _Entry) -> bool:
         return self.order < other.order
+
+
+class _Waiting:
+    """The messages that wait in a queue: those that have waited as WAITING, and the others."""
+
+    def __init__(self) -> None:
+        self._turned: list[_Entry] = []
+        self._others: list[_Entry] = []
+
+    def __len__(self) -> int:
+        return len(self._turned) + len(self._others)
+
+    def __iter__(self) -> Iterator[_Entry]:
+        return itertools.chain(self._turned, self._others)
+
+    def add(self, entry: _Entry) -> None:
+        heapq.heappush(self._turned if entry.order[1] < 0 else self._others, entry)
+
+    def take(self, limit: int, claim: int) -> list[_Entry]:
+        """Take the next ones. While others wait, half of them is theirs."""
+        turned, others, found = self._turned, self._others, list[_Entry]()
+        room = (limit + claim % 2) // 2
+        while len(found) < limit and (turned or others):
+            is_turned = turned and (not others or (room > 0 and turned[0] < others[0]))
+            room -= bool(is_turned)
+            found.append(heapq.heappop(turned if is_turned else others))
+        return found
+
+    def clear(self) -> None:
+        self._turned.clear()
+        self._others.clear()
 
 
 @dataclass(slots=True)
@@ -95,7 +128,8 @@ class MemoryBroker(Broker):
         self.lease = lease
         self._tokens = RecentTokens(hub.clock)
         self._sequence = itertools.count(1)
-        self._queues: dict[str, list[_Entry]] = {}
+        self._queues: dict[str, _Waiting] = {}
+        self._claims = itertools.count(1)
         self._delayed: list[tuple[dt.datetime, _Entry]] = []
         self._holds: dict[str, _Hold] = {}
         self._dead: dict[str, DeadLetter] = {}
@@ -130,11 +164,11 @@ class MemoryBroker(Broker):
             return len(self._queues.get(queue, ()))
 
     def _place(self, entry: _Entry, eta: dt.datetime | None, now: dt.datetime) -> None:
-        queue = self._queues.setdefault(entry.message.queue, [])
+        queue = self._queues.setdefault(entry.message.queue, _Waiting())
         if eta is not None and eta > now:
             heapq.heappush(self._delayed, (eta, entry))
         else:
-            heapq.heappush(queue, self._seated(entry))
+            queue.add(self._seated(entry))
 
     def _seated(self, entry: _Entry) -> _Entry:
         """Return it with the next turn of its tenant, which is not before the one now served."""
@@ -161,7 +195,7 @@ class MemoryBroker(Broker):
         found = False
         while self._delayed and self._delayed[0][0] <= now:
             _, entry = heapq.heappop(self._delayed)
-            heapq.heappush(self._queues[entry.message.queue], self._seated(entry))
+            self._queues[entry.message.queue].add(self._seated(entry))
             found = True
         return found
 
@@ -178,7 +212,7 @@ class MemoryBroker(Broker):
                 del self._holds[session]
                 for receipt, entry in hold.entries.items():
                     entry.strikes += receipt in hold.running
-                    heapq.heappush(self._queues[entry.message.queue], entry)
+                    self._queues[entry.message.queue].add(entry)
                     found = True
         return found
 
@@ -193,10 +227,10 @@ class MemoryBroker(Broker):
         """Claim what `receive` finds without waiting. Called with the lock held."""
         self._promote()
         deliveries: list[Delivery] = []
+        number = next(self._claims)
         for name in queues:
             queue = self._queues.get(name) if name not in self._paused else None
-            while queue and len(deliveries) < limit:
-                entry = heapq.heappop(queue)
+            for entry in queue.take(limit - len(deliveries), number) if queue else ():
                 if entry.message.tenant is not None:
                     key = name, entry.message.priority
                     served, last = self._turns.get(key, (1, {}))
@@ -215,9 +249,11 @@ class MemoryBroker(Broker):
             case Fate.DONE:
                 pass
             case Fate.BACK:
-                heapq.heappush(self._queues[entry.message.queue], entry)
+                self._queues[entry.message.queue].add(entry)
             case Fate.LATER:
                 entry.put_off(disposal)
+                turn = -1 if disposal.reason == WAITING else 0
+                entry.order = entry.order[0], turn, entry.order[2]
                 self._place(entry, disposal.eta, self.hub.clock.now())
             case Fate.DEAD:
                 letter = entry.letter(disposal, self.hub.clock.now())
@@ -234,7 +270,7 @@ class MemoryBroker(Broker):
         """Note the queues of a consumer. Called with the lock held."""
         hold.info = msgspec.structs.replace(hold.info, queues=queues)
         for queue in queues:
-            self._queues.setdefault(queue, [])
+            self._queues.setdefault(queue, _Waiting())
 
     def hold(self, session: str) -> _Hold | None:
         return self._holds.get(session)
@@ -244,13 +280,13 @@ class MemoryBroker(Broker):
         hold = self._holds.pop(session, None)
         if hold is not None:
             for entry in hold.entries.values():
-                heapq.heappush(self._queues[entry.message.queue], entry)
+                self._queues[entry.message.queue].add(entry)
             self.hub.notify()
 
     def pending(self, queue: str, limit: int) -> list[Message]:
         with self.hub.lock:
             self._promote()
-            return [entry.message for entry in heapq.nsmallest(limit, self._queues.get(queue, []))]
+            return [entry.message for entry in heapq.nsmallest(limit, self._queues.get(queue, ()))]
 
     def delayed(self, limit: int) -> list[Message]:
         with self.hub.lock:
@@ -285,7 +321,7 @@ class MemoryBroker(Broker):
 
     def purge(self, queue: str) -> int:
         with self.hub.lock:
-            waiting = self._queues.get(queue, [])
+            waiting = self._queues.get(queue, _Waiting())
             kept = [item for item in self._delayed if item[1].message.queue != queue]
             count = len(waiting) + len(self._delayed) - len(kept)
             waiting.clear()
@@ -297,7 +333,7 @@ class MemoryBroker(Broker):
 
     def pause(self, queue: str) -> None:
         with self.hub.lock:
-            self._queues.setdefault(queue, [])
+            self._queues.setdefault(queue, _Waiting())
             self._paused.add(queue)
 
     def resume(self, queue: str) -> None:
@@ -316,7 +352,7 @@ class MemoryBroker(Broker):
         now = self.hub.clock.now()
         letter = new_letter(message, now, reason=reason, error=error, queue=queue)
         with self.hub.lock:
-            self._queues.setdefault(queue, [])
+            self._queues.setdefault(queue, _Waiting())
             self._dead[letter.id] = letter
 
     def take_dead(self, ids: Sequence[str]) -> list[DeadLetter]:

@@ -14,7 +14,6 @@ the last message, 10 ms to half a second.
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import time
@@ -27,6 +26,7 @@ from machinery_py.brokers.base import WAITING, Consumer, Delivery, DeliveryEnd, 
 from machinery_py.brokers.liveness import own_record, with_queues
 from machinery_py.brokers.mongodb.messages import (
     FREE,
+    HEAD,
     Status,
     delivery_of,
     held,
@@ -54,6 +54,7 @@ LOST_LIFE = 30.0  # seconds that a claim without a reply is asked for
 TRIES = 5  # claims in a row that rivals may spoil
 KIND = "mongodb"  # of the files that say what consumers run
 ORDER = [("priority", -1), ("order", 1)]
+OTHERS: Document = {"order": {"$gte": 0}}  # than those that have waited as WAITING
 
 
 class MongoConsumer(DriverUser, Consumer):
@@ -66,7 +67,7 @@ class MongoConsumer(DriverUser, Consumer):
         self._queues = tuple(dict.fromkeys(queues))
         self._worker = printable(worker)
         self._notifier = driver.notifier("messages")
-        self._claims = itertools.count(1)
+        self._claims = 0
         self._lost: list[tuple[str, float]] = []  # leases of claims that had no reply
         self._shut: set[str] = set()  # queues that were paused at the last look
         self._woken = False
@@ -126,7 +127,8 @@ class MongoConsumer(DriverUser, Consumer):
         return self._looked_at + max(SOONEST, min(LATEST, (self._looked_at - self._active_at) / 10))
 
     def _claim(self, limit: int, queues: Sequence[str]) -> list[Delivery]:
-        lease = f"{self.session}.{next(self._claims)}"
+        self._claims += 1
+        lease = f"{self.session}.{self._claims}"
         now = time.monotonic()
         lost = [name for name, at in self._lost if now - at < LOST_LIFE]
         try:
@@ -190,16 +192,41 @@ class MongoConsumer(DriverUser, Consumer):
         mine: Document = {"$set": taken}
         messages = store.machinery_messages
         if limit == 1:
-            return messages.find_one_and_update(waits, mine, {"_id": 1}, sort=ORDER) is not None
+            return self._take_one(store, waits, mine)
         for _ in range(TRIES):
-            found = messages.find(waits, {"_id": 1}).sort(ORDER).limit(limit).batch_size(limit)
-            ids = [one["_id"] for one in found]
+            ids = self._next_ids(store, waits, limit)
             if not ids:
                 return False
             these = {"_id": {"$in": ids}, "status": Status.WAITING}
             if messages.update_many(these, mine).matched_count:
                 return True
         return False
+
+    # Of those that have waited for their turn, more may come back than can ever be asked. So half
+    # of a claim is left to the others while there are some.
+
+    def _share(self, limit: int) -> int:
+        """Return how many of a claim are left to those that wait for no turn."""
+        return limit - (limit + self._claims % 2) // 2
+
+    def _take_one(self, store: Store, waits: Document, mine: Document) -> bool:
+        messages = store.machinery_messages
+        one = messages.find_one_and_update(waits, mine, {"order": 1}, sort=ORDER)
+        if one is not None and one["order"] < 0 and self._share(1):
+            other = messages.find_one_and_update({**waits, **OTHERS}, mine, {"_id": 1}, sort=ORDER)
+            if other is not None:
+                untake(store, {"_id": one["_id"], "session": self.session})
+        return one is not None
+
+    def _next_ids(self, store: Store, waits: Document, limit: int) -> list[str]:
+        def find(which: Document, most: int) -> list[Document]:
+            found = store.machinery_messages.find(which, {"order": 1})
+            return list(found.sort(ORDER).limit(most).batch_size(most))
+
+        found = find(waits, limit)
+        if len(found) == limit and found[-1]["order"] < 0:
+            found = [*find({**waits, **OTHERS}, self._share(limit)), *found]
+        return list(dict.fromkeys(one["_id"] for one in found))[:limit]
 
     def serve(self, queues: Sequence[str]) -> None:
         queues = tuple(dict.fromkeys(queues))
@@ -256,6 +283,9 @@ class MongoConsumer(DriverUser, Consumer):
     def _end(self, store: Store, disposal: Disposal) -> bool:
         end = msgspec.structs.replace(disposal, eta=self.driver.by_server(disposal.eta))
         update = update_at_end(end, self.driver.now())
+        order = receipt_of(disposal.delivery).order
+        if end.fate is Fate.LATER and end.reason == WAITING and order >= 0:
+            update["$set"]["order"] = order - HEAD
         return (
             store.machinery_messages.update_one(held(disposal.delivery), update).matched_count > 0
         )

@@ -1,7 +1,7 @@
 """A message as MongoDB keeps it, and the session that holds it.
 
 _id, uuid, name, queue, body, priority, due_at, parks, sent_at    of the message
-order                                                             its place in the queue
+order                                     its place in the queue; - HEAD if it has waited as WAITING
 status, lease, session                                            where it is; which claim has it
 fence, strikes, begun                                             how often it came and failed
 deed, deed_at                                                     its intent, once it is settled
@@ -38,12 +38,17 @@ WAITS = (Status.WAITING, Status.TAKEN)
 QUEUED: Document = {"$in": list(WAITS)}
 
 
+#: Above all places of messages: so much less is the place of one that has waited for its turn.
+HEAD = 2**62
+
+
 class Receipt(NamedTuple):
-    """Name of one handing-over. `uuid`: of the task."""
+    """Name of one handing-over. `uuid`: of the task; `order`: of the message."""
 
     id: str
     lease: str
     uuid: str
+    order: int = 0
 
     def __str__(self) -> str:
         return f"{self.id}/{self.lease}"
@@ -111,7 +116,7 @@ def delivery_of(document: Document) -> Delivery:
         queue=document["queue"],
         fence=document["fence"],
         strikes=document["strikes"],
-        receipt=Receipt(document["_id"], document["lease"], document["uuid"]),
+        receipt=Receipt(document["_id"], document["lease"], document["uuid"], document["order"]),
         parks=document["parks"],
         priority=document["priority"],
         sent_at=moment_of(document["sent_at"]),

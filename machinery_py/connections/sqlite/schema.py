@@ -55,7 +55,8 @@ ITEMS = (
 )
 # fmt: on
 
-# turn: in a fair queue; 0 in others, so that theirs is the order of the ids.
+# turn: in a fair queue; 0 in others, so that theirs is the order of the ids; -1 of one that has
+# waited for a limit or a lock.
 _WAITING = (
     "CREATE INDEX messages_waiting ON messages (queue, status, priority DESC, turn) "
     "WHERE status = 0"

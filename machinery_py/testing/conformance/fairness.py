@@ -1,13 +1,13 @@
 """Promises of brokers with `BrokerFeatures.fair`: in one queue, tenants take turns.
 
 Where there are none, a Server refuses the setting `fair_queues`, and nothing is tested of them. And
-of those with `keeps_turns`: what has waited for its turn is next.
+of those with `keeps_turns`: what has waited for its turn is next, and leaves half to the others.
 """
 
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -44,6 +44,20 @@ def of_tenants(*texts: str, priority: int = 0, eta: dt.datetime | None = None) -
 
 def texts(deliveries: Sequence[Delivery]) -> list[str]:
     return [body.decode() for body in bodies(deliveries)]
+
+
+def wait(consumer: Consumer, clock: ManualClock, turns: Mapping[bytes, float]) -> None:
+    """Claim these messages, and let each wait so many seconds for its turn."""
+    waits = [
+        Disposal(
+            delivery=delivery,
+            fate=Fate.LATER,
+            eta=clock.now() + dt.timedelta(seconds=turns[delivery.body]),
+            reason=WAITING,
+        )
+        for delivery in consumer.receive(len(turns), 0)
+    ]
+    assert consumer.dispose(waits) == [True] * len(turns)
 
 
 class FairConformance(BrokerCase):
@@ -141,16 +155,7 @@ class FairConformance(BrokerCase):
             pytest.skip("what comes back to this broker goes to the end of its queue")
         put(broker, b"1", b"2", b"3")
         turns = {b"1": 3.0, b"2": 1.0, b"3": 0.0}
-        waits = [
-            Disposal(
-                delivery=delivery,
-                fate=Fate.LATER,
-                eta=clock.now() + dt.timedelta(seconds=turns[delivery.body]),
-                reason=WAITING,
-            )
-            for delivery in consumer.receive(3, 0)
-        ]
-        assert consumer.dispose(waits) == [True] * 3
+        wait(consumer, clock, turns)
         put(broker, b"4", b"5", b"6", b"7")
 
         assert bodies(consumer.receive(2, 0)) == [b"3", b"4"]
@@ -164,6 +169,27 @@ class FairConformance(BrokerCase):
         consumer.beat()
         broker.tend()
         assert bodies(consumer.receive(9, 0)) == [b"1", b"6", b"7"]
+
+    def test_those_that_have_waited_leave_half_of_each_claim_to_others(
+        self, broker: Broker, consumer: Consumer, clock: ManualClock
+    ) -> None:
+        if not broker.features.keeps_turns:
+            pytest.skip("what comes back to this broker goes to the end of its queue")
+        bodies_of_all = [b"%d" % number for number in range(9)]
+        put(broker, *bodies_of_all)
+        wait(consumer, clock, dict.fromkeys(bodies_of_all, 1.0))
+        put(broker, b"a", b"b", b"c", b"d")
+        clock.advance(2.0)
+        consumer.beat()
+        broker.tend()
+
+        found = bodies(consumer.receive(4, 0))
+        assert sorted(found[2:]) == [b"a", b"b"]
+        # One by one, they take turns.
+        assert b"c" in [*bodies(consumer.receive(1, 0)), *bodies(consumer.receive(1, 0))]
+        # What nobody else needs is theirs.
+        left = bodies(consumer.receive(9, 0)) + bodies(consumer.receive(9, 0))
+        assert len(left) == 13 - 4 - 2
 
     def test_dead_letter_and_purge_of_a_fair_queue(
         self, broker: Broker, consumer: Consumer
