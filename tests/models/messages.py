@@ -128,11 +128,11 @@ def has_waiting(redis: Redis, queue: Queue) -> bool:
 
 
 def unpark(redis: Redis, queue: Queue, now: int, room: int | None = None) -> None:
-    """Bring what is due to its queue, if that can take it: so many, or all to its tail."""
+    """Bring what is due to its queue, if that can take it: so many, or 100 to its tail."""
     if is_spoilt(redis, queue):
         return
     waited = []
-    for text, due in redis.scores(queue[1] + "z").in_order()[:room]:
+    for text, due in redis.scores(queue[1] + "z").in_order()[: room or 100]:
         if due <= now:
             redis.unscore(queue[1] + "z", text)
             entry = entry_of(text)

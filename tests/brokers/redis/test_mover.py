@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from machinery_py.brokers.base import Message
+from machinery_py.brokers.base import WAITING, Disposal, Fate, Message
 from machinery_py.brokers.redis import scripts
 from machinery_py.brokers.redis.broker import ROOM, RedisBroker
 from machinery_py.brokers.redis.consumer import RedisConsumer
@@ -64,6 +64,26 @@ def test_fresh_message_passes_thousands_that_are_due_at_once(
     claims = [[one.body for one in consumer.receive(50, timeout=0)] for _ in range(ahead // 50 + 1)]
 
     assert message("fresh").body in [body for claim in claims for body in claim]
+
+
+def test_fresh_message_passes_hundreds_that_have_waited_for_their_turn(
+    broker: RedisBroker, consumer: RedisConsumer, clock: ManualClock
+) -> None:
+    broker.put([message(f"held{number}") for number in range(500)], token="")
+    turn = clock.now() + ETA
+    wait = [
+        Disposal(delivery=one, fate=Fate.LATER, eta=turn, reason=WAITING)
+        for one in consumer.receive(500, timeout=0)
+    ]
+    assert consumer.dispose(wait) == [True] * 500
+    clock.advance(10)
+    consumer.beat()
+    broker.tend()
+
+    broker.put([message("fresh")], token="")
+    found = [one.body for _ in range(25) for one in consumer.receive(10, timeout=0)]
+
+    assert message("fresh").body in found
 
 
 def test_each_claim_moves_as_many_due_messages_as_it_takes(

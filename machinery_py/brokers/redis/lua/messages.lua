@@ -14,7 +14,8 @@
 -- parked: brings what is due from our own delayed set to its queue, if that can take it; whether it
 -- did. A claim says how many it has room for: of those, what has waited for its turn goes to the head,
 -- the first due first. Behind a long queue its turn would pass, while it holds others back. A fair
--- queue has turns of its own. due_in: µs until the next; asks not again what parked saw. first_due: whether Go's delayed
+-- queue has turns of its own. Without room, 100 at most go to the tail: enough to wake workers, whose
+-- claims do the rest, and soon worked off by those that come later. due_in: µs until the next; asks not again what parked saw. first_due: whether Go's delayed
 -- set is what it should be; if not, nothing is due in it.
 --! include brokers/redis/lua/putting.lua
 
@@ -94,7 +95,7 @@ local function parked(q, now, to_wake, first, room)
     soonest[z] = first
     return
   end
-  local texts = call('ZRANGEBYSCORE', z, '-inf', now, 'LIMIT', 0, room or 2000)
+  local texts = call('ZRANGEBYSCORE', z, '-inf', now, 'LIMIT', 0, room or 100)
   if not pcall(usable, q, texts) then
     soonest[z] = call('ZRANGEBYSCORE', z, '(' .. int(now), '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
     return
