@@ -1,13 +1,20 @@
-"""A report over all customers: a task each, then one that merges them, then a mail.
+"""A report over all customers, each night: a task for each, one that merges their results, a mail.
+
+    report      2:00 in Berlin; sends the workflow, over the customers of that night
+    customer    one customer's sum; tried twice
+    merge       writes the report; of what is missing it gets a Failure instead of a result
+    mail        tells how much it was
+    alarm       is called instead of the mail, when the report has failed
 
 Orders are a JSON file, the report is another, and the mail is a text file.
 """
 
 import json
 import os
+import sys
 from pathlib import Path
 
-from machinery_py import Server, chain, group
+from machinery_py import Failure, Server, chain, chord
 
 FOLDER = Path(os.environ.get("REPORT_FOLDER", "."))
 
@@ -20,24 +27,27 @@ def orders() -> dict[str, list[float]]:
 
 
 @server.task(retries=1, backoff=[0.1])
-def customer(name: str) -> tuple[str, float]:
+def customer(name: str) -> dict[str, float]:
     """Sum up a customer's orders. Fails for one whose orders are no numbers."""
-    return name, round(sum(orders()[name]), 2)
+    try:
+        return {name: round(sum(orders()[name]), 2)}
+    except TypeError as error:
+        raise ValueError(f"orders of {name}: {error}") from error
 
 
 @server.task
-def merge(*found: str | float) -> float:
-    """Write the report; each customer has given a name and a sum."""
-    sums = {str(name): float(each) for name, each in zip(found[::2], found[1::2], strict=True)}
+def merge(found: list[dict[str, float] | Failure]) -> str:
+    """Write the report; return its summary."""
+    missing = [one.error for one in found if isinstance(one, Failure)]
+    sums = {name: each for one in found if isinstance(one, dict) for name, each in one.items()}
     (FOLDER / "report.json").write_text(json.dumps(sums, indent=2))
-    return round(sum(sums.values()), 2)
+    lines = [f"{len(sums)} customers, {sum(sums.values()):.2f} in all"]
+    return "\n".join([*lines, *(f"missing: {error}" for error in missing)])
 
 
 @server.task
-def mail(total: float) -> str:
-    text = f"{len(orders())} customers, {total:.2f} in all\n"
-    (FOLDER / "mail.txt").write_text(text)
-    return text
+def mail(text: str) -> None:
+    (FOLDER / "mail.txt").write_text(f"{text}\n")
 
 
 @server.task
@@ -46,12 +56,19 @@ def alarm(error: str) -> None:
         file.write(f"{error}\n")
 
 
-def send() -> str:
-    """Send the report; return the UUID of the workflow."""
-    customers = group(customer.signature(name) for name in orders())
-    work = chain(customers, merge.partial().catch(alarm.partial()), mail.partial())
-    return work.send().workflow
+@server.periodic("0 2 * * *", tz="Europe/Berlin", catch_up=True)
+@server.task
+def report(partial: bool = False) -> str:
+    """Send the workflow; return its UUID.
+
+    Args:
+        partial: a report without some customers is better than none.
+    """
+    each = customer.map(sorted(orders()))
+    merged = merge.partial().catch(alarm.partial())
+    whole = chord(each, merged, collect=True, on_failure="collect" if partial else "abort")
+    return chain(whole, mail.partial()).send().workflow
 
 
 if __name__ == "__main__":
-    print(send())
+    print(report(partial="--partial" in sys.argv))

@@ -35,7 +35,7 @@ def environ(folder: Path, **more: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def worker(module: str, place: Path, folder: Path, **more: str) -> Iterator[None]:
+def worker(module: str, place: Path, folder: Path, *options: str, **more: str) -> Iterator[None]:
     """Run `machinery worker module` in `folder`, with `place`'s application; it must end well."""
     child = subprocess.Popen(
         [
@@ -47,6 +47,7 @@ def worker(module: str, place: Path, folder: Path, **more: str) -> Iterator[None
             "--app-dir",
             str(place),
             "--no-banner",
+            *options,
         ],
         cwd=folder,
         env=environ(folder, **more),
@@ -230,7 +231,7 @@ for out in (io.StringIO(), Terminal()):
 
 def test_a_report_that_failed_goes_on_from_the_customer_that_failed(tmp_path: Path) -> None:
     place = EXAMPLES / "nightly_report"
-    orders = (place / "orders.json").read_text()
+    mail, orders = tmp_path / "mail.txt", (place / "orders.json").read_text()
     (tmp_path / "orders.json").write_text(orders)
 
     def flow(*words: str) -> str:
@@ -246,17 +247,26 @@ def test_a_report_that_failed_goes_on_from_the_customer_that_failed(tmp_path: Pa
         )
         return done.stdout + done.stderr
 
-    with worker("report", place, tmp_path):
+    # At two o'clock the schedule would send one more.
+    with worker("report", place, tmp_path, "--no-scheduler"):
         uuid = python(str(place / "report.py"), folder=tmp_path).strip()
         wait_until((tmp_path / "alarm.txt").exists, HANG)
         wait_until(lambda: "3 of 3 steps  FAILURE" in flow(uuid), HANG)
-        assert "2 SUCCESS, 1 FAILURE (TypeError: unsupported" in flow(uuid[:13])
+        assert "2 SUCCESS, 1 FAILURE (ValueError: orders of linus: unsupp" in flow(uuid[:13])
+
+        python(str(place / "report.py"), "--partial", folder=tmp_path)
+        wait_until(lambda: mail.exists() and mail.read_text().count("\n") == 2, HANG)
+        text = "2 customers, 142.40 in all\nmissing: orders of linus: unsupported"
+        assert mail.read_text().startswith(text)
+
         (tmp_path / "orders.json").write_text(orders.replace('"seven"', "7.0"))
         assert flow(uuid, "retry") == "sent 1 task again\n"
         wait_until(lambda: "3 of 3 steps  SUCCESS" in flow(uuid), HANG)
 
-    assert (tmp_path / "mail.txt").read_text() == "3 customers, 164.40 in all\n"
+    assert mail.read_text() == "3 customers, 164.40 in all\n"
     assert len((tmp_path / "alarm.txt").read_text().splitlines()) == 1
+    line = ("-m", "machinery_py", "periodic", "report", "--app-dir", str(place))
+    assert "0 2 * * *" in python(*line, folder=tmp_path)
 
 
 def test_the_digest_comes_by_the_clock_from_the_command_line(tmp_path: Path) -> None:
