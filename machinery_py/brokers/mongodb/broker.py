@@ -39,6 +39,7 @@ from machinery_py.brokers.mongodb.messages import (
     untake,
 )
 from machinery_py.brokers.mongodb.topics import NOTIFIER, MongoSubscription, write_records
+from machinery_py.brokers.mongodb.turns import give_turns, promote_fair
 from machinery_py.clock import moment_of
 from machinery_py.connections.durability import Concern
 from machinery_py.connections.forks import ForkLock
@@ -68,7 +69,7 @@ _decode = msgspec.msgpack.Decoder(list[Message]).decode
 class MongoBroker(DriverUser, Broker):
     """Collections of the driver's database. The driver belongs to whoever made it."""
 
-    features = BrokerFeatures(name="mongodb", beats=True, topics=True, keeps_topics=True)
+    features = BrokerFeatures(name="mongodb", beats=True, topics=True, keeps_topics=True, fair=True)
     unavailable = BrokerUnavailable
 
     def __init__(self, driver: MongoDriver, *, lease: float = LEASE) -> None:
@@ -165,6 +166,7 @@ class MongoBroker(DriverUser, Broker):
         def write(store: Store) -> None:
             if queues:
                 insert_new(store.machinery_queues, [{"_id": queue} for queue in sorted(queues)])
+            give_turns(store, documents, now)
             insert_new(store.machinery_messages, documents)
 
         if again:  # a part of what is accepted
@@ -242,9 +244,13 @@ class MongoBroker(DriverUser, Broker):
         if due is None or due > now:
             return due, 0
         moved = messages.update_many(
-            {**late, "due_at": {"$lte": now}}, {"$set": {"status": Status.WAITING}}
-        )
-        return next_due(), moved.modified_count
+            {**late, "due_at": {"$lte": now}, "tenant": None}, {"$set": {"status": Status.WAITING}}
+        ).modified_count
+        due = next_due()
+        if due is not None and due <= now:
+            moved += promote_fair(store, now)
+            due = next_due()
+        return due, moved
 
     def look_at_sessions(self) -> None:
         """Give back what dead consumers held."""

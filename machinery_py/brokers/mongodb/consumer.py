@@ -36,6 +36,7 @@ from machinery_py.brokers.mongodb.messages import (
     run_id_of,
     untake,
 )
+from machinery_py.brokers.mongodb.turns import FAIR
 from machinery_py.clock import micros
 from machinery_py.connections.mongodb.client import (
     Document,
@@ -284,7 +285,9 @@ class MongoConsumer(DriverUser, Consumer):
         end = msgspec.structs.replace(disposal, eta=self.driver.by_server(disposal.eta))
         update = update_at_end(end, self.driver.now())
         order = receipt_of(disposal.delivery).order
-        if end.fate is Fate.LATER and end.reason == WAITING and order >= 0:
+        if end.fate is Fate.LATER and order >= FAIR:  # its next turn is given when it is due
+            update["$set"]["status"] = Status.DELAYED
+        elif end.fate is Fate.LATER and end.reason == WAITING and order >= 0:
             update["$set"]["order"] = order - HEAD
         return (
             store.machinery_messages.update_one(held(disposal.delivery), update).matched_count > 0

@@ -2,6 +2,7 @@
 
 _id, uuid, name, queue, body, priority, due_at, parks, sent_at    of the message
 order                                     its place in the queue; - HEAD if it has waited as WAITING
+tenant                                    in a fair queue alone; its order is its turn (turns.py)
 status, lease, session                                            where it is; which claim has it
 fence, strikes, begun                                             how often it came and failed
 deed, deed_at                                                     its intent, once it is settled
@@ -71,6 +72,7 @@ def documents_of(
     documents: list[Document] = []
     for number, message in enumerate(messages):
         due_at = 0 if message.eta is None else max(0, micros(message.eta))
+        fair = {} if message.tenant is None else {"tenant": printable(message.tenant)}
         documents.append(
             {
                 "_id": f"{name}.{number}",
@@ -92,6 +94,7 @@ def documents_of(
                 "reason": "",
                 "error": "",
                 "died_at": 0,
+                **fair,
             }
         )
     return documents
@@ -107,6 +110,7 @@ def message_of(document: Document) -> Message:
         eta=moment_of(due_at) if due_at else None,
         priority=document["priority"],
         parks=document["parks"],
+        tenant=document.get("tenant"),
     )
 
 

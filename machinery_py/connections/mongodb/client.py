@@ -78,6 +78,8 @@ _INDEXES: Sequence[tuple[str, Sequence[tuple[str, int]]]] = (
     ("machinery_topics", [("until", 1)]),
     ("machinery_limits", [("until", 1)]),
 )
+#: Of messages that have a tenant.
+_TENANTS = [("status", 1), ("queue", 1), ("tenant", 1), ("priority", -1), ("order", 1)]
 
 #: (URL, database, what for) → events of threads of this process that sleep until something comes.
 _notifiers: dict[tuple[str, str, str], weakref.WeakSet[threading.Event]] = {}
@@ -238,6 +240,8 @@ class MongoDriver:
             self._check(store)
             for collection, keys in _INDEXES:
                 store[collection].create_index(list(keys))
+            fair = {"tenant": {"$exists": True}}
+            store.machinery_messages.create_index(_TENANTS, partialFilterExpression=fair)
         except BaseException:
             client.close()
             raise

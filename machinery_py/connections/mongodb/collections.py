@@ -15,7 +15,8 @@ ITEMS = (
                "`by_python`", "until its members have expired", "backend", shared=True),
     StoredItem("machinery_messages", "collection",
                "token and number → a message: `queue`, `body`, `priority`, `order`, `status`, "
-               "`due_at`, `lease`, `session`, `fence`, `strikes`, `begun`, `parks`, `deed`",
+               "`due_at`, `lease`, `session`, `fence`, `strikes`, `begun`, `parks`, `deed`, and "
+               "`tenant` in a fair queue",
                "until settled; dead letters until replayed or purged", "broker"),
     StoredItem("machinery_tokens", "collection",
                "token → a submission that was accepted; its `deed` until all of it is stored",

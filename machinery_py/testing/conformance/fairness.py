@@ -124,6 +124,19 @@ class FairConformance(BrokerCase):
         assert texts(heir.receive(10, 0)) == ["a0", "a1", "b1", "a2", "a3"]
         heir.close()
 
+    def test_given_back_message_does_not_wait_for_all_that_came_later(
+        self, broker: Broker, consumer: Consumer
+    ) -> None:
+        if not broker.features.fair:
+            return
+        broker.put(of_tenants(*(f"a{n}" for n in range(9))), token="")
+        *others, last = consumer.receive(9, 0)
+        broker.put(of_tenants("b0", "b1", "b2", "c0", "c1", "c2"), token="")
+
+        assert consumer.dispose([*done(*others), *back(last)]) == [True] * 9
+
+        assert "a8" in texts(consumer.receive(3, 0))
+
     def test_delayed_message_gets_its_turn_when_it_is_due(
         self, broker: Broker, consumer: Consumer, clock: ManualClock
     ) -> None:
@@ -142,6 +155,7 @@ class FairConformance(BrokerCase):
         assert texts(consumer.receive(2, 0)) == ["b0", "b1"]
 
         clock.advance(6.0)
+        broker.tend()
 
         found = texts(consumer.receive(10, 0))
         assert sorted(found) == ["a0", "a1", "b2", "w0"]
