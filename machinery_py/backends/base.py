@@ -190,6 +190,10 @@ class Listener(ABC):
     def wait(self, timeout: float) -> None:
         """Return once a watched task may have finished, or after `wake` or `timeout` seconds."""
 
+    def told(self) -> Sequence[TaskState]:
+        """Return final states that came with the news, each once; the others are to be read."""
+        return ()
+
     @abstractmethod
     def wake(self) -> None:
         """Let a waiting `wait` return, or the next one. May be called from any thread."""

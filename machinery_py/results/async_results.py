@@ -89,6 +89,7 @@ class Waitable(Generic[R]):
                     watched |= new
                 else:
                     listener.wait(wait.next_pause())
+                    self._states.update({one.task_uuid: one for one in listener.told()})
                 if self._look():
                     break
         finally:

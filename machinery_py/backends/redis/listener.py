@@ -1,5 +1,7 @@
 """Waiting for tasks of a Redis to finish: a channel for each task, and no polling.
 
+The end of a plain task is told with its state, if that is short: nobody needs to read it then.
+
 Limits: nothing is published of a task that a Go program ends; the waiter looks now and then.
 """
 
@@ -10,10 +12,12 @@ import time
 from collections.abc import Iterable, Sequence
 
 from machinery_py.backends.base import Listener
+from machinery_py.backends.redis.documents import state_of
 from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.connections.redis.connection import RedisConnection, command
 from machinery_py.connections.redis.keys import companion_key
 from machinery_py.errors import BackendUnavailable
+from machinery_py.tasks.states import TaskState
 
 STEP = 500  # channels in one command
 PING = command(b"PING")
@@ -31,6 +35,7 @@ class RedisListener(Listener):
         self._confirmed = 0
         self._asked = 0
         self._woken = False
+        self._told: list[bytes] = []
         self._link: RedisConnection | None = None
 
     def watch(self, uuids: Iterable[str]) -> None:
@@ -81,12 +86,13 @@ class RedisListener(Listener):
         try:
             more = link.has_news(timeout)
             while more:
-                kind, channel, *_ = link.read()
+                kind, channel, *news = link.read()  # a PONG has nothing else
                 if kind == b"subscribe":
                     self._confirmed += 1
                 elif kind == b"message" and channel in self._watched:
                     self._watched.discard(channel)
                     self._woken = True
+                    self._told += filter(None, news)
                 more = link.has_more
         except (
             Exception
@@ -126,6 +132,10 @@ class RedisListener(Listener):
                     return
                 self._read(left)
             self._woken = False
+
+    def told(self) -> Sequence[TaskState]:
+        told, self._told = self._told, []
+        return [state_of(*news.split(b"\n", 1)) for news in told]
 
     def _reconnect(self, left: float) -> None:
         try:

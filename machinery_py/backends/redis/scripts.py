@@ -20,6 +20,7 @@ LEFT = (
     30_000_000  # µs from a chord's first arrival until a worker looks whether Go has completed it
 )
 MANY = 1000  # members of a group that are looked at in one step
+NEWS = 4096  # bytes of a document that is sent along with the news that its task has ended
 RATES_LIFE = 3700  # seconds that finished tasks are counted by their second
 
 
@@ -49,6 +50,7 @@ CONSTANTS: dict[str, object] = {
     "MANY": MANY,
     "RATES": RATES_LIFE,
     "LEFT": LEFT,
+    "NEWS": NEWS,
     "OURS": r"'^%d*\n%d*\n[^\n]*\n([^\n]*)\n([^\n]*)\n([^\n]*)\n([^\n]*)\n()'",
 }
 

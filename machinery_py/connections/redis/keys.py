@@ -2,7 +2,7 @@
 
 All keys of a queue bear its name as hash tag: a cluster keeps them in one slot with its list. One
 Redis holds ITEMS and ONE_SERVER, a cluster ITEMS and CLUSTER. The end of a task is announced on the
-channel `mpy:m:{<uuid>}`.
+channel `mpy:m:{<uuid>}`, with its state if that is short.
 """
 
 from __future__ import annotations

@@ -77,7 +77,8 @@ do
       end
       call('SET', keys[2 * i - 1], found[2 * i - 1], 'EX', kept)
       call('SET', keys[2 * i], found[2 * i], 'EX', kept)
-      list_end(S[s], keys[2 * i], S[s + $WORD], S[s + $QUEUE])
+      local news = #found[2 * i - 1] < $NEWS and found[2 * i - 1] .. '\n' .. found[2 * i] or ''
+      list_end(S[s], keys[2 * i], S[s + $WORD], S[s + $QUEUE], news)
     end
   end
   if #done > 0 then note_listings(now_of(text)) end

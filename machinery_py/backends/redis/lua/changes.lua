@@ -231,7 +231,7 @@ local function write(row, force, held, expire)
   if final then
     local queue = S[s + $QUEUE]
     if queue == '' then queue = select(3, string.match(row.kept, $OURS)) end
-    list_end(uuid, row.m, word, queue)
+    list_end(uuid, row.m, word, queue, '')
   else
     list_open(uuid)
   end

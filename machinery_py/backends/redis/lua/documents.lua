@@ -3,8 +3,9 @@
 -- word_and_time: state and creation time. is_of: whether it is the document of this task or group.
 -- may_follow: whether a state may follow another one.
 -- is_made: whether a UUID is one as Go makes them, task_1a2b3c4d-…: no queue has such a name.
--- list_open, list_end: note that a task has changed, or ended, which those that wait for it are
--- told; note_listings writes the listings and rates of all that were noted.
+-- list_open, list_end: note that a task has changed, or ended. Those that wait for it are told `news`:
+-- document and companion, or nothing. note_listings writes the listings and rates of all that were
+-- noted.
 --! include backends/redis/lua/keys.lua
 
 local done, open, rates = {}, {}, {}
@@ -49,11 +50,11 @@ local function is_made(uuid)
   return (size == 41 or size == 42) and string.byte(uuid, size - 36) == 95 and string.byte(uuid, size - 27) == 45
 end
 local function list_open(uuid) open[#open + 1] = uuid end
-local function list_end(uuid, m, word, queue)
+local function list_end(uuid, m, word, queue, news)
   done[#done + 1] = uuid
   local name = word .. queue
   rates[name] = (rates[name] or 0) + 1
-  call('PUBLISH', m, '')
+  call('PUBLISH', m, news)
 end
 local function note_listings(now)
   local rows_done, rows_open, over = {}, {}, {}

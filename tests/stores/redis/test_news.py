@@ -1,0 +1,69 @@
+"""The news of a task's end on Redis: what comes along with it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from machinery_py import Server
+from machinery_py.backends.redis.listener import RedisListener
+from machinery_py.backends.redis.scripts import NEWS
+from machinery_py.testing.waiting import HANG
+from tests.support.servers import RedisServer
+
+gate = threading.Event()
+
+
+def echo(text: str) -> str:
+    assert gate.wait(HANG)
+    return text
+
+
+def fail(text: str) -> None:
+    assert gate.wait(HANG)
+    raise ValueError(text)
+
+
+@pytest.fixture
+def server(empty_redis: RedisServer) -> Iterator[Server]:
+    gate.clear()
+    server = Server(empty_redis.url)
+    server.register_tasks({"echo": echo, "fail": fail})
+    with server.new_worker(concurrency=2):
+        yield server
+    server.close()
+
+
+def listening(server: Server, *uuids: str) -> RedisListener:
+    listener = server.backend.listener()
+    assert isinstance(listener, RedisListener)
+    listener.watch(uuids)
+    return listener
+
+
+@pytest.mark.parametrize("name", ["echo", "fail"])
+def test_end_of_a_plain_task_is_told_with_its_state(server: Server, name: str) -> None:
+    uuid = server.get_registered_task(name).send('"\n \u2028').uuid
+    listener = listening(server, uuid)
+
+    gate.set()
+    listener.wait(HANG)
+
+    [told] = listener.told()
+    assert told == server.backend.get_state(uuid)
+    assert (told.is_finished, told.worker != "", listener.told()) == (True, True, [])
+    listener.close()
+
+
+def test_end_with_a_long_result_is_told_without_its_state(server: Server) -> None:
+    result = server.get_registered_task("echo").send("x" * NEWS)
+    listener = listening(server, result.uuid)
+
+    gate.set()
+    listener.wait(HANG)
+
+    assert listener.told() == []
+    assert result.get(timeout=HANG) == "x" * NEWS
+    listener.close()
