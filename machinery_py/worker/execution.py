@@ -93,6 +93,7 @@ class Execution:
     noted: dict[str, str] = field(default_factory=dict)  # as Context.noted, which it is
     settlement: Settlement | None = None
     sends: Sequence[Signature[Any]] = ()  # what the settlement publishes
+    is_ready: bool = False  # its settlement, to be committed
     committed: bool = False  # the settler has it
     acked: bool = False  # its message is gone before its end
     revoked: bool = False  # as far as is known here

@@ -97,6 +97,7 @@ class Settler:
         if execution.settlement is not None and not execution.committed:
             # Done here, during the commit before; in the settler's thread the store would wait.
             self._session.prepare(execution.settlement)
+            execution.is_ready = True
         self._queue.put((execution,))
 
     def mark(self, executions: Sequence[Execution]) -> None:
@@ -104,8 +105,12 @@ class Settler:
         new = [one for one in executions if not one.queued]
         for execution in new:
             execution.queued = True
-        if new:
-            self._queue.put(new)
+        self.put_marks(new)
+
+    def put_marks(self, executions: Sequence[Execution]) -> None:
+        """Commit a mark of each; the caller has set `queued`."""
+        if executions:
+            self._queue.put(executions)
 
     def close(self, timeout: float) -> bool:
         """Commit what is there and end. False: the store was away, and some was given up."""
@@ -151,7 +156,7 @@ class Settler:
         for execution in batch:
             if execution.settlement is None:
                 marked.append(execution)
-            elif not execution.committed:
+            elif execution.is_ready and not execution.committed:  # else it was a mark, and is late
                 execution.committed = True
                 over.append(execution)
         for execution in late:
