@@ -129,7 +129,7 @@ class Config(Section):
         8 * 1024 * 1024, "larger messages are refused when sent", "bytes", low=1
     )
     max_result_size: int = option(1024 * 1024, "a task with a larger result fails", "bytes", low=1)
-    prefetch: int = option(512, "most tasks that a thread worker holds beyond the running ones")
+    prefetch: int = option(1024, "most tasks that a thread worker holds beyond the running ones")
     concurrency: int = option(0, "tasks that a worker runs at once; 0 = two for each processor")
     pool: str = option(
         "thread",

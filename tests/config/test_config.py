@@ -37,7 +37,7 @@ def test_the_defaults_need_no_server() -> None:
     assert (config.publish_timeout, config.shutdown_timeout, config.lease) == (5.0, 30.0, 10.0)
     assert (config.max_strikes, config.unregistered_timeout) == (3, 3600.0)
     assert (config.max_message_size, config.max_result_size) == (8 * 1024**2, 1024**2)
-    assert (config.prefetch, config.concurrency) == (512, 0)
+    assert (config.prefetch, config.concurrency) == (1024, 0)
     assert not config.require_server
     assert not config.strict_durability
 
