@@ -31,6 +31,7 @@ from machinery_py.brokers.base import (
 from machinery_py.brokers.entries import Entry, new_letter, new_worker
 from machinery_py.brokers.queue_limits import QueueLimit
 from machinery_py.brokers.topics import TOPIC_LENGTH, PushedSubscription
+from machinery_py.clock import micros
 from machinery_py.connections.memory import MemoryHub
 from machinery_py.connections.recent_tokens import RecentTokens
 
@@ -40,7 +41,7 @@ LEASE = 10.0  # seconds without a beat until a consumer is given up
 class _Entry(Entry, eq=False):
     """A message and its place in its queue, which it keeps until it is done."""
 
-    # Priority, turn, number; the least is the next. A turn of -1: it has waited as WAITING.
+    # Priority, turn, number; the least is the next. A turn below 0: it has waited as WAITING.
     order: tuple[int, int, int] = (0, 0, 0)
 
     def __lt__(self, other: _Entry) -> bool:
@@ -252,9 +253,11 @@ class MemoryBroker(Broker):
                 self._queues[entry.message.queue].add(entry)
             case Fate.LATER:
                 entry.put_off(disposal)
-                turn = -1 if disposal.reason == WAITING else 0
+                now = self.hub.clock.now()
+                due_at = micros(disposal.eta or now)
+                turn = due_at - 2**62 if disposal.reason == WAITING else 0
                 entry.order = entry.order[0], turn, entry.order[2]
-                self._place(entry, disposal.eta, self.hub.clock.now())
+                self._place(entry, disposal.eta, now)
             case Fate.DEAD:
                 letter = entry.letter(disposal, self.hub.clock.now())
                 self._dead[letter.id] = letter

@@ -284,11 +284,12 @@ class MongoConsumer(DriverUser, Consumer):
     def _end(self, store: Store, disposal: Disposal) -> bool:
         end = msgspec.structs.replace(disposal, eta=self.driver.by_server(disposal.eta))
         update = update_at_end(end, self.driver.now())
-        order = receipt_of(disposal.delivery).order
-        if end.fate is Fate.LATER and order >= FAIR:  # its next turn is given when it is due
-            update["$set"]["status"] = Status.DELAYED
-        elif end.fate is Fate.LATER and end.reason == WAITING and order >= 0:
-            update["$set"]["order"] = order - HEAD
+        if end.fate is Fate.LATER:
+            later = update["$set"]
+            if receipt_of(disposal.delivery).order >= FAIR:
+                later["status"] = Status.DELAYED  # it gets its next turn when it is due
+            elif end.reason == WAITING:
+                later["order"] = later["due_at"] - HEAD
         return (
             store.machinery_messages.update_one(held(disposal.delivery), update).matched_count > 0
         )

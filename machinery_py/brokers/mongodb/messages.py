@@ -1,7 +1,8 @@
 """A message as MongoDB keeps it, and the session that holds it.
 
 _id, uuid, name, queue, body, priority, due_at, parks, sent_at    of the message
-order                                     its place in the queue; - HEAD if it has waited as WAITING
+order                                     its place in the queue; of one that has waited as WAITING
+                                          its due_at - HEAD
 tenant                                    in a fair queue alone; its order is its turn (turns.py)
 status, lease, session                                            where it is; which claim has it
 fence, strikes, begun                                             how often it came and failed
@@ -39,8 +40,7 @@ WAITS = (Status.WAITING, Status.TAKEN)
 QUEUED: Document = {"$in": list(WAITS)}
 
 
-#: Above all places of messages: so much less is the place of one that has waited for its turn.
-HEAD = 2**62
+HEAD = 2**62  # above all places and moments
 
 
 class Receipt(NamedTuple):

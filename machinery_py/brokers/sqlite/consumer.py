@@ -101,10 +101,10 @@ _BACK = (
 )
 
 # In: eta, 1 if that is to come, 1 if it counts as parked, id. One that does not has waited: it goes
-# to the head.
-_LATER = """
+# to the head, the first due first.
+_LATER = f"""
 UPDATE messages SET due_at = ?1, status = ?2, session = NULL, claim = NULL, parks = parks + ?3,
-    turn = -(?3 = 0 AND tenant IS NULL) WHERE id = ?4
+    turn = iif(?3 = 0 AND tenant IS NULL, coalesce(?1, 0) - {2**62}, 0) WHERE id = ?4
 """
 
 # In: uuid, name, reason, error, now, id. What is empty is taken from the message.

@@ -55,8 +55,8 @@ ITEMS = (
 )
 # fmt: on
 
-# turn: in a fair queue; 0 in others, so that theirs is the order of the ids; -1 of one that has
-# waited for a limit or a lock.
+# turn: in a fair queue; 0 in others, so that theirs is the order of the ids; of one that has waited
+# for a limit or a lock its due_at - 2^62, which is below 0.
 _WAITING = (
     "CREATE INDEX messages_waiting ON messages (queue, status, priority DESC, turn) "
     "WHERE status = 0"
