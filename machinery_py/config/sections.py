@@ -50,7 +50,7 @@ class RedisConfig(Section):
     )
     delayed_tasks_poll_period: int = option(
         500,
-        "longest pause between two polls of the delayed tasks; 0 = 500",
+        "Go's; not used here: a worker wakes when the next task is due",
         "ms",
         empty_is_default=True,
     )

@@ -94,9 +94,8 @@ class RedisListener(Listener):
                     self._woken = True
                     self._told += filter(None, news)
                 more = link.has_more
-        except (
-            Exception
-        ):  # the connection is gone: the waiter looks again, and then subscribes anew
+        except Exception:
+            # The connection is gone: the waiter looks again, and then subscribes anew.
             self._lose()
             self._woken = True
 

@@ -60,9 +60,6 @@ from machinery_py.connections.redis.keys import QUEUES, queue_keys
 from machinery_py.connections.redis.scripts import Script
 from machinery_py.connections.session_files import host_folder, remove
 from machinery_py.errors import BrokerUnavailable, PublishUnknown
-from machinery_py.texts import get_logger
-
-logger = get_logger(__name__)
 
 LEASE = 10.0  # seconds without a beat until a consumer is given up
 ROOM = MOVE  # messages in a list, to which house-keeping then brings no more that are due
