@@ -164,6 +164,7 @@ def _refresh(record: LimitRecord, rule: Rule, now: int) -> None:
     if record.interval:
         # A clock was set back, or the interval was longer: from now on it is this one.
         record.tat = min(record.tat, now + EARLY + record.interval)
+    record.tail = min(record.tail, now + LOOK_AGAIN)
     record.running = [one for one in record.running if one.ends_at > now]
     if min(record.back_at, default=now) <= now - OVERDUE:
         kept = [at for at, moment in enumerate(record.back_at) if moment > now - OVERDUE]
@@ -176,7 +177,10 @@ def _wait(record: LimitRecord, rule: Rule, asking: Asking, now: int) -> int:
     place = _place(record, asking.who)
     ahead = len(record.waiting) if place is None else place
     if not record.interval:
-        return _wait_for_slot(record, asking.who, ahead, now)
+        wait = _wait_for_slot(record, asking.who, ahead, now)
+        if wait and _has_no_place(record, asking, place, now):
+            wait = min(max(wait, record.tail + _apart(record) - now), LOOK_AGAIN)
+        return wait
     if record.last == asking.token:
         return 0  # a repeat
     early = 0 if rule.strict else min(record.interval // 2, EARLY)
@@ -206,6 +210,15 @@ def _wait_for_slot(record: LimitRecord, who: str, ahead: int, now: int) -> int:
     expected = max(each - oldest, 0) + before * (each + HANDOVER) // max(record.limit, 1)
     wait = max(expected, oldest // 4, SHORTEST_WAIT)
     return min(wait, PLACE_WAIT * (before + 1), LONGEST_WAIT)
+
+
+def _apart(record: LimitRecord) -> int:
+    """Return the µs between those without a place: they come back twice as fast as runs end.
+
+    If all came back at once, workers would ask for nobody else. It is short, since a mean may be
+    wrong, and then slots would be free for so long.
+    """
+    return min((record.mean + HANDOVER) // max(record.limit, 1) // 2, SHORTEST_WAIT)
 
 
 def _place(record: LimitRecord, who: str) -> int | None:
@@ -281,6 +294,8 @@ def leave(record: LimitRecord, slot: Slot, now: int) -> None:
             record.running.remove(one)
             took = max(now - one.began_at, 0)
             record.mean = (3 * record.mean + took) // 4 if record.mean else took
+            if not record.waiting:
+                record.tail = 0  # those without a place come too late, or never
             return
     _drop(record, slot.who)
     _uncount(record, slot.token)

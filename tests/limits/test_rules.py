@@ -133,9 +133,13 @@ def test_lua_answers_as_the_pure_rules_when_the_line_is_full(driver: RedisDriver
     rules = RULES[1], RULES[4]
     for who in range(MOST_WAITING + 30):
         both.do(Step(0.0, "enter", who, rules=(rules[who % 2],)))
-        both.do(Step(0.0, "enter", who, rules=(RULES[0],)))
+        both.do(Step(0.0, "enter", who, rules=(RULES[0], RULES[3])))
     for who in range(MOST_WAITING + 30):
         both.do(Step(0.03, "enter", who, rules=(RULES[0],), again=who % 3 > 0))
+    both.compare()
+    for who in range(0, MOST_WAITING + 30, 3):
+        both.do(Step(0.03, "leave", who))
+        both.do(Step(0.0, "enter", 5 * who, rules=RULES[3:4], again=who % 2 > 0))
     both.compare()
 
 

@@ -11,6 +11,7 @@ local now, scope, who, token, ttl, again, rules = now_of(text)
 
 local function refresh(one)
   if one.interval > 0 then one.tat = min(one.tat, now + $EARLY + one.interval) end
+  one.tail = min(one.tail, now + $LOOK_AGAIN)
   local running, overdue = {}, false
   for _, run in ipairs(one.running) do
     if run[4] > now then running[#running + 1] = run end
@@ -47,7 +48,14 @@ end
 local function wait_of(one, strict)
   local at = place_of(one, who)
   local ahead = at and at - 1 or #one.waiting
-  if one.interval == 0 then return wait_for_slot(one, ahead) end
+  if one.interval == 0 then
+    local wait = wait_for_slot(one, ahead)
+    if wait > 0 and has_no_place(one, at) then
+      local apart = min(floor(floor((one.mean + $HANDOVER) / max(one.limit, 1)) / 2), $SHORTEST_WAIT)
+      wait = min(max(wait, one.tail + apart - now), $LOOK_AGAIN)
+    end
+    return wait
+  end
   if one.last == token then return 0 end
   local early = strict == 1 and 0 or min(floor(one.interval / 2), $EARLY)
   local begins_at = one.tat

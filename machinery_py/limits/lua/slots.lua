@@ -31,6 +31,7 @@ local function leave(one, who, token)
       table.remove(one.running, at)
       local took = max(now - run[3], 0)
       one.mean = one.mean > 0 and floor((3 * one.mean + took) / 4) or took
+      if #one.waiting == 0 then one.tail = 0 end
       return 1
     end
   end

@@ -333,6 +333,20 @@ class LimitsConformance:
         assert began[-1][0] == pytest.approx(len(names) * 0.02, rel=0.1)
         assert began[-1][2] <= 2.2 * len(names)
 
+    def test_those_without_a_place_come_back_one_by_one(self, limits: Limits) -> None:
+        run = slot(limits, "first", ONE)
+        names = [str(number) for number in range(MOST_WAITING + 40)]
+        admissions = [ask(limits, name, ONE) for name in names]
+
+        told = [one.wait for one in admissions[MOST_WAITING:]]
+        assert told[0] >= 10.0
+        assert told == pytest.approx([told[0] + number / 100 for number in range(40)])
+        # If they never come, those that are new do not wait for them.
+        limits.leave([place for one in admissions[:MOST_WAITING] for place in one.held])
+        limits.leave([run])
+        slot(limits, "new", ONE)
+        assert 0.0 < ask(limits, "newer", ONE).wait < 1.0
+
     def test_each_that_asks_together_is_answered_as_if_alone(
         self, limits: Limits, clock: ManualClock
     ) -> None:
