@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from machinery_py.connections.memory import MemoryHub
 from machinery_py.results import workflow_results
 from machinery_py.results.async_results import Waitable
 from machinery_py.stores.transactional import OneStore
+from machinery_py.tasks.states import TaskState
 from machinery_py.testing.waiting import HANG, together
 from tests.support.apps import Bench, bench
 
@@ -407,6 +409,19 @@ class _Watched(MemoryBackend):
         return listener
 
 
+class _Telling(_Watched):
+    """A backend whose listeners bring the state of what has ended along."""
+
+    reads = 0
+
+    def listener(self) -> MemoryListener:
+        return _TellingListener(self)
+
+    def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
+        self.reads += 1
+        return super().get_states(uuids)
+
+
 class _WatchedListener(MemoryListener):
     def wait(self, timeout: float) -> None:
         backend = self._backend
@@ -416,6 +431,28 @@ class _WatchedListener(MemoryListener):
         )
         backend.bench.harness.advance(seconds=10)
         backend.bench.drain()
+
+
+class _TellingListener(MemoryListener):
+    def wait(self, timeout: float) -> None:
+        backend = self._backend
+        assert isinstance(backend, _Telling)
+        backend.bench.drain()
+        backend.reads = 0
+
+    def told(self) -> Sequence[TaskState]:
+        return [*MemoryBackend.get_states(self._backend, [*self._watched]).values()]
+
+
+def test_state_that_came_with_the_news_is_not_read(bench: Bench) -> None:
+    hub = MemoryHub(bench.server.app.clock)
+    backend = _Telling(hub)
+    bench.server.app.stores.store = OneStore(MemoryBroker(hub), backend, hub.transaction)
+    result = bench.add.send(1, 2)
+    backend.bench = bench
+
+    assert result.get(timeout=HANG) == 3
+    assert (result.get_state().state, backend.reads) == (State.SUCCESS, 0)
 
 
 def test_waiter_for_a_chain_watches_its_last_step(bench: Bench) -> None:
