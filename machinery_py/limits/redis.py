@@ -57,6 +57,7 @@ ENTER = _lua.script(
         name: getattr(pure, name)
         for name in (
             "MOST_WAITING",
+            "SECOND",
             "EARLY",
             "LATE",
             "LOOK_AGAIN",

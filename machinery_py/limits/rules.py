@@ -250,6 +250,8 @@ def _begin(record: LimitRecord, rule: Rule, asking: Asking, now: int) -> None:
         lag = (max(record.limit, 1) - 1) * record.interval
         if waited:
             lag = max(lag, LATE)
+        if now > record.tat + record.interval + SECOND:
+            record.tail = 0  # those without a place did not come, and may never
         begins_at = now if rule.strict else max(record.tat, now - lag)
         record.tat = begins_at + record.interval
         record.last = asking.token

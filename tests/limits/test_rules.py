@@ -137,6 +137,8 @@ def test_lua_answers_as_the_pure_rules_when_the_line_is_full(driver: RedisDriver
     for who in range(MOST_WAITING + 30):
         both.do(Step(0.03, "enter", who, rules=(RULES[0],), again=who % 3 > 0))
     both.compare()
+    both.do(Step(30.0, "enter", 0, rules=RULES[:1]))
+    both.do(Step(0.0, "enter", 1, rules=RULES[:1]))
     for who in range(0, MOST_WAITING + 30, 3):
         both.do(Step(0.03, "leave", who))
         both.do(Step(0.0, "enter", 5 * who, rules=RULES[3:4], again=who % 2 > 0))

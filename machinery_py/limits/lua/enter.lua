@@ -83,6 +83,7 @@ local function begin(one, strict)
   elseif one.last ~= token then
     local lag = (max(one.limit, 1) - 1) * one.interval
     if waited then lag = max(lag, $LATE) end
+    if now > one.tat + one.interval + $SECOND then one.tail = 0 end
     local begins_at = strict == 1 and now or max(one.tat, now - lag)
     one.tat, one.last = begins_at + one.interval, token
   end

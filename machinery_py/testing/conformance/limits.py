@@ -347,6 +347,16 @@ class LimitsConformance:
         slot(limits, "new", ONE)
         assert 0.0 < ask(limits, "newer", ONE).wait < 1.0
 
+    def test_newcomers_do_not_wait_for_those_who_never_came(
+        self, limits: Limits, clock: ManualClock
+    ) -> None:
+        rate = Rule(name="rate", interval=1.0)
+        waits(limits, [str(number) for number in range(MOST_WAITING + 40)], rate)
+
+        clock.advance(MOST_WAITING + 11.0)  # their places have lapsed, some turns have not come
+
+        assert waits(limits, ["new", "newer"], rate) == [0.0, pytest.approx(1.0)]
+
     def test_each_that_asks_together_is_answered_as_if_alone(
         self, limits: Limits, clock: ManualClock
     ) -> None:
