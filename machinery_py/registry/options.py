@@ -10,7 +10,7 @@ import contextlib
 import datetime as dt
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NotRequired, TypedDict, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -373,6 +373,18 @@ def _check_keys(name: str, settings: TaskSettings) -> None:
         raise ValueError(
             f"{name}: running_key={settings.running_key!r} (it needs max_running or min_interval)"
         )
+
+
+def check_keys(name: str, settings: TaskSettings, parameters: Collection[str]) -> None:
+    """Refuse a key of limits that names no parameter: all runs would be counted together."""
+    for option in _KEYS:
+        how = getattr(settings, option)
+        if isinstance(how, str) and how and how not in parameters:
+            known = ", ".join(sorted(parameters)) or "none"
+            raise ValueError(
+                f"{name}: {option}={how!r} is no parameter{nearest(how, parameters)} "
+                f"(parameters: {known}; or a function of the arguments)"
+            )
 
 
 def _misfit(option: str, value: Any) -> str:

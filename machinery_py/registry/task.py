@@ -30,6 +30,7 @@ from machinery_py.registry.options import (
     TaskOptions,
     TaskSettings,
     check,
+    check_keys,
     counted_retries,
     headers_of_call,
 )
@@ -89,6 +90,7 @@ class Task(Generic[P, R]):
         if self.settings.queue:
             check_queue(self.settings.queue)
         self.call = Call(name, function, in_batches=bool(self.settings.batch))
+        check_keys(name, self.settings, self.call.names)
         self.own_rules = rules_of(self.settings.limits)
         self.limit_also(())
         self._sender = sender
