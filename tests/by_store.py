@@ -52,6 +52,7 @@ SHARED = (
     "stores/test_*.py",
     "system/test_control.py",
     "system/test_events.py",
+    "system/test_limited.py",
     "system/test_pairs.py",
     "system/test_unique.py",
     "system/test_workflows.py",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from machinery_py import Server, State, TaskFailed, current_task
+from machinery_py import Server, State, current_task
 from machinery_py.testing.harness import Harness
 from machinery_py.testing.waiting import HANG, wait_until
 
@@ -195,18 +195,6 @@ def test_slot_is_free_however_a_run_ends(server: Server, end: str) -> None:
         second.get(timeout=HANG)
         wait_until(first.is_finished)
         wait_until(lambda: running(server) == 0)
-
-
-def test_limited_task_without_a_lock_store_fails_in_words(server: Server) -> None:
-    server.app.stores._lock_family = None
-    task = server.task("work", rate="5/s")(lambda: None)
-
-    result = task.send()
-    with (
-        server.new_worker(concurrency=1, scheduler=False),
-        pytest.raises(TaskFailed, match="its limits cannot be kept: lock: neither the broker nor"),
-    ):
-        result.get(timeout=HANG)
 
 
 def test_eager_store_holds_nobody_back() -> None:
