@@ -38,8 +38,7 @@ class BrokerFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     whole_batches: bool = True  # nobody sees a part of what one call has put
     exact_limits: bool = False  # `put_within` looks and puts in one step
     fair: bool = False  # tenants take turns in a queue
-    # What has waited as WAITING goes before what was sent after it, but for half of each claim.
-    keeps_turns: bool = True
+    keeps_turns: bool = True  # what waited as WAITING goes first, but for half of each claim
     counts_returns: bool = True  # else the fence counts the first return alone
     tells_age: bool = True  # QueueStats.oldest_at is known
     beats: bool = False  # a consumer lives as long as it beats; another process can do so, too

@@ -16,7 +16,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from machinery_py import ArgumentError, Config, MachineryError, Server, TaskFailed, current_task
+from machinery_py import (
+    ArgumentError,
+    Config,
+    MachineryError,
+    Server,
+    State,
+    TaskFailed,
+    current_task,
+)
 from machinery_py.brokers.topics import MAX_RECORD
 from machinery_py.control import client
 from machinery_py.control.answers import Answers
@@ -410,9 +418,9 @@ def test_terminated_task_in_a_thread_is_asked_and_a_deaf_worker_named(server: Se
 
     task = server.register_task("hold", hold)
     consumer = server.broker.consume(["other"], worker="deaf")
-    with server.new_worker("ada", 1) as worker:
+    with server.new_worker("ada", 1):
         held = task.send()
-        wait_until(lambda: worker.active == 1)
+        wait_until(lambda: held.get_state().state is State.STARTED)  # else it is one that waits
         done = server.control.revoke(held.uuid, terminate=True, timeout=2.0)
         assert (done, done.missing) == ({"ada": {held.uuid: "asked"}}, ("deaf",))
         assert held.get(timeout=HANG) == "stopped"
@@ -434,12 +442,13 @@ def test_call_in_a_batch_is_left_unless_all_its_calls_are_terminated(server: Ser
 
     with server.new_worker("ada", 1):
         first, second = hold.send(1), hold.send(2)
-        wait_until(lambda: len(server.control.workers().active()["ada"]) == 2)
+        both = first, second
+        wait_until(lambda: all(one.get_state().state is State.STARTED for one in both))
         left = server.control.revoke(first.uuid, terminate=True)
         assert left == {"ada": {first.uuid: "left"}}
         asked = server.control.revoke(first.uuid, second.uuid, terminate=True)
         assert asked == {"ada": {first.uuid: "asked", second.uuid: "asked"}}
-        assert [one.get(timeout=HANG) for one in (first, second)] == [1, 2]
+        assert [one.get(timeout=HANG) for one in both] == [1, 2]
 
 
 def test_headers_to_revoke_by_must_be_few_plain_and_short(server: Server) -> None:
