@@ -11,12 +11,14 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from machinery_py.backends.base import Listener
 from machinery_py.backends.redis.documents import state_of
 from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.connections.redis.connection import RedisConnection, command
 from machinery_py.connections.redis.keys import companion_key
-from machinery_py.errors import BackendUnavailable
+from machinery_py.errors import BackendUnavailable, MachineryError
 from machinery_py.tasks.states import TaskState
 
 STEP = 500  # channels in one command
@@ -35,7 +37,7 @@ class RedisListener(Listener):
         self._confirmed = 0
         self._asked = 0
         self._woken = False
-        self._told: list[bytes] = []
+        self._told: list[tuple[bytes, bytes]] = []  # channel and news
         self._link: RedisConnection | None = None
 
     def watch(self, uuids: Iterable[str]) -> None:
@@ -92,7 +94,7 @@ class RedisListener(Listener):
                 elif kind == b"message" and channel in self._watched:
                     self._watched.discard(channel)
                     self._woken = True
-                    self._told += filter(None, news)
+                    self._told += [(channel, one) for one in news if one]
                 more = link.has_more
         except Exception:
             # The connection is gone: the waiter looks again, and then subscribes anew.
@@ -134,7 +136,7 @@ class RedisListener(Listener):
 
     def told(self) -> Sequence[TaskState]:
         told, self._told = self._told, []
-        return [state_of(*news.split(b"\n", 1)) for news in told]
+        return [state for one in told if (state := _state_in(*one)) is not None]
 
     def _reconnect(self, left: float) -> None:
         try:
@@ -164,3 +166,13 @@ class RedisListener(Listener):
             link.close()
             return
         self._driver.give_subscriber(link)
+
+
+def _state_in(channel: bytes, news: bytes) -> TaskState | None:
+    """Return the final state of the channel's task; None: others may publish what they like."""
+    document, _, companion = news.partition(b"\n")
+    try:
+        state = state_of(document, companion)
+    except (MachineryError, msgspec.MsgspecError, ValueError, TypeError, OverflowError):
+        return None
+    return state if state.is_finished and companion_key(state.task_uuid) == channel else None

@@ -6,10 +6,12 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from redis import Redis
 
 from machinery_py import Server
 from machinery_py.backends.redis.listener import RedisListener
 from machinery_py.backends.redis.scripts import NEWS
+from machinery_py.connections.redis.keys import companion_key
 from machinery_py.testing.waiting import HANG
 from tests.support.servers import RedisServer
 
@@ -66,4 +68,39 @@ def test_end_with_a_long_result_is_told_without_its_state(server: Server) -> Non
 
     assert listener.told() == []
     assert result.get(timeout=HANG) == "x" * NEWS
+    listener.close()
+
+
+OTHER = (
+    b'{"TaskUUID":"task_2","TaskName":"","State":"SUCCESS","Results":[],"Error":"",'
+    b'"CreatedAt":"2026-01-01T00:00:00Z","TTL":0}'
+)
+
+
+@pytest.mark.parametrize(
+    "news",
+    [
+        b"x",
+        b"{}",
+        b"{}\n",
+        OTHER,
+        OTHER + b"\n1\n",
+        OTHER + b"\n0\n0\n\n\n\n\n\n",
+        b"\xff\n\xff",
+        b"[" * 3000,
+    ],
+)
+def test_news_of_others_is_not_believed(
+    server: Server, empty_redis: RedisServer, news: bytes
+) -> None:
+    result = server.get_registered_task("echo").send("x")
+    listener = listening(server, result.uuid)
+
+    with Redis(port=empty_redis.port) as somebody:
+        somebody.publish(companion_key(result.uuid), news)
+    listener.wait(HANG)
+
+    assert listener.told() == []
+    gate.set()
+    assert result.get(timeout=HANG) == "x"
     listener.close()
