@@ -1,7 +1,8 @@
 """Files of the live consumers of this host: proof that the owner lives, and which tasks it runs.
 
     <folder>/<key>    locked by its owner (exclusive POSIX record lock) while that lives
-                      SLOTS numbers of 8 bytes: the deliveries whose task runs; 0 in a free slot
+                      SLOTS entries: a Run of each delivery whose task runs, its number and then
+                      its series, 8 bytes each; the series of a free slot is 0
 
 The folder lies beside a SQLite file; consumers of a server have one folder per user and host. The
 operating system drops the lock when the process ends in any way. A record lock belongs to a
@@ -11,6 +12,8 @@ drops it too, so a process never opens the files of its own sessions.
 The file is mapped: a note costs no system call, and survives a kill. Whoever gives the consumer up
 reads the file, and blames these deliveries alone. Deliveries beyond SLOTS are not noted, nor
 blamed.
+
+A file of another size is that of another version of this library: what its owner ran is unknown.
 
 Limits: without record locks (Windows), or when somebody deleted the file, heartbeats prove life,
 and it is not known what a dead consumer ran.
@@ -28,15 +31,33 @@ import tempfile
 import time
 from collections.abc import Collection
 from enum import Enum
+from typing import NamedTuple
 
 SLOTS = 4096
-_SIZE = SLOTS * 8
 #: Seconds after which a file that belongs to no session is removed, if nobody holds it.
 FORGOTTEN = 60.0
 #: The same in a host's folder: within this time a worker may give the session up, and ask what ran.
 FORGOTTEN_ON_HOST = 3600.0
 
-_number = struct.Struct("<Q")
+#: Series of the numbers of a store that numbers all its messages alike.
+ALL = 2**64 - 1
+
+_run = struct.Struct("<QQ")
+_series = struct.Struct("<Q")
+_SIZE = SLOTS * _run.size
+
+
+class Run(NamedTuple):
+    """A delivery in its consumer's file. Both fields are unsigned, and have 64 bits each.
+
+    Attributes:
+        number: of the delivery in its series.
+        series: the deliveries that are numbered together; not 0.
+    """
+
+    number: int
+    series: int = ALL
+
 
 #: key → file, of all drivers of this process.
 _own: dict[str, SessionFile] = {}
@@ -82,8 +103,8 @@ class SessionFile:
         self.descriptor = -1
         self._map: mmap.mmap | None = None
         self._free = list(range(SLOTS - 1, -1, -1))
-        self._slots: dict[int, int] = {}
-        self._again: list[int] = []  # noted already, by a twin of the message that runs beside it
+        self._slots: dict[Run, int] = {}
+        self._again: list[Run] = []  # noted already, by a twin of the message that runs beside it
         # First: a thread that looked at the file as a stranger would end this process's lock on it.
         _own[self.key] = self
         if folder and HAS_LOCKS:
@@ -96,31 +117,32 @@ class SessionFile:
         """Return whether other processes can read what it runs."""
         return self._map is not None
 
-    def begins(self, id: int) -> None:
-        """Note that the delivery with this number is being run."""
+    def begins(self, run: Run) -> None:
+        """Note that this delivery is being run."""
         if self._map is None:
             return
-        if id in self._slots:
-            self._again.append(id)
+        if run in self._slots:
+            self._again.append(run)
             return
         try:
             slot = self._free.pop()
         except IndexError:
             return
-        self._slots[id] = slot
-        _number.pack_into(self._map, slot * 8, id)
+        self._slots[run] = slot
+        # The series last: a process that is killed in between leaves a free slot.
+        _run.pack_into(self._map, slot * _run.size, *run)
 
-    def ends(self, id: int) -> None:
-        """Note that the delivery with this number is run no more."""
-        if self._again and id in self._again:
-            self._again.remove(id)
+    def ends(self, run: Run) -> None:
+        """Note that this delivery is run no more."""
+        if self._again and run in self._again:
+            self._again.remove(run)
             return
-        slot = self._slots.pop(id, None)
+        slot = self._slots.pop(run, None)
         if slot is not None and self._map is not None:
-            _number.pack_into(self._map, slot * 8, 0)
+            _series.pack_into(self._map, slot * _run.size + _series.size, 0)
             self._free.append(slot)
 
-    def running(self) -> set[int] | None:
+    def running(self) -> set[Run] | None:
         """Return what it runs; None if it notes nothing."""
         return set(self._slots) if self._map is not None else None
 
@@ -210,7 +232,7 @@ def _make(folder: str) -> None:
         pass
 
 
-def ran(folder: str, key: str) -> set[int] | None:
+def ran(folder: str, key: str) -> set[Run] | None:
     """Return what a session runs, or ran when it died. None: that cannot be known."""
     own = _own.get(key)
     if own is not None:
@@ -218,22 +240,24 @@ def ran(folder: str, key: str) -> set[int] | None:
     return _read(folder, key) if folder else None
 
 
-def ran_by_the_dead(folder: str) -> set[int]:
+def ran_by_the_dead(folder: str) -> set[Run]:
     """Return what all dead sessions ran that have a file."""
-    found: set[int] = set()
+    found: set[Run] = set()
     for key in _keys(folder):
         if look(folder, key) is SessionState.DEAD:
             found |= _read(folder, key) or set()
     return found
 
 
-def _read(folder: str, key: str) -> set[int] | None:
+def _read(folder: str, key: str) -> set[Run] | None:
     try:
         with open(os.path.join(folder, key), "rb") as file:
-            content = file.read(_SIZE)
+            content = file.read(_SIZE + 1)
     except OSError:
         return None
-    return {id for (id,) in _number.iter_unpack(content) if id} if len(content) == _SIZE else None
+    if len(content) != _SIZE:
+        return None
+    return {run for run in map(Run._make, _run.iter_unpack(content)) if run.series}
 
 
 def _keys(folder: str) -> list[str]:

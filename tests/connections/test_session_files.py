@@ -13,6 +13,7 @@ import pytest
 
 from machinery_py.connections import session_files
 from machinery_py.connections.session_files import (
+    Run,
     SessionFile,
     host_file,
     host_folder,
@@ -29,15 +30,36 @@ def _host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_runs_of_live_and_dead_processes_are_known() -> None:
     file = host_file("redis")
     for id in (1, 2, 2**64 - 1):
-        file.begins(id)
-    file.ends(2)
-    file.ends(77)
+        file.begins(Run(id))
+    file.ends(Run(2))
+    file.ends(Run(77))
+    left = {Run(1), Run(2**64 - 1)}
 
-    assert ran(file.folder, file.key) == {1, 2**64 - 1}
+    assert ran(file.folder, file.key) == left
     assert ran_by_the_dead(file.folder) == set()
     file.abandon()
-    assert ran(file.folder, file.key) == {1, 2**64 - 1}
-    assert ran_by_the_dead(file.folder) == {1, 2**64 - 1}
+    assert ran(file.folder, file.key) == left
+    assert ran_by_the_dead(file.folder) == left
+
+
+def test_numbers_of_two_series_are_told_apart() -> None:
+    file = host_file("redis")
+    runs = [Run(number, series) for number in (1, 2**64 - 1) for series in (1, 2**64 - 2)]
+    for run in (*runs, Run(7, 7)):
+        file.begins(run)
+    file.ends(Run(7, 7))
+    file.abandon()
+
+    assert ran(file.folder, file.key) == set(runs)
+
+
+@pytest.mark.parametrize("size", [0, 8 * session_files.SLOTS, 17 * session_files.SLOTS])
+def test_file_of_another_version_says_nothing_of_what_ran(size: int) -> None:
+    folder = host_folder("redis")
+    Path(folder, "key").write_bytes(b"\1" * size)
+
+    assert ran(folder, "key") is None
+    assert ran_by_the_dead(folder) == set()
 
 
 LOOK = """
@@ -75,28 +97,28 @@ def test_a_look_from_the_same_process_leaves_a_new_file_its_lock() -> None:
 
 def test_twins_that_run_beside_each_other_run_until_both_have_ended() -> None:
     file = host_file("redis")
-    file.begins(1)
-    file.begins(1)
-    file.ends(1)
-    assert ran(file.folder, file.key) == {1}
-    file.ends(1)
+    file.begins(Run(1))
+    file.begins(Run(1))
+    file.ends(Run(1))
+    assert ran(file.folder, file.key) == {Run(1)}
+    file.ends(Run(1))
     assert ran(file.folder, file.key) == set()
 
 
 def test_runs_beyond_the_slots_are_not_noted() -> None:
     file = host_file("redis")
     for id in range(1, session_files.SLOTS + 10):
-        file.begins(id)
+        file.begins(Run(id))
     for id in range(1, session_files.SLOTS + 10):
-        file.ends(id)
-    file.begins(5)
+        file.ends(Run(id))
+    file.begins(Run(5))
     file.abandon()
-    assert ran(file.folder, file.key) == {5}
+    assert ran(file.folder, file.key) == {Run(5)}
 
 
 def test_a_file_that_was_closed_is_gone() -> None:
     file = host_file("redis")
-    file.begins(1)
+    file.begins(Run(1))
     file.end()
     file.end()
     assert (ran(file.folder, file.key), os.listdir(file.folder)) == (None, [])
@@ -117,7 +139,7 @@ def test_a_folder_that_others_could_have_made_is_not_trusted(fault: str, tmp_pat
         folder.touch()
 
     file = host_file("redis")
-    file.begins(1)
+    file.begins(Run(1))
 
     assert host_folder("redis") == ""
     assert not file.notes_runs

@@ -33,7 +33,7 @@ from machinery_py.brokers.mongodb.messages import (
     paused_of,
     receipt_of,
     release,
-    run_id_of,
+    run_of,
     untake,
 )
 from machinery_py.brokers.mongodb.turns import FAIR
@@ -309,7 +309,7 @@ class MongoConsumer(DriverUser, Consumer):
         return [_name(delivery) in ours for delivery in deliveries]
 
     def run_begins(self, delivery: Delivery) -> None:
-        self._file.begins(run_id_of(_name(delivery)[0]))
+        self._file.begins(run_of(_name(delivery)[0]))
         if not delivery.redelivered:
             return
         # The last worker may have died of it. From now on it counts wherever this one dies.
@@ -323,7 +323,7 @@ class MongoConsumer(DriverUser, Consumer):
         store.machinery_messages.update_one(held(delivery), {"$set": {"begun": 1}})
 
     def run_ends(self, delivery: Delivery) -> None:
-        self._file.ends(run_id_of(_name(delivery)[0]))
+        self._file.ends(run_of(_name(delivery)[0]))
 
     # Heartbeats
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from machinery_py.brokers.base import DeadLetter, Delivery, Message
 from machinery_py.clock import micros, moment_of
 from machinery_py.connections.mongodb.client import Document, Store
+from machinery_py.connections.session_files import Run
 from machinery_py.texts import printable
 
 
@@ -153,16 +154,17 @@ def receipt_of(delivery: Delivery) -> Receipt:
     return receipt if isinstance(receipt, Receipt) else Receipt("", "none", "")
 
 
-def run_id_of(id: str) -> int:
-    """Return the number that notes a message in its consumer's file."""
-    return int.from_bytes(hashlib.blake2b(id.encode(), digest_size=8).digest(), "little")
+def run_of(id: str) -> Run:
+    """Return what notes a message in its consumer's file."""
+    digest = hashlib.blake2b(id.encode(), digest_size=8).digest()
+    return Run(int.from_bytes(digest, "little"))
 
 
-def release(store: Store, session: str, began: Collection[int] | None) -> None:
+def release(store: Store, session: str, began: Collection[Run] | None) -> None:
     """Give back what a session holds, each to its old place. May be repeated.
 
     Args:
-        began: numbers (`run_id_of`) of what gets a strike. None: what the database says has begun.
+        began: what gets a strike. None: what the database says has begun.
     """
     untake(store, {"session": session})
     messages = store.machinery_messages
@@ -172,7 +174,7 @@ def release(store: Store, session: str, began: Collection[int] | None) -> None:
         messages.update_many({**mine, "begun": 1}, {**back, "$inc": {"strikes": 1}})
     elif began:
         ids = [one["_id"] for one in messages.find(mine, {"_id": 1})]
-        blamed = {"_id": {"$in": [id for id in ids if run_id_of(id) in began]}}
+        blamed = {"_id": {"$in": [id for id in ids if run_of(id) in began]}}
         messages.update_many({**mine, **blamed}, {**back, "$inc": {"strikes": 1}})
     messages.update_many(mine, back)
 

@@ -48,7 +48,7 @@ from machinery_py.connections.rabbitmq.io_thread import (
     Channel,
     ChannelLost,
 )
-from machinery_py.connections.session_files import host_file, host_folder, ran_by_the_dead
+from machinery_py.connections.session_files import Run, host_file, host_folder, ran_by_the_dead
 from machinery_py.errors import BrokerUnavailable, MachineryError
 from machinery_py.texts import get_logger
 
@@ -218,7 +218,7 @@ class AMQPConsumer(Consumer):
         now = self._driver.clock.monotonic()
         deliveries: list[Delivery] = []
         is_suspect = any(one.redelivered for one in found)
-        blamed = ran_by_the_dead(host_folder(KIND)) if is_suspect else set[int]()
+        blamed = ran_by_the_dead(host_folder(KIND)) if is_suspect else set[Run]()
         with self._lock:
             if self._connection is not connection or connection.lost:
                 return []  # they are back already
@@ -235,14 +235,14 @@ class AMQPConsumer(Consumer):
             self._settle(connection.main, [(one.tag, False) for one in found[limit:]])
         return deliveries
 
-    def _mark_of(self, body: bytes) -> int:
-        """Return the number that notes a message in its consumer's file."""
+    def _run_of(self, body: bytes) -> Run:
+        """Return what notes a message in its consumer's file."""
         digest = hashlib.blake2b(self._vhost + body[:MARKED], digest_size=8).digest()
-        return int.from_bytes(digest, "little")
+        return Run(int.from_bytes(digest, "little"))
 
-    def _delivery(self, one: ReceivedMessage, blamed: Collection[int]) -> Delivery:
+    def _delivery(self, one: ReceivedMessage, blamed: Collection[Run]) -> Delivery:
         strikes = one.number(STRIKES)
-        if one.redelivered and not strikes and self._mark_of(one.body) in blamed:
+        if one.redelivered and not strikes and self._run_of(one.body) in blamed:
             strikes = 1  # a further one would be in its header
         return Delivery(
             body=one.body,
@@ -344,7 +344,7 @@ class AMQPConsumer(Consumer):
         held = self._held.get(delivery.receipt)
         if held is None:
             return
-        self._file.begins(self._mark_of(delivery.body))
+        self._file.begins(self._run_of(delivery.body))
         held.begun = True
         if delivery.strikes or held.message.redelivered:
             try:
@@ -353,7 +353,7 @@ class AMQPConsumer(Consumer):
                 logger.warning("a suspect task runs uncounted: %s", error)
 
     def run_ends(self, delivery: Delivery) -> None:
-        self._file.ends(self._mark_of(delivery.body))
+        self._file.ends(self._run_of(delivery.body))
 
     def _move(self, held: Sequence[HeldDelivery]) -> None:
         """Move deliveries into the holding queues."""

@@ -194,13 +194,18 @@ class RedisBroker(Broker):
         return record
 
     def _condemn(self, session: bytes, queues: Sequence[str], beat: str) -> None:
-        if self._give_up(session.decode(), queues, beat):
+        if self._give_up(session.decode(), queues, queues, beat):
             log_loss(self._records.get(session), has_ended=not beat)
             remove(host_folder(KIND), session.decode())
 
-    def _give_up(self, session: str, queues: Sequence[str], beat: str) -> bool:
-        """Give back what it held. False: it has beaten since, or another worker was faster."""
-        keys, began = list(map(queue_keys, queues)), began_by(session, queues)
+    def _give_up(
+        self, session: str, queues: Sequence[str], served: Sequence[str], beat: str
+    ) -> bool:
+        """Give back what it held of `queues`; it served all of `served`.
+
+        Returns False if it has beaten since, or another worker was faster.
+        """
+        keys, began = list(map(queue_keys, queues)), began_by(session, queues, served)
         strikes = False if began is None else began
         values = (self.driver.now(), session, keys, beat, strikes, scripts.TOMBSTONE)
         held, to_wake = self.driver.run(scripts.CONDEMN, *values)

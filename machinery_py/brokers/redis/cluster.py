@@ -87,7 +87,7 @@ class QueueBroker(RedisBroker):
 
     def _condemn(self, session: bytes, queues: Sequence[str], beat: str) -> None:
         # The brokers of its other queues give back what it holds there; they read its file, too.
-        if self._give_up(session.decode(), [self.queue], beat):
+        if self._give_up(session.decode(), [self.queue], queues, beat):
             log_loss(self._records.get(session), has_ended=not beat)
 
 

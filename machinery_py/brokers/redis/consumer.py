@@ -9,11 +9,11 @@ Limits: a Go program's message on the second queue of a blocked client is notice
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import threading
 import time
-import zlib
 from collections.abc import Collection, Sequence
 from datetime import datetime, timedelta
 from typing import Any
@@ -31,7 +31,7 @@ from machinery_py.connections.redis.connection import RedisConnection, command
 from machinery_py.connections.redis.errors import ErrorKind, kind_of, log_spoilt
 from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.connections.redis.scripts import pack
-from machinery_py.connections.session_files import SessionFile, host_file, host_folder, ran
+from machinery_py.connections.session_files import Run, SessionFile, host_file, host_folder, ran
 from machinery_py.errors import BrokerUnavailable, MachineryError
 from machinery_py.texts import get_logger, printable
 
@@ -87,7 +87,7 @@ class RedisConsumer(Consumer):
     def _know(self, queues: tuple[str, ...]) -> None:
         """Remember these queues: those that it serves, or has served before."""
         self.keys = [queue_keys(queue) for queue in queues]
-        self._marks = {queue: mark_of(queue) for queue in queues}
+        self._series = {queue: series_of(queue) for queue in queues}
         self._places = {queue: index for index, queue in enumerate(queues)}
         self._queues = queues
 
@@ -307,7 +307,7 @@ class RedisConsumer(Consumer):
     def run_begins(self, delivery: Delivery) -> None:
         index, number = self.place_of(delivery)
         if number:
-            self._file.begins(self._marks[delivery.queue] | int(number))
+            self._file.begins(Run(int(number), self._series[delivery.queue]))
         if delivery.fence == 1:
             return
         # The last worker may have died of it. Noted in Redis, the run counts wherever this one
@@ -320,7 +320,7 @@ class RedisConsumer(Consumer):
     def run_ends(self, delivery: Delivery) -> None:
         _, number = self.place_of(delivery)
         if number:
-            self._file.ends(self._marks[delivery.queue] | int(number))
+            self._file.ends(Run(int(number), self._series[delivery.queue]))
 
     # Living
 
@@ -376,19 +376,27 @@ def _read_before(link: RedisConnection, *, refused: object = None) -> Any:
         return refused
 
 
-def mark_of(queue: str) -> int:
-    """Return the upper half of the numbers of a queue's deliveries: each queue counts its own."""
-    return zlib.crc32(queue.encode(errors="replace")) << 32
+def series_of(queue: str) -> int:
+    """Return the series of a queue's deliveries in the file: each queue counts its own."""
+    digest = hashlib.blake2b(queue.encode(errors="replace"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") or 1
 
 
-def began_by(session: str, queues: Collection[str]) -> list[list[str]] | None:
-    """Return by queue the receipts that a dead session ran; None if that cannot be known here."""
-    ids = ran(host_folder(KIND), session)
-    if ids is None:
+def began_by(
+    session: str, queues: Collection[str], served: Collection[str]
+) -> list[list[str]] | None:
+    """Return by queue the receipts that a dead session ran; None if that cannot be known here.
+
+    Args:
+        served: all queues of the session. If it ran something of another queue than these, then
+            its file is not understood, and says nothing.
+    """
+    runs = ran(host_folder(KIND), session)
+    if runs is None or {run.series for run in runs} - set(map(series_of, served)):
         return None
     return [
-        [str(id & 0xFFFFFFFF) for id in ids if id & ~0xFFFFFFFF == mark_of(queue)]
-        for queue in queues
+        [str(run.number) for run in runs if run.series == series]
+        for series in map(series_of, queues)
     ]
 
 

@@ -205,9 +205,8 @@ class SQLiteBroker(Broker):
                 # own close, may have been faster.
                 if connection.execute("DELETE FROM sessions WHERE id = ?", (number,)).rowcount:
                     ran = session_files.ran(folder, key)
-                    connection.execute(
-                        RELEASE, (None if ran is None else as_json(sorted(ran)), number)
-                    )
+                    ids = None if ran is None else as_json(sorted(run.number for run in ran))
+                    connection.execute(RELEASE, (ids, number))
                     reaped += 1
             self.driver.notify("q")
         for number, key in dead:

@@ -106,6 +106,13 @@ class BrokerCase:
         yield consumer
         consumer.close()
 
+    def count_from(self, broker: Broker, start: int, *queues: str) -> None:
+        """Let the store go on from here with the numbers that it gives to messages of the queues.
+
+        A store that keeps no such counter skips the test.
+        """
+        pytest.skip("the store keeps no counter of messages")
+
     def crash_consumer(
         self,
         broker: Broker,
@@ -224,6 +231,42 @@ class LeaseConformance(BrokerCase):
         heir = broker.consume(["q", "r"], worker="heir")
         found = [*heir.receive(1, 0), *heir.receive(1, 0)]
         assert {(one.body, one.strikes) for one in found} == {(b"held", 0), (b"runs", 1)}
+
+    @pytest.mark.parametrize("start", [2**31 - 3, 2**32 - 3, 2**40, 2**53 - 100])
+    def test_counters_may_grow_for_years(
+        self, broker: Broker, clock: ManualClock, start: int
+    ) -> None:
+        self.count_from(broker, start, "q", "r")
+        consumer = broker.consume(["q", "r"], worker="w")
+        put(broker, b"1", b"2", b"3", b"4")
+        put(broker, b"5", queue="r")
+        found = [*consumer.receive(9, 0), *consumer.receive(9, 0)]
+        assert bodies(found) == [b"1", b"2", b"3", b"4", b"5"]
+        assert len({(one.queue, one.receipt) for one in found}) == 5
+        for one in found[1:]:
+            consumer.run_begins(one)
+        consumer.run_ends(found[2])
+        self.crash_consumer(broker, consumer, clock)
+
+        heir = broker.consume(["q", "r"], worker="heir")
+        again = [*heir.receive(9, 0), *heir.receive(9, 0)]
+        assert [(one.body, one.strikes) for one in again] == [
+            (b"1", 0),
+            (b"2", 1),
+            (b"3", 0),
+            (b"4", 1),
+            (b"5", 1),
+        ]
+        assert heir.holds(again) == [True] * 5
+        dead = [Disposal(delivery=one, fate=Fate.DEAD) for one in again[:2]]
+        later = Disposal(delivery=again[2], fate=Fate.LATER, eta=seconds(clock.now(), 5.0))
+        assert heir.dispose([*dead, later, *back(again[3]), *done(again[4])]) == [True] * 5
+        letters = broker.dead_letters(limit=9)
+        assert [one.body for one in letters] == [b"2", b"1"]
+        assert [one.body for one in broker.take_dead([letters[0].id])] == [b"2"]
+        clock.advance(5.5)
+        broker.tend()
+        assert sorted(bodies(heir.receive(9, 0))) == [b"3", b"4"]
 
     def test_claimed_suspect_that_did_not_run_keeps_its_strikes(
         self, broker: Broker, consumer: Consumer, clock: ManualClock

@@ -7,6 +7,7 @@ import pytest
 
 from machinery_py.backends.base import Change
 from machinery_py.backends.redis.backend import RedisBackend
+from machinery_py.brokers.base import Broker
 from machinery_py.brokers.redis.broker import RedisBroker
 from machinery_py.connections.redis import keys as redis_keys
 from machinery_py.tasks.states import State, TaskState
@@ -27,6 +28,13 @@ class TestRedisBroker(RedisTime, BrokerConformance):
     @pytest.fixture
     def open_broker(self, open_driver: Drivers) -> OpenBroker:
         return lambda: RedisBroker(open_driver())
+
+    def count_from(self, broker: Broker, start: int, *queues: str) -> None:
+        assert isinstance(broker, RedisBroker)
+        for queue in queues:
+            for counter in "nc":
+                key = f"{redis_keys.queue_keys(queue)[1]}{counter}".encode()
+                broker.driver.ask(b"SET", key, b"%d" % start, doing="testing")
 
 
 class TestRedisBackend(RedisTime, BackendConformance):

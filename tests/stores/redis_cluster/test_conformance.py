@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 
 from machinery_py.backends.redis.cluster import ClusterBackend
+from machinery_py.brokers.base import Broker
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.brokers.redis.cluster import ClusterBroker
 from machinery_py.connections.memory import MemoryHub
+from machinery_py.connections.redis.keys import queue_keys
+from machinery_py.connections.redis.requests import command_at
+from machinery_py.errors import BrokerUnavailable
 from machinery_py.stores.base import Store
 from machinery_py.stores.outbox import TwoStores
 from machinery_py.stores.redis import ClusterStore
@@ -49,6 +53,14 @@ class TestClusterBroker(ClusterTime, BrokerConformance):
     @pytest.fixture
     def open_broker(self, open_cluster: Clusters) -> OpenBroker:
         return lambda: ClusterBroker(open_cluster())
+
+    def count_from(self, broker: Broker, start: int, *queues: str) -> None:
+        assert isinstance(broker, ClusterBroker)
+        for queue in queues:
+            for counter in "nc":
+                key = f"{queue_keys(queue)[1]}{counter}".encode()
+                request = command_at(b"SET", key, b"%d" % start)
+                broker.cluster.ask([request], doing="testing", away=BrokerUnavailable)
 
 
 class TestClusterBackend(ClusterTime, BackendConformance):

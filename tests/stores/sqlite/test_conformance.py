@@ -51,6 +51,12 @@ class TestSQLiteBroker(BrokerConformance):
     def open_broker(self, open_driver: Drivers) -> OpenBroker:
         return lambda: SQLiteBroker(open_driver())
 
+    def count_from(self, broker: Broker, start: int, *queues: str) -> None:
+        assert isinstance(broker, SQLiteBroker)
+        with broker.driver.transaction() as connection:
+            for table in ("messages", "dead"):
+                connection.execute("INSERT INTO sqlite_sequence VALUES (?, ?)", (table, start))
+
     def crash_consumer(
         self,
         broker: Broker,
