@@ -37,7 +37,7 @@ from machinery_py.errors import (
     StoreUnusable,
     Unsupported,
 )
-from machinery_py.tasks.states import Arrival, GroupMeta, TaskState
+from machinery_py.tasks.states import Arrival, GroupMeta, TaskState, size_of_state
 from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
@@ -83,6 +83,21 @@ class Settlement(DeliveryEnd, frozen=True, kw_only=True, gc=False):
     send: Sequence[Message] = ()
     groups: Sequence[GroupMeta] = ()
     arrivals: Sequence[Arrival] = ()
+
+
+def carried_by(settlement: Settlement) -> int:
+    """Return about how many bytes a settlement carries."""
+    return carried_beside(settlement) + sum(map(size_of_state, settlement.states))
+
+
+def carried_beside(settlement: Settlement) -> int:
+    """Return the same without its states, for a store that knows their size."""
+    size = len(settlement.delivery.body)
+    for message in settlement.send:
+        size += len(message.body)
+    for arrival in settlement.arrivals:
+        size += len(arrival.callback)
+    return size
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -216,11 +231,12 @@ class Session(ABC):
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         """As Consumer.receive, but finish deliveries that were settled before, and omit them."""
 
-    def prepare(self, settlement: Settlement) -> None:  # noqa: B027 - most stores have nothing to gain
+    def prepare(self, settlement: Settlement) -> int:
         """Do what can be done before the settlement's turn comes; raises nothing.
 
-        Called in the thread that ended the call.
+        Called in the thread that ended the call. Returns about how many bytes it carries.
         """
+        return carried_by(settlement)
 
     @abstractmethod
     def settle(

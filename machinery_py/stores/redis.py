@@ -21,8 +21,9 @@ import redis as _redis  # noqa: F401 – the drivers load it when they connect, 
 from machinery_py.backends.base import Amendment, Verdict
 from machinery_py.backends.redis.backend import VERDICTS, RedisBackend
 from machinery_py.backends.redis.cluster import ClusterBackend
-from machinery_py.backends.redis.documents import Changes, new_state, packed_states
+from machinery_py.backends.redis.documents import Changes, new_state, packed_states, size_of_packed
 from machinery_py.backends.redis.scripts import CONSTANTS as STATES
+from machinery_py.bounds import STEP_BYTES
 from machinery_py.brokers.base import Delivery, Fate, Message, mark_of
 from machinery_py.brokers.redis.broker import RedisBroker
 from machinery_py.brokers.redis.cluster import ClusterBroker, is_usable
@@ -47,7 +48,7 @@ from machinery_py.connections.redis.cluster import RedisClusterDriver
 from machinery_py.connections.redis.discovery import Servers
 from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.connections.redis.pool import PoolLimits
-from machinery_py.connections.redis.scripts import Folder
+from machinery_py.connections.redis.scripts import Folder, pack
 from machinery_py.errors import BrokerUnavailable, ConfigError, PublishUnknown
 from machinery_py.limits.redis import ClusterLimits, RedisLimits
 from machinery_py.locks.redis import ClusterLock, RedisLock
@@ -59,6 +60,7 @@ from machinery_py.stores.base import (
     Settlement,
     Store,
     Submission,
+    carried_beside,
     disposal_of,
 )
 from machinery_py.stores.open import Family, FamilyOptions
@@ -215,15 +217,19 @@ class RedisSession(Session):
         self.none_revoked = self.consumer.none_revoked
         return deliveries
 
-    def prepare(self, settlement: Settlement) -> None:
-        backend = self._store.states
+    def prepare(self, settlement: Settlement) -> int:
+        backend, size = self._store.states, carried_beside(settlement)
         if settlement.states:
             try:
                 now = self._store.driver.clock.now()
                 packed = packed_states(settlement.states, now, backend.seconds)
             except Exception:  # `settle` raises it, where it is dealt with
-                return
+                return size
             self._prepared[id(settlement)] = settlement, packed
+            size += size_of_packed(packed)
+            for state in settlement.states:
+                size += len(state.message)
+        return size
 
     def settle(
         self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()
@@ -261,7 +267,12 @@ class RedisSession(Session):
             return []
         keys = queues.keys if queues is not None else consumer.keys
         values = (driver.now(), backend.seconds, consumer.session, keys, ends, seen)
-        letters, to_wake = driver.run(SETTLE, *values, *changes.packed())
+        argument = pack((*values, *changes.packed()))
+        if len(argument) > STEP_BYTES and len(settlements) > 1:
+            half = len(settlements) // 2
+            first = self.settle(settlements[:half], marks)
+            return [*first, *self.settle(settlements[half:])]
+        letters, to_wake = driver.run_packed(SETTLE, argument)
         if to_wake:
             driver.unblock(to_wake)
         return [VERDICTS[letter] for letter in letters]

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from machinery_py.bounds import size_of
 from machinery_py.errors import nearest
 from machinery_py.tasks.signature import Arg
 
@@ -150,6 +151,14 @@ class TaskState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     def notes(self) -> dict[str, Any]:
         """Facts that the task noted in the run, or the delivery, that wrote this state."""
         return _read_notes(self.notes_json) if self.notes_json else {}
+
+
+def size_of_state(state: TaskState) -> int:
+    """Return about how many bytes a state takes, without encoding it."""
+    size = len(state.error) + len(state.traceback) + len(state.message) + len(state.notes_json)
+    for result in state.results:
+        size += size_of(result.value)
+    return size
 
 
 class GroupMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):

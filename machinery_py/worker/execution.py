@@ -94,6 +94,7 @@ class Execution:
     settlement: Settlement | None = None
     sends: Sequence[Signature[Any]] = ()  # what the settlement publishes
     is_ready: bool = False  # its settlement, to be committed
+    carried: int = 0  # bytes, about, of its settlement
     committed: bool = False  # the settler has it
     acked: bool = False  # its message is gone before its end
     revoked: bool = False  # as far as is known here

@@ -1,10 +1,11 @@
 """Settler: one thread that commits what has ended, all that is waiting in one round trip.
 
-There is no timer: while one commit is on its way the next batch gathers; an idle worker commits at
-once. RECEIVED and STARTED are written in the same commits, and left out when the task has ended by
-then; alone they wait for MARK_DELAY, lest the end of a short task wait for their commit. RECEIVED
-is left out of large commits as well: so much held in advance is short tasks, and STARTED or the end
-follows within the prefetch window.
+There is no timer: while one commit is on its way the next batch gathers, as much as bounds.py lets
+one step carry; an idle worker commits at once. A commit that failed is repeated in halves, and then
+in larger parts. RECEIVED and STARTED are written in the same commits, and left out when the task
+has ended by then; alone they wait for MARK_DELAY, lest the end of a short task wait for their
+commit. RECEIVED is left out of large commits as well: so much held in advance is short tasks, and
+STARTED or the end follows within the prefetch window.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from machinery_py.app import Application
 from machinery_py.backends.base import FENCED, Verdict
+from machinery_py.bounds import STEP_BYTES
 from machinery_py.brokers.base import WAITING, Fate, Message
 from machinery_py.errors import MachineryError
 from machinery_py.events import (
@@ -46,7 +48,7 @@ from machinery_py.worker.reconnect import Reconnect
 
 logger = get_logger(__name__)
 
-MAX_BATCH = 512  # executions; bounds how long one commit holds the store
+MAX_BATCH = 512  # executions in one commit; bounds.py has how many bytes
 BUSY = 32  # executions in a commit from which RECEIVED is not written
 MARK_DELAY = 0.002  # seconds; longer than a short task takes
 
@@ -96,7 +98,7 @@ class Settler:
         """Commit its settlement, or a mark if it is not over."""
         if execution.settlement is not None and not execution.committed:
             # Done here, during the commit before; in the settler's thread the store would wait.
-            self._session.prepare(execution.settlement)
+            execution.carried = self._session.prepare(execution.settlement)
             execution.is_ready = True
         self._queue.put((execution,))
 
@@ -134,13 +136,14 @@ class Settler:
         With `wait`, wait for at least one execution; else for MARK_DELAY at most.
         """
         batch: list[Execution] = []
-        pause = None if wait else MARK_DELAY
+        pause, size = None if wait else MARK_DELAY, 0
         try:
-            while len(batch) < MAX_BATCH:
+            while len(batch) < MAX_BATCH and size < STEP_BYTES:
                 some = self._queue.get(timeout=pause) if not batch else self._queue.get(block=False)
                 if some is None:
                     return batch, True
                 batch += some
+                size += some[0].carried  # only marks come together
         except queue.Empty:
             pass
         return batch, False
@@ -219,17 +222,26 @@ class Settler:
         except Exception as error:
             # One of them is at fault, and must not keep the others from being settled.
             if len(over) > 1:
-                text = "a batch of %d settlements failed (%s); trying them one by one"
+                text = "a batch of %d settlements failed (%s); trying its halves"
                 logger.warning(text, len(over), error)
+        if len(over) > 1:
+            half = len(over) // 2
+            return [*self._settle(over[:half], ()), *self._settle(over[half:], ())]
         return [self._settle_one(execution) for execution in over]
 
     def _patiently(
         self, over: Sequence[Execution], marks: Sequence[Mark] = ()
     ) -> Sequence[Verdict]:
-        """Settle them as soon as the store can; raise errors that waiting does not cure."""
-        while True:
+        """Settle them as soon as the store can; raise errors that waiting does not cure.
+
+        What fails is halved before it is tried again: it may have been too much for the store.
+        """
+        verdicts: list[Verdict] = []
+        size = max(1, len(over))
+        while marks or len(verdicts) < len(over):
+            some = over[len(verdicts) : len(verdicts) + size]
             try:
-                verdicts = self._session.settle(_settlements(over), marks)
+                verdicts += self._session.settle(_settlements(some), marks)
             except AWAY as error:
                 if error.permanent:
                     raise
@@ -239,14 +251,16 @@ class Settler:
                         "results cannot be stored: %s; no new tasks are taken until they can", error
                     )
                 self.healthy = False
+                size = max(1, len(some) // 2)
                 if self.loop.pause(self._reconnect.failed(error, is_told=True)):
-                    return [FENCED] * len(over)
+                    return [*verdicts, *[FENCED] * (len(over) - len(verdicts))]
             else:
                 if not self.healthy:
                     logger.warning("results can be stored again")
                     self._reconnect.succeeded()
                 self.healthy = True
-                return verdicts
+                marks, size = (), 2 * size
+        return verdicts
 
     def _settle_one(self, execution: Execution) -> Verdict:
         """Settle an execution that the store may refuse for good, with as much as the store takes.

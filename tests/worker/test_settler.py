@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
@@ -13,11 +14,12 @@ import pytest
 from machinery_py import Config, Context, Server, Signature, State, TaskFailed, current_task, group
 from machinery_py.backends.base import Change, Verdict
 from machinery_py.backends.memory import MemoryBackend
+from machinery_py.bounds import STEP_BYTES
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.clock import SystemClock
 from machinery_py.connections.memory import MemoryHub
 from machinery_py.errors import ArgumentError, BrokerUnavailable, MachineryError, PublishUnknown
-from machinery_py.stores.base import Session, Settlement
+from machinery_py.stores.base import Mark, Session, Settlement, carried_by
 from machinery_py.stores.outbox import TwoStores
 from machinery_py.stores.transactional import OneSession, OneStore
 from machinery_py.tasks.signature import HEADER_EXPIRES
@@ -421,9 +423,10 @@ class SlowSession(OneSession):
     ready = threading.Event()
     asked = threading.Event()
 
-    def prepare(self, settlement: Settlement) -> None:
+    def prepare(self, settlement: Settlement) -> int:
         self.asked.set()
         assert self.ready.wait(HANG)
+        return super().prepare(settlement)
 
 
 class SlowStore(OneStore):
@@ -454,3 +457,77 @@ def test_stopping_worker_settles_a_task_that_has_just_ended() -> None:
     assert result.get(timeout=HANG) == 3
     assert bench.server.broker.stats()[0].waiting == 0
     bench.server.close()
+
+
+class NarrowSession(OneSession):
+    """Notes the commits that it was asked for. Takes `most` settlements; None takes any number."""
+
+    gate = threading.Event()
+    most: int | None = None
+    commits: list[tuple[int, int]]  # settlements, and bytes of their results
+
+    def settle(
+        self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()
+    ) -> list[Verdict]:
+        assert self.gate.wait(HANG)
+        if settlements:
+            self.commits.append((len(settlements), sum(map(carried_by, settlements))))
+        if self.most is not None and len(settlements) > self.most:
+            raise BrokerUnavailable(f"{len(settlements)} at once take too long")
+        return super().settle(settlements, marks)
+
+
+class NarrowStore(OneStore):
+    def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
+        consumer = self.broker.consume(queues, worker=worker)
+        self.session = NarrowSession(self, consumer, self._transaction)
+        self.session.commits = []
+        NarrowSession.gate.clear()
+        return self.session
+
+
+@pytest.fixture
+def narrow() -> Iterator[tuple[Bench, NarrowStore]]:
+    bench, hub = Bench(), MemoryHub()
+    store = NarrowStore(MemoryBroker(hub), MemoryBackend(hub), hub.transaction)
+    bench.server.app.stores.store = store
+    yield bench, store
+    NarrowSession.gate.set()
+    bench.server.close()
+
+
+def test_commit_carries_no_more_than_one_step_may(narrow: tuple[Bench, NarrowStore]) -> None:
+    bench, store = narrow
+    text, began = "x" * 1_000_000, threading.Semaphore(0)
+
+    @bench.server.task
+    def large() -> str:
+        began.release()
+        return text
+
+    results = [large.send() for _ in range(40)]
+    with bench.server.new_worker(concurrency=40):
+        # All have ended before the first is committed: all of them wait for the settler.
+        assert all(began.acquire(timeout=HANG) for _ in results)
+        NarrowSession.gate.set()
+        assert [result.get(timeout=HANG) for result in results] == [text] * 40
+
+    assert sum(count for count, _ in store.session.commits) == 40
+    assert max(size for _, size in store.session.commits) <= 2 * STEP_BYTES
+
+
+def test_commit_that_fails_is_halved_before_it_is_repeated(
+    narrow: tuple[Bench, NarrowStore],
+) -> None:
+    bench, store = narrow
+    results = [bench.add.send(number, 1) for number in range(64)]
+    with bench.server.new_worker(concurrency=64):
+        wait_until(lambda: len(store.broker.pending("machinery_tasks", 99)) == 0)
+        store.session.most = 5
+        NarrowSession.gate.set()
+        assert [result.get(timeout=HANG) for result in results] == [*range(1, 65)]
+
+    counts = [count for count, _ in store.session.commits]
+    tries = list(itertools.pairwise(counts))
+    assert all(after <= before // 2 for before, after in tries if before > 5)
+    assert sum(count for count in counts if count <= 5) == 64

@@ -142,6 +142,11 @@ def packed_states(states: Sequence[TaskState], now: dt.datetime, expire: int) ->
     return [value for state in states for value in packed_state(state, now, expire)]
 
 
+def size_of_packed(packed: Sequence[object]) -> int:
+    """Return the bytes of the documents of packed states."""
+    return sum(len(value) for value in packed if type(value) is str)
+
+
 class Changes:
     """The changes of one script call, and their states: C and S of changes.lua."""
 

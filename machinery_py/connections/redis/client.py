@@ -247,7 +247,19 @@ class RedisDriver:
             lost: raised when it may have been carried out; `script.away`, if not given, which is
                 raised when nothing was written.
         """
-        script, arguments = self.adapted(script), (b"0", pack(values), *more)
+        return self.run_packed(script, pack(values), more=more, again=again, lost=lost)
+
+    def run_packed(
+        self,
+        script: Script,
+        argument: bytes,
+        *,
+        more: Sequence[bytes] = (),
+        again: bool = True,
+        lost: type[MachineryError] | None = None,
+    ) -> Any:
+        """Run a script as `run`, with values that are packed."""
+        script, arguments = self.adapted(script), (b"0", argument, *more)
         packet = command(b"EVALSHA", script.sha, *arguments)
 
         def ask(link: RedisConnection) -> Any:

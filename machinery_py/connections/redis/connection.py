@@ -50,9 +50,23 @@ class RedisConnection:
             self._socket.settimeout(self._write_timeout)
             self._socket.sendall(packet)
             self._socket.settimeout(self._timeout)
-        except BaseException:  # a part of it may have been sent
+        except BaseException as error:  # a part of it may have been sent
+            refusal = self._last_words() if isinstance(error, ConnectionError) else None
             self.close()
+            if refusal is not None:
+                raise refusal from error
             raise
+
+    def _last_words(self) -> Exception | None:
+        """Return the error reply in front of the end of the connection.
+
+        Redis hangs up in the middle of a command that is too large for it.
+        """
+        try:
+            reply = self._reader.read()
+        except Exception:  # there is none
+            return None
+        return reply if isinstance(reply, Exception) else None
 
     def read(self) -> Any:
         try:

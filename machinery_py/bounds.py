@@ -1,0 +1,49 @@
+"""Bounds of one step of a store: a script, a transaction, a command, a reply.
+
+While a store carries out a step it answers nobody else, and a step that takes longer than its
+timeout is begun again from nothing. So all that carries bodies (messages, results, dead letters,
+outboxes) to a store or from it is divided into steps of STEP_BYTES, with one item at least: an item
+is as large as its sender made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+STEP_BYTES = 4 * 2**20  # of bodies in one step; Redis needs some 20 ms for them
+AT_ONCE = 8  # items that a script takes where their sizes are not known before
+
+T = TypeVar("T")
+
+
+def pieces(
+    items: Sequence[T], size_of: Callable[[T], int], *, most: int, most_bytes: int = STEP_BYTES
+) -> Iterator[Sequence[T]]:
+    """Divide items, in their order, into steps of at most `most` items and `most_bytes`."""
+    first = size = 0
+    for at, item in enumerate(items):
+        more = size_of(item)
+        if at > first and (at - first >= most or size + more > most_bytes):
+            yield items[first:at]
+            first, size = at, 0
+        size += more
+    if first < len(items):
+        yield items[first:]
+
+
+def size_of(value: object) -> int:
+    """Return about how many bytes a JSON value takes, without encoding it."""
+    match value:
+        case str() | bytes() | bytearray():
+            return len(value) + 2
+        case Mapping():
+            return _size_of_all(value.keys()) + _size_of_all(value.values())
+        case list() | tuple() | set() | frozenset():
+            return _size_of_all(value)
+        case _:
+            return 8
+
+
+def _size_of_all(values: Iterable[object]) -> int:
+    return sum(map(size_of, values)) + 2

@@ -1,0 +1,26 @@
+"""Division into steps that a store can carry out."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from machinery_py.bounds import pieces, size_of
+
+
+@given(st.lists(st.integers(0, 30)), st.integers(1, 5), st.integers(1, 20))
+def test_pieces_are_all_items_within_bounds(sizes: list[int], most: int, most_bytes: int) -> None:
+    found = list(pieces(sizes, lambda size: size, most=most, most_bytes=most_bytes))
+
+    assert [one for piece in found for one in piece] == sizes
+    for piece, then in zip(found, [*found[1:], ()], strict=True):
+        assert 1 <= len(piece) <= most
+        assert len(piece) == 1 or sum(piece) <= most_bytes
+        # None is smaller than it must be.
+        assert not then or len(piece) == most or sum(piece) + then[0] > most_bytes
+
+
+def test_size_of_a_value_is_about_that_of_its_json() -> None:
+    assert size_of("x" * 1000) == 1002
+    assert 1000 <= size_of([b"x" * 500, {"a": ["y" * 500]}]) <= 1100
+    assert size_of(7) == size_of(None) == 8
