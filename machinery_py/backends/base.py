@@ -16,7 +16,7 @@ from machinery_py.backends.listings import StateLister
 from machinery_py.connections.durability import Concern
 from machinery_py.errors import StateNotFound, Unsupported
 from machinery_py.tasks.signature import Arg, Signature
-from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
+from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState, size_of_state
 
 # Seconds that a revocation is kept of a task whose message may still come.
 REVOKED_LIFE = 3 * 86400.0
@@ -157,6 +157,14 @@ class Verdict(msgspec.Struct, frozen=True, gc=False):
 SETTLED = Verdict("settled")  #: it is true now
 ALREADY = Verdict("already")  #: it was true before: our own repeat after a lost reply
 FENCED = Verdict("fenced")  #: the lease was lost or the task is finished: nothing was written
+
+
+def carried_by_change(change: Change) -> int:
+    """Return about how many bytes a change carries."""
+    size = sum(map(size_of_state, change.states)) + sum(map(len, change.outbox))
+    for arrival in change.arrivals:
+        size += len(arrival.callback)
+    return size
 
 
 class Begun(msgspec.Struct, frozen=True, kw_only=True, gc=False):

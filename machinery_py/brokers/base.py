@@ -132,6 +132,11 @@ class Disposal(DeliveryEnd, frozen=True, kw_only=True, gc=False):
     delivery: Delivery
 
 
+def size_of_message(message: Message) -> int:
+    """Return about how many bytes a message takes."""
+    return len(message.body)
+
+
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A message that nobody could deal with, with its original bytes."""
 

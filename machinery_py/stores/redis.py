@@ -97,7 +97,7 @@ class RedisStore(Store):
 
     def submit(self, submission: Submission) -> None:
         plain = is_plain(submission)
-        if len(submission.messages) > self._steps.most:
+        if submission.token and self._steps.wants(submission.messages):
             return self._steps.submit(submission, plain=plain)
         if plain and len(submission.states) <= STEP:
             to_wake = self.submit_new(submission)
@@ -160,7 +160,7 @@ class RedisStore(Store):
 
     def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
         token, count = "", 0
-        if len(send) > self._steps.most:
+        if self._steps.wants(send):
             token, states = new_uuid(""), amendment.states
             pending = [one for one in states if one.state is State.PENDING]
             count = self._steps.stage(token, send, pending)

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 
 from machinery_py.backends.redis.documents import Changes, new_state
 from machinery_py.backends.redis.scripts import CONSTANTS as STATES
-from machinery_py.brokers.base import Message
+from machinery_py.bounds import STEP_BYTES, pieces
+from machinery_py.brokers.base import Message, size_of_message
 from machinery_py.brokers.redis import scripts
 from machinery_py.brokers.redis.messages import Queues, full, packed_batch, packed_limits
 from machinery_py.brokers.redis.scripts import CONSTANTS as MESSAGES
@@ -26,10 +27,9 @@ from machinery_py.connections.redis.keys import STAGED, TOKENS, queue_keys
 from machinery_py.connections.redis.scripts import Folder, pack
 from machinery_py.errors import BrokerUnavailable, MachineryError, PublishUnknown
 from machinery_py.stores.base import Submission
-from machinery_py.tasks.states import TaskState
+from machinery_py.tasks.states import TaskState, size_of_state
 
 STEP = 1000  # messages in one script, and as many states; 20 ms
-STEP_BYTES = 4_000_000  # of their bodies
 STAGED_AGE = 5_000_000  # µs; by then the sender is dead or in trouble, and a worker goes on
 PATIENCE = 0.5  # seconds that a worker carries out steps at once
 
@@ -44,7 +44,7 @@ class StagedSteps:
     """The steps of a store's large submissions. May be used from any thread.
 
     Attributes:
-        most: messages that are submitted without steps.
+        most: messages that are submitted without steps; bounds.py has how many bytes.
     """
 
     def __init__(self, driver: RedisDriver, seconds: int) -> None:
@@ -52,6 +52,12 @@ class StagedSteps:
         self._seconds = seconds  # that finished states are kept
         self.most = STEP
         self._left = ""  # the submission of another that `carry_left` goes on with
+
+    def wants(self, messages: Sequence[Message]) -> bool:
+        """Return whether so much is to be submitted in steps."""
+        if len(messages) < 2:
+            return False
+        return len(messages) > self.most or sum(map(size_of_message, messages)) > STEP_BYTES
 
     def submit(self, submission: Submission, *, plain: bool = False) -> None:
         """Submit, as Store.submit. `plain`: plain.lua can take it."""
@@ -185,13 +191,14 @@ def _divided(
     messages: Sequence[Message], states: Sequence[TaskState]
 ) -> Iterator[tuple[Sequence[Message], Sequence[TaskState]]]:
     """Yield the steps; a message and its state, which have the same place, are in the same one."""
-    at = 0
-    while at < len(messages):
-        end, size = at, 0
-        while end < min(at + STEP, len(messages)) and size < STEP_BYTES:
-            size += len(messages[end].body)
-            end += 1
-        yield messages[at:end], states[at:end]
-        at = end
-    for start in range(at, len(states), STEP):
-        yield (), states[start : start + STEP]
+    of_states = list(map(size_of_state, states))
+
+    def size_at(place: int) -> int:
+        size = len(messages[place].body)
+        return size + of_states[place] if place < len(states) else size
+
+    for places in pieces(range(len(messages)), size_at, most=STEP):
+        part = slice(places[0], places[-1] + 1)
+        yield messages[part], states[part]
+    for places in pieces(range(len(messages), len(states)), of_states.__getitem__, most=STEP):
+        yield (), states[places[0] : places[-1] + 1]

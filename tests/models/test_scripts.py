@@ -107,14 +107,15 @@ def test_each_lua_file_is_a_script_or_included() -> None:
 
 #: Listings for people, and records behind one compare-and-swap: the conformance suites hold them.
 #: Steps of large submissions: tests/stores/redis/test_steps.py compares them with SUBMIT.
+#: What is too large for one step: tests/stores/redis/test_bounds.py goes on with it.
 #: NEW: tests/stores/redis/test_new.py compares it with SUBMIT.
 #: Limits: tests/limits/test_rules.py holds them against the pure rules.
 WITHOUT_MODEL = {
     "broker": {
-        *("BROADCAST", "BURY", "DEAD", "LATE", "LATE_NAMES", "PENDING"),
+        *("BROADCAST", "BURY", "DEAD", "GIVE_BACK", "LATE", "LATE_NAMES", "LETTERS", "PENDING"),
         *("PURGE", "STATS", "TAKE_DEAD", "WAITING", "WORKERS"),
     },
-    "backend": {"AMEND", "LOOSEN", "RECORDS", "RELEASE"},
+    "backend": {"AMEND", "BOXES", "LOOSEN", "RECORDS", "RELEASE"},
     "settlement": {"AMEND", "NEW"},
     "steps": {"CARRY", "COMMIT", "STAGE"},
     "limits": {"ENTER", "LEAVE", "READ", "RENEW"},
@@ -215,13 +216,14 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "broker BEGIN": ("s1", QUEUES[0][1], "1"),
     "broker HOLDS": ("s1", [(QUEUES[0][1], "1")]),
     "broker CONDEMN": (NOW, "s1", QUEUES, "", False, broker.TOMBSTONE),
+    "broker GIVE_BACK": (NOW, "s0", QUEUES),
     "broker LOOK": (NOW, QUEUES, 1_000_000),
     "broker DUE": (NOW, 10, 10),
     "broker MOVE": (NOW, QUEUES, [message("late", place=1)]),
     "broker BURY_DELAYED": (NOW, QUEUES[0], raw(b"late"), raw(b"head")),
     "broker WAITING": (QUEUES[0],),
-    "broker PENDING": (QUEUES[0], 10),
-    "broker LATE": (QUEUES, 10),
+    "broker PENDING": (QUEUES[0], 10, 0),
+    "broker LATE": (QUEUES, 10, 0, 0),
     "broker STATS": (NOW, QUEUES, 2),
     "broker LATE_NAMES": (NOW, 0, 2),
     "broker WORKERS": (QUEUES,),
@@ -229,6 +231,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "broker PAUSE": (QUEUES[0],),
     "broker RESUME": (QUEUES[0],),
     "broker DEAD": (QUEUES, 10),
+    "broker LETTERS": ([(QUEUES[0], "4"), (QUEUES[1], "1")],),
     "broker BURY": (NOW, QUEUES[0], raw(b"head"), raw(b"label"), raw(b"body")),
     "broker BROADCAST": (NOW, "machinery:topic:news", 1000, [raw(b"record")]),
     "broker TAKE_DEAD": ([(QUEUES[0], "4"), (QUEUES[1], "1")],),
@@ -238,6 +241,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "backend MARKS": (["task_1", "task_2"],),
     "backend READY": (10,),
     "backend PARTIAL": (str(START + 60_000_000), 10),
+    "backend BOXES": (["mpy:o:{task_1}"],),
     "backend UNSENT": (NOW, 10, 0),
     "backend CLEAR": ([("task_2", raw(b"out")), ("task_1", raw(b"out"))],),
     "backend NEWEST": (["mpy:open", "mpy:done"], "", "", 0, 10),

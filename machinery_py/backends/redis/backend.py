@@ -32,6 +32,7 @@ from machinery_py.backends.base import (
     ReadyGroup,
     Records,
     Verdict,
+    carried_by_change,
 )
 from machinery_py.backends.listings import Count, Listing, Place, counts_of
 from machinery_py.backends.redis import scripts
@@ -47,6 +48,7 @@ from machinery_py.backends.redis.documents import (
     state_of,
 )
 from machinery_py.backends.redis.listener import RedisListener
+from machinery_py.bounds import pieces
 from machinery_py.clock import micros
 from machinery_py.connections.durability import Concern
 from machinery_py.connections.redis import keys as redis_keys
@@ -88,10 +90,10 @@ class RedisBackend(Backend, OutboxBackend):
     def apply(self, changes: Sequence[Change]) -> list[Verdict]:
         now = self.now()
         verdicts: list[Verdict] = []
-        for start in range(0, len(changes), WRITE):
+        for step in pieces(changes, carried_by_change, most=WRITE):
             rows = Changes(now, self.seconds)
             again = True
-            for one in changes[start : start + WRITE]:
+            for one in step:
                 rows.add(
                     key=one.key,
                     mark=one.mark,
@@ -117,12 +119,12 @@ class RedisBackend(Backend, OutboxBackend):
         ]
 
     def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:
-        if not keys:
-            return []
-        boxes = self.driver.ask(
-            b"MGET", *map(redis_keys.outbox_key, keys), doing="reading outboxes"
-        )
-        return [_outbox(box) if box else () for box in boxes]
+        names = [raw(redis_keys.outbox_key(key)) for key in keys]
+        boxes: list[Sequence[bytes]] = []
+        while len(boxes) < len(names):
+            step = names[len(boxes) : len(boxes) + READ]
+            boxes += [_outbox(box) if box else () for box in self.driver.run(scripts.BOXES, step)]
+        return boxes
 
     def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
         rows = [(key, raw(_pack_outbox(tuple(bodies)))) for key, bodies in sent]
@@ -185,17 +187,18 @@ class RedisBackend(Backend, OutboxBackend):
         found: dict[str, TaskState] = {}
         for start in range(0, len(uuids), READ):
             wanted = uuids[start : start + READ]
-            for uuid, (document, companion) in zip(
-                wanted, self._documents(wanted, bare=bare), strict=True
-            ):
-                if document is not None:
-                    found[uuid] = state_of(document, companion)
+            while wanted:
+                rows = self._documents(wanted, bare=bare)
+                for uuid, (document, companion) in zip(wanted, rows, strict=False):
+                    if document is not None:
+                        found[uuid] = state_of(document, companion)
+                wanted = wanted[len(rows) :]
         return found
 
     def _documents(
         self, uuids: Sequence[str], *, bare: bool
     ) -> Sequence[tuple[bytes | None, bytes | None]]:
-        """Return the document and, unless `bare`, its companion for each."""
+        """Return the document and, unless `bare`, its companion, of as many as one step reads."""
         if bare or len(uuids) > FEW:
             return decode_rows(self.driver.run(scripts.STATES, uuids, bare))
         keys = [key for uuid in uuids for key in (document_key(uuid), companion_key(uuid))]

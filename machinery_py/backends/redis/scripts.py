@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from itertools import product
 
+from machinery_py.bounds import AT_ONCE, STEP_BYTES
 from machinery_py.connections.redis.scripts import Folder
 from machinery_py.tasks.states import State, TaskState, advance
 
@@ -51,6 +52,8 @@ CONSTANTS: dict[str, object] = {
     "RATES": RATES_LIFE,
     "LEFT": LEFT,
     "NEWS": NEWS,
+    "BYTES": STEP_BYTES,
+    "AT_ONCE": AT_ONCE,
     "OURS": r"'^%d*\n%d*\n[^\n]*\n([^\n]*)\n([^\n]*)\n([^\n]*)\n([^\n]*)\n()'",
 }
 
@@ -62,6 +65,7 @@ STATES = _lua.script("states", "reading states")
 MARKS = _lua.script("marks", "reading marks")
 READY = _lua.script("ready", "looking for complete groups")
 PARTIAL = _lua.script("partial", "looking for incomplete groups", PATIENCE=PATIENCE)
+BOXES = _lua.script("boxes", "reading outboxes")
 UNSENT = _lua.script("unsent", "looking for outboxes")
 CLEAR = _lua.script("clear", "clearing outboxes")
 NEWEST = _lua.script("newest", "listing states")

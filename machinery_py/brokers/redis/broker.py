@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from machinery_py.bounds import STEP_BYTES, pieces
 from machinery_py.brokers.base import (
     Broker,
     BrokerFeatures,
@@ -24,6 +25,7 @@ from machinery_py.brokers.base import (
     Message,
     QueueStats,
     WorkerInfo,
+    size_of_message,
 )
 from machinery_py.brokers.entries import close_all
 from machinery_py.brokers.liveness import (
@@ -35,7 +37,7 @@ from machinery_py.brokers.liveness import (
 )
 from machinery_py.brokers.queue_limits import QueueLimit
 from machinery_py.brokers.redis import scripts
-from machinery_py.brokers.redis.consumer import KIND, RedisConsumer, began_by
+from machinery_py.brokers.redis.consumer import KIND, RedisConsumer, began_by, give_up
 from machinery_py.brokers.redis.messages import (
     bodies_for,
     full,
@@ -59,13 +61,14 @@ from machinery_py.connections.redis.errors import log_spoilt
 from machinery_py.connections.redis.keys import QUEUES, queue_keys
 from machinery_py.connections.redis.scripts import Script
 from machinery_py.connections.session_files import host_folder, remove
-from machinery_py.errors import BrokerUnavailable, PublishUnknown
+from machinery_py.errors import BrokerUnavailable, PublishRefused, PublishUnknown
 
 LEASE = 10.0  # seconds without a beat until a consumer is given up
 ROOM = MOVE  # messages in a list, to which house-keeping then brings no more that are due
 COUNT = 2000  # delayed messages that are looked at in one step
 PATIENCE = 0.5  # seconds that one `tend` moves delayed messages: a million must not delay the beats
 OTHERS = 50  # queues of others that are looked at in one step: there may be ten thousand
+LETTERS = 1000  # dead letters in one step
 RECORDS = 1000  # sessions whose records are remembered, as far as their end was not seen
 
 
@@ -98,6 +101,19 @@ class RedisBroker(Broker):
     def put_within(
         self, messages: Sequence[Message], limits: Sequence[QueueLimit], *, token: str
     ) -> bool:
+        most = max(1, len(messages))
+        first, *others = list(pieces(messages, size_of_message, most=most)) or [()]
+        is_new, at = self._put(first, limits, token), len(first)
+        for step in others:
+            try:
+                # Under a name of its own: a repeat goes on where this one is cut off.
+                self._put(step, (), token and f"{token}/{at}")
+            except PublishRefused as error:
+                raise _cut_off(error, at, len(messages), token) from error
+            at += len(step)
+        return is_new
+
+    def _put(self, messages: Sequence[Message], limits: Sequence[QueueLimit], token: str) -> bool:
         keys, rows = packed_batch(messages)
         values = (self.driver.now(), token, packed_limits(limits, keys), keys, rows)
         to_wake = self.driver.run(scripts.PUT, *values, again=bool(token), lost=PublishUnknown)
@@ -143,7 +159,7 @@ class RedisBroker(Broker):
         return list(map(queue_keys, queues))
 
     def tend(self) -> float:
-        due_in, late, sessions, to_wake = self.driver.run(
+        due_in, late, sessions, to_wake, *more = self.driver.run(
             scripts.LOOK, self.driver.now(), self._queues_to_tend(), int(self.lease * 1e6)
         )
         self.driver.unblock(to_wake)
@@ -155,7 +171,7 @@ class RedisBroker(Broker):
             info = self._read_record(session, queue)  # anew: it may serve others by now
             if info is not None:
                 self._condemn(session, (*info.queues, *info.left), beats[session].decode())
-        interval = self.lease / 4
+        interval = 0.0 if more else self.lease / 4
         if due_in == 0:
             return 0.0 if self._move_some() else interval
         return interval if due_in < 0 else min(interval, due_in / 1e6)
@@ -207,25 +223,33 @@ class RedisBroker(Broker):
         """
         keys, began = list(map(queue_keys, queues)), began_by(session, queues, served)
         strikes = False if began is None else began
-        values = (self.driver.now(), session, keys, beat, strikes, scripts.TOMBSTONE)
-        held, to_wake = self.driver.run(scripts.CONDEMN, *values)
-        self.driver.unblock(to_wake)
-        return bool(held >= 0)
+        return give_up(self.driver, session, keys, beat, strikes, scripts.TOMBSTONE)
 
     # Inspection
 
     def pending(self, queue: str, limit: int) -> list[Message]:
-        while self.mover.step() >= MOVE:
+        while self.mover.step():
             pass
-        rows = _pending(self.driver.run(scripts.PENDING, queue_keys(queue), limit))
         found: list[Message] = []
-        for priority, note, body in rows:
-            parks, label = noted(note) if note else (0, b"")
-            found.append(message_of(body, queue=queue, label=label, priority=priority, parks=parks))
+        is_whole = False
+        while not is_whole and len(found) < limit:
+            values = (queue_keys(queue), limit - len(found), len(found))
+            rows = _pending(self.driver.run(scripts.PENDING, *values))
+            is_whole = sum(len(body) for _, _, body in rows) < STEP_BYTES
+            for priority, note, body in rows:
+                parks, label = noted(note) if note else (0, b"")
+                found.append(
+                    message_of(body, queue=queue, label=label, priority=priority, parks=parks)
+                )
         return found
 
     def delayed(self, limit: int) -> list[Message]:
-        rows = _late(self.driver.run(scripts.LATE, self._queues(), limit))
+        queues, place, left_out = self._queues(), 0, 0
+        rows: list[tuple[bytes, int, bytes]] = []
+        while place >= 0:
+            values = (queues, limit, place, left_out)
+            packed, place, left_out = self.driver.run(scripts.LATE, *values)
+            rows += _late(packed)
         found: list[tuple[int, Message]] = []
         for queue, due, member in rows:
             if queue:
@@ -266,12 +290,12 @@ class RedisBroker(Broker):
         In steps, since it may hold a million.
         """
         late, due = Counter[str](), Counter[str]()
-        for start in itertools.count(COUNT, COUNT):
+        start = 0
+        while looked:
             for name, not_due, is_due in names:
                 late[_unquoted(name)] += not_due
                 due[_unquoted(name)] += is_due
-            if looked < COUNT:
-                break
+            start += looked
             looked, names = self.driver.run(scripts.LATE_NAMES, self.driver.now(), start, COUNT)
         return late, due
 
@@ -308,18 +332,33 @@ class RedisBroker(Broker):
 
     def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
         queues = [queue_keys(queue)] if queue else self._queues()
-        letters = [
-            letter_of(number.decode(), name, letter)
+        newest = [
+            (float(died_at), int(number), name)
             for (name, _), line in zip(
                 queues, self.driver.run(scripts.DEAD, queues, limit), strict=True
             )
-            for number, letter in line
-            if letter
+            for number, died_at in zip(line[::2], line[1::2], strict=True)
         ]
-        letters.sort(
-            key=lambda letter: (letter.died_at, int(letter.id.partition("@")[0])), reverse=True
-        )
-        return letters[:limit]
+        newest.sort(key=lambda one: one[:2], reverse=True)
+        return self._letters([(str(number), name) for _, number, name in newest[:limit]])
+
+    def _letters(
+        self, places: Sequence[tuple[str, str]], script: Script = scripts.LETTERS
+    ) -> list[DeadLetter]:
+        """Return the letters with these numbers and queues that are there, in as many steps."""
+        letters: list[DeadLetter] = []
+        rows = [(queue_keys(queue), number) for number, queue in places]
+        at = 0
+        while at < len(places):
+            again = script is scripts.LETTERS
+            found = self.driver.run(script, rows[at : at + LETTERS], again=again)
+            letters += [
+                letter_of(number, queue, letter)
+                for (number, queue), letter in zip(places[at:], found, strict=False)
+                if letter
+            ]
+            at += len(found)
+        return letters
 
     def bury(self, message: Message, *, queue: str, reason: str, error: str) -> None:
         head = head_of(message.uuid, message.name, reason, error)
@@ -332,13 +371,7 @@ class RedisBroker(Broker):
             for number, at, queue in (id.partition("@") for id in dict.fromkeys(ids))
             if at and queue
         ]
-        rows = [(queue_keys(queue), number) for number, queue in places]
-        found = self.driver.run(scripts.TAKE_DEAD, rows, again=False)
-        return [
-            letter_of(number, queue, letter)
-            for (number, queue), letter in zip(places, found, strict=True)
-            if letter
-        ]
+        return self._letters(places, scripts.TAKE_DEAD)
 
     def append_records(self, topic: str, records: Sequence[bytes], ttl: float) -> None:
         append_records(self.driver, topic, records, ttl)
@@ -352,6 +385,16 @@ class RedisBroker(Broker):
     def close(self) -> None:
         """Close the consumers that are still open."""
         close_all(self._consumers)
+
+
+def _cut_off(
+    error: PublishRefused, at: int, count: int, token: str
+) -> PublishRefused | PublishUnknown:
+    """Return the error for a batch of which all in front of `at` are stored."""
+    kind = PublishUnknown if token else PublishRefused
+    cut_off = kind(f"{at:,} of {count:,} messages are stored, and the others are not: {error}")
+    cut_off.permanent, cut_off.left = error.permanent, frozenset(range(at, count))
+    return cut_off
 
 
 def _unquoted(name: bytes) -> str:

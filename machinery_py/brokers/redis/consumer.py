@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from machinery_py.bounds import pieces
 from machinery_py.brokers.base import WAITING, Consumer, Delivery, Disposal, Fate
 from machinery_py.brokers.liveness import own_record, with_queues
 from machinery_py.brokers.redis import scripts
@@ -75,6 +76,9 @@ class RedisConsumer(Consumer):
         self._block = min(BLOCK, driver.limits.block)
         self._claims = itertools.count(1)
         self._lost: list[tuple[int, float]] = []
+        self._highest: dict[str, int] = {}  # by queue, of the receipts that were reported
+        self._before: dict[str, int] = {}  # the same, when the first claim was lost
+        self._since: dict[str, list[int]] = {}  # those that were reported after it
         self._link: RedisConnection | None = None
         self._woken = False
         self._asleep = b""  # the number of the connection while it blocks
@@ -174,23 +178,31 @@ class RedisConsumer(Consumer):
             client, is_apart = self._blocked_client(link)
             lost = [number for number, _ in self._lost]
             blocks = (client, will_sleep or bool(sleep), self._noted, is_apart, self._is_timed())
-            argument = pack((self._driver.now(), session, keys, limit, claim, lost, *blocks))
+            values: list[object] = [self._driver.now(), session, keys, limit, claim, lost, *blocks]
+            if lost:
+                before, since = self._before, self._since
+                values.append([(before.get(one, 0), since.get(one, ())) for one in queues])
+            argument = pack(values)
             self._noted = True  # until the reply says that it is not
             reply = self._ask(link, argument, sleep, move_of)
         except MachineryError:
             raise
         except Exception as error:  # redis-py's, sorted by `fail`
             if link is not None:
+                if not self._lost:
+                    self._before, self._since = dict(self._highest), {}
                 self._lost.append((claim, time.monotonic()))
                 link.close()
             self._link = None
             self._driver.fail(error, doing=scripts.CLAIM.doing, away=BrokerUnavailable)
-        alive, due_in, revoked, to_wake, rows, blocking_queue, problems, bodies = reply
+        alive, due_in, revoked, to_wake, rows, blocking_queue, problems, bodies, *left = reply
         if problems:
             log_spoilt(problems, doing=scripts.CLAIM.doing)
         self._blocking_queue = keys[blocking_queue - 1] if blocking_queue else None
         # Forgotten only after a claim that succeeded; they may fail for longer than that.
-        self._lost = [one for one in self._lost if now - one[1] < LOST_LIFE]
+        self._lost = [
+            (number, now if left else at) for number, at in self._lost if now - at < LOST_LIFE
+        ]
         if to_wake:
             self._driver.unblock(to_wake)
         if not alive:
@@ -257,6 +269,12 @@ class RedisConsumer(Consumer):
         if not bodies:
             return []
         rest = iter(bodies)
+        packed = _rows(rows)
+        for index, first, _, _, _, _, _, count in packed:
+            queue = queues[index]
+            self._highest[queue] = max(self._highest.get(queue, 0), first + count - 1)
+            if self._lost:
+                self._since.setdefault(queue, []).extend(range(first, first + count))
         now = self._driver.clock.now() if self._is_timed() else None
         return [
             Delivery(
@@ -269,7 +287,7 @@ class RedisConsumer(Consumer):
                 priority=priority,
                 sent_at=None if now is None or wait < 0 else now - timedelta(microseconds=wait),
             )
-            for index, first, fence, strikes, parks, priority, wait, count in _rows(rows)
+            for index, first, fence, strikes, parks, priority, wait, count in packed
             for number, body in zip(range(first, first + count), rest, strict=False)
         ]
 
@@ -287,15 +305,16 @@ class RedisConsumer(Consumer):
         return self._queues
 
     def dispose(self, disposals: Sequence[Disposal]) -> list[bool]:
-        if not disposals:
-            return []
         now = self._driver.clock.now()
-        rows = [(*self.place_of(one.delivery), *end_of(one, now)) for one in disposals]
-        letters, to_wake = self._driver.run(
-            scripts.DISPOSE, self._driver.now(), self.session, self.keys, rows, again=False
-        )
-        self._driver.unblock(to_wake)
-        return [letter == ord("s") for letter in letters]
+        ended: list[bool] = []
+        for step in pieces(disposals, _size_of, most=max(1, len(disposals))):
+            rows = [(*self.place_of(one.delivery), *end_of(one, now)) for one in step]
+            letters, to_wake = self._driver.run(
+                scripts.DISPOSE, self._driver.now(), self.session, self.keys, rows, again=False
+            )
+            self._driver.unblock(to_wake)
+            ended += [letter == ord("s") for letter in letters]
+        return ended
 
     def holds(self, deliveries: Sequence[Delivery]) -> list[bool]:
         if not deliveries:
@@ -357,13 +376,15 @@ class RedisConsumer(Consumer):
     def _give_up(self, tombstone: int) -> None:
         """Leave the registries; what is still held goes back."""
         no_strikes = [()] * len(self.keys)
-        values = (self._driver.now(), self.session, self.keys, "", no_strikes, tombstone)
-        _, to_wake = self._driver.run(scripts.CONDEMN, *values)
-        self._driver.unblock(to_wake)
+        give_up(self._driver, self.session, self.keys, "", no_strikes, tombstone)
         self._file.end()
 
 
 _REFUSED = object()
+
+
+def _size_of(disposal: Disposal) -> int:
+    return len(disposal.delivery.body)
 
 
 def _read_before(link: RedisConnection, *, refused: object = None) -> Any:
@@ -374,6 +395,30 @@ def _read_before(link: RedisConnection, *, refused: object = None) -> Any:
         if kind_of(str(error)) not in (ErrorKind.FULL, ErrorKind.TYPE, ErrorKind.SCRIPT):
             raise
         return refused
+
+
+def give_up(
+    driver: RedisDriver,
+    session: str,
+    keys: Sequence[tuple[str, str]],
+    beat: str,
+    strikes: Sequence[Sequence[str]] | bool,
+    tombstone: int,
+) -> bool:
+    """Condemn a session, and give back what it held, as condemn.lua says.
+
+    Returns False if it has beaten since, or another worker was faster. What an error or a crash
+    leaves is given back by the next looks at its tombstone.
+    """
+    values = (driver.now(), session, keys, beat, strikes, tombstone)
+    held, to_wake, *more = driver.run(scripts.CONDEMN, *values)
+    driver.unblock(to_wake)
+    while more:
+        given, left, to_wake = driver.run(scripts.GIVE_BACK, driver.now(), session, keys)
+        driver.unblock(to_wake)
+        if not given or not left:
+            break
+    return bool(held >= 0)
 
 
 def series_of(queue: str) -> int:

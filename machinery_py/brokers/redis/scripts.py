@@ -6,6 +6,7 @@ Each takes one msgpack array; its file in `lua/` says what is in it (In) and wha
 
 from __future__ import annotations
 
+from machinery_py.bounds import AT_ONCE, STEP_BYTES
 from machinery_py.brokers.redis.messages import FAIR
 from machinery_py.brokers.topics import TOPIC_LENGTH
 from machinery_py.connections.redis.keys import DELAYED
@@ -26,6 +27,8 @@ CONSTANTS: dict[str, object] = {
     "EVERY": MARK_EVERY,
     "MARKS": MARKS,
     "FAIR": FAIR,
+    "BYTES": STEP_BYTES,
+    "AT_ONCE": AT_ONCE,
 }
 
 _lua = Folder("brokers/redis/lua", CONSTANTS, away=BrokerUnavailable)
@@ -38,6 +41,7 @@ DISPOSE = _lua.script("dispose", "ending deliveries")
 BEGIN = _lua.script("begin", "beginning a task that came back")
 HOLDS = _lua.script("holds", "looking at deliveries")
 CONDEMN = _lua.script("condemn", "giving messages back")
+GIVE_BACK = _lua.script("give_back", "giving messages back")
 LOOK = _lua.script("look", "looking after queues")
 DUE = _lua.script("due", "moving due messages", PATIENCE=MOVE_PATIENCE)
 MOVE = _lua.script("move", "moving due messages")
@@ -56,6 +60,7 @@ PURGE = _inspect.script("purge", "purging a queue")
 PAUSE = _inspect.script("pause", "pausing a queue")
 RESUME = _inspect.script("resume", "resuming a queue")
 DEAD = _inspect.script("dead", "listing dead letters")
+LETTERS = _inspect.script("letters", "listing dead letters")
 BURY = _inspect.script("bury", "burying a message")
 TAKE_DEAD = _inspect.script("take_dead", "taking dead letters")
 

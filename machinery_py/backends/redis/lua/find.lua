@@ -2,7 +2,7 @@
 -- many of each set to look at, how many to find in it, words of states (none: any), name as JSON or
 -- "". Out: for each set, the later one first, how many were looked at; the place (UUID, µs) of the
 -- last of these, or nothing if no more is of use; the place of each that was found; msgpack of
--- (document, companion) of each. The filter may let pass too much, never too little.
+-- (document, companion) of each. It looks at $BYTES of documents of a set at most. The filter may let pass too much, never too little.
 --! include backends/redis/lua/changes.lua
 --! include backends/redis/lua/listing.lua
 
@@ -20,11 +20,12 @@ for i, set in ipairs(sets) do stretches[i] = stretch(set, at, uuid, low, size) e
 -- The later of two stretches is of use as far as the end of the other.
 table.sort(stretches, function(one, other) return tonumber(one[2] or 0) > tonumber(other[2] or 0) end)
 for i, listed in ipairs(stretches) do
-  local looked, places, found = 0, {}, {}
-  while #found < limit and 2 * looked < #listed and tonumber(listed[2 * looked + 2]) >= low do
+  local looked, places, found, bytes = 0, {}, {}, 0
+  while #found < limit and bytes < $BYTES and 2 * looked < #listed and tonumber(listed[2 * looked + 2]) >= low do
     local keys, theirs = {}, {}
-    for i = 2 * looked + 1, math.min(2 * looked + 200, #listed), 2 do keys[#keys + 1] = doc_key(listed[i]) end
+    for i = 2 * looked + 1, math.min(2 * looked + 2 * $AT_ONCE, #listed), 2 do keys[#keys + 1] = doc_key(listed[i]) end
     for i, doc in ipairs(call('MGET', unpack(keys))) do
+      bytes = bytes + #(doc or '')
       if doc and fits(doc) then
         local row = 2 * (looked + i) - 1
         theirs[#theirs + 1] = companion(listed[row])
@@ -34,6 +35,7 @@ for i, listed in ipairs(stretches) do
     end
     for i, ours in ipairs(#theirs > 0 and call('MGET', unpack(theirs)) or {}) do
       local place = #found - #theirs + i
+      bytes = bytes + #(ours or '')
       found[place] = found[place] .. bin(ours)
     end
     looked = looked + #keys

@@ -1,17 +1,18 @@
 -- In: now, session, queues, limit, number of this claim, numbers of lost ones, connection, true if
 -- it will block, true if it may be noted as a blocked client, true if it blocks at none of these
--- queues, true if it is to say how long messages have waited.
+-- queues, true if it is to say how long messages have waited; if there are lost claims, for each queue
+-- (the highest receipt before them, those that were reported since), which are not looked at again.
 -- Out: what is left of the session (1, or 0 if it was given up); µs until something is due (-1:
 -- nothing is); how many tasks are revoked; connections to be woken; msgpack of (queue, first
 -- receipt, fence, strikes, parks, priority, µs waited or -1, how many), in which the receipts
 -- follow each other; which queue the client is to block at, from 1 on (0: all are paused or spoilt); texts
 -- that name keys under which something else lies; the bodies in that order, since to pack them would
--- make one more string of them. A queue with such a key is left alone, and the others are claimed from.
+-- make one more string of them; 1 if more of the lost claims is left. A queue with such a key is left alone, and the others are claimed from.
 --! include brokers/redis/lua/plain_claim.lua
 --! include brokers/redis/lua/messages.lua
 
-local text, session, queues, limit, claim, lost, number, will_sleep, noted, apart, timed = unpack(unpacked)
-local now, to_wake, found, given, with_notes, places, problems = now_of(text), {}, {}, {}, {}, {}, {}
+local text, session, queues, limit, claim, lost, number, will_sleep, noted, apart, timed, known = unpack(unpacked)
+local now, to_wake, found, given, with_notes, places, problems, left = now_of(text), {}, {}, {}, {}, {}, {}, nil
 local function report(index, receipt, fence, strikes, parks, level, wait, body)
   if level > 255 then level = math.ceil(level / $FAIR) - 1 end
   found[#found + 1] = {places[index] - 1, receipt, fence, strikes, parks, level, wait or -1, 1}
@@ -37,6 +38,19 @@ local function deliver(index, q, level, bodies, has_arrived)
     report(index, first + i, fence, strikes, parks, level, fence == 1 and waits[i], body)
   end
   rows('HSET', q[2] .. 'f:' .. session, entries)
+end
+local function pop_fair(set, most)
+  local all, step = {}, 1
+  while #all / 2 < most and claimed < $BYTES do
+    local some = call('ZPOPMIN', set, math.min(step, most - #all / 2))
+    for i, value in ipairs(some) do
+      all[#all + 1] = value
+      if i % 2 == 1 then claimed = claimed + #value end
+    end
+    if #some == 0 then break end
+    step = math.min(2 * step, $AT_ONCE)
+  end
+  return all
 end
 local alive, arrived, levels, firsts, stopped, blocking_queue = true, {}, {}, {}, {}, 0
 local function expect(kind, ...)
@@ -100,23 +114,33 @@ if not alive then
 end
 for index, q in ipairs(queues) do
   if #lost > 0 then
-    local flight, again = q[2] .. 'f:' .. session, {}
-    local all = call('HGETALL', flight)
-    for i = 1, #all, 2 do
-      local m = unwrap(all[i + 1])
-      for _, one in ipairs(lost) do
-        if m.number == int(one) then again[#again + 1] = {tonumber(all[i]), m} end
-      end
+    local flight, low, reported, unknown, is_lost = q[2] .. 'f:' .. session, 0, {}, {}, {}
+    if known then
+      low = known[places[index]][1]
+      for _, receipt in ipairs(known[places[index]][2]) do reported[receipt] = true end
     end
-    table.sort(again, function(a, b) return a[1] < b[1] end)
-    for _, one in ipairs(again) do
-      local m = one[2]
-      call('HSET', flight, int(one[1]), wrap(claim, m.level, m.fence, m.strikes, m.parks, m.label, m.body))
-      report(index, one[1], m.fence, m.strikes, m.parks, m.level, -1, m.body)
+    for _, receipt in ipairs(call('HKEYS', flight)) do
+      receipt = tonumber(receipt)
+      if receipt > low and not reported[receipt] then unknown[#unknown + 1] = receipt end
+    end
+    table.sort(unknown)
+    for _, one in ipairs(lost) do is_lost[int(one)] = true end
+    for _, receipt in ipairs(unknown) do
+      if claimed >= $BYTES then
+        left = 1
+        break
+      end
+      local m = unwrap(call('HGET', flight, int(receipt)))
+      if is_lost[m.number] then
+        call('HSET', flight, int(receipt), wrap(claim, m.level, m.fence, m.strikes, m.parks, m.label, m.body))
+        report(index, receipt, m.fence, m.strikes, m.parks, m.level, -1, m.body)
+        claimed = claimed + #m.body
+      end
     end
   end
   if #arrived[index] > 0 then
     call('DEL', q[2] .. 'i:' .. session)
+    for _, body in ipairs(arrived[index]) do claimed = claimed + #body end
     if stopped[index] then return_arrivals(q, arrived[index]) else deliver(index, q, 0, arrived[index], true) end
   end
 end
@@ -133,15 +157,17 @@ for index, q in ipairs(queues) do
         local p, most, entries, served = q[2], limit - #given, {}, {}
         -- What Go has put on the list waits with the others, as of tenant '': no more than may be claimed.
         local last, turn = call('ZSCORE', p .. 'x', '1:'), call('ZSCORE', p .. 'x', '1')
+        local before = claimed
         if not last or not turn or last - turn < most then
-          for _, body in ipairs(call('LPOP', q[1], most) or {}) do
+          for _, body in ipairs(pop(q[1], most)) do
             local note = call('HGET', p .. 'a', redis.sha1hex(body)) or '0 0 0\n'
             local fence, strikes, parks, at = string.match(note, '^(%d+) (%d+) (%d+)\n()')
             call('HDEL', p .. 'a', redis.sha1hex(body))
             place(q, {level = $FAIR, fence = fence, strikes = strikes, parks = parks, label = string.sub(note, at), body = body}, false, now, {})
           end
         end
-        local all = call('ZPOPMIN', p .. 'p:fair', most)
+        claimed = before  -- what was placed there is not claimed yet
+        local all = pop_fair(p .. 'p:fair', most)
         local first = call('INCRBY', p .. 'n', #all / 2) - #all / 2
         for i = 1, #all, 2 do
           local m, receipt = unwrap(all[i]), first + (i + 1) / 2
@@ -158,11 +184,11 @@ for index, q in ipairs(queues) do
         if call('EXISTS', p .. 'p:fair') == 0 then call('ZREM', p .. 'l', 'fair') end
       elseif #given < limit then
         local list = q[2] .. 'p:' .. level
-        deliver(index, q, tonumber(level), call('LPOP', list, limit - #given) or {})
+        deliver(index, q, tonumber(level), pop(list, limit - #given))
         if call('EXISTS', list) == 0 then call('ZREM', q[2] .. 'l', level) end
       end
     end
-    if #given < limit then deliver(index, q, 0, call('LPOP', q[1], limit - #given) or {}) end
+    if #given < limit then deliver(index, q, 0, pop(q[1], limit - #given)) end
   end
 end
 if will_sleep and #given == 0 then
@@ -171,4 +197,4 @@ if will_sleep and #given == 0 then
     if (apart or index ~= blocking_queue) and not stopped[index] then try('SADD', q[2] .. 'w', number) end
   end
 end
-return {1, due_in(queues, now), revoked, to_wake, cmsgpack.pack(found), places[blocking_queue] or 0, problems, given}
+return {1, due_in(queues, now), revoked, to_wake, cmsgpack.pack(found), places[blocking_queue] or 0, problems, given, left}

@@ -1,11 +1,12 @@
 -- In: now, session, queues, the beat that was seen or "", for each queue the receipts that get a
 -- strike (false: what the session has noted), µs of its tombstone. Out: -1 if the session has
--- beaten since or is gone, else how many messages it held; connections to be woken. A queue with
--- something else under one of its keys stays as it is.
+-- beaten since or is gone, else how many messages it held; connections to be woken; 1 if some of them
+-- are left to give_back.lua: they are large. A queue with something else under one of its keys stays as
+-- it is.
 --! include brokers/redis/lua/messages.lua
 
 local text, session, queues, seen, began, tombstone = unpack(unpacked)
-local now, to_wake, held, intact = now_of(text), {}, 0, {}
+local now, to_wake, held, intact, back_now, left, more = now_of(text), {}, 0, {}, {}, {}, nil
 local there = false
 local function check_session(index, q)
   local beat = call('ZSCORE', q[2] .. 's', session)
@@ -13,7 +14,7 @@ local function check_session(index, q)
   if beat and seen ~= '' and int(tonumber(beat)) ~= seen then return true end
   key_type(q[1], 'list')
   key_type(q[2] .. 't', 'zset')
-  can_empty(q, session)
+  back_now[index], left[index] = can_empty(q, session)
   intact[#intact + 1] = index
 end
 for index, q in ipairs(queues) do
@@ -25,7 +26,8 @@ for _, index in ipairs(intact) do
   local q = queues[index]
   call('ZREM', q[2] .. 's', session)
   call('DEL', q[2] .. 'b:' .. session)
-  held = held + empty(q, session, began and began[index], now, to_wake)
+  held = held + left[index] + empty(q, session, began and began[index], now, to_wake, back_now[index], left[index])
+  if left[index] > 0 then more = 1 end
   call('ZADD', q[2] .. 't', now + tombstone, session)
 end
-return {held, to_wake}
+return {held, to_wake, more}

@@ -31,7 +31,7 @@ local function list_for(name, level)
   end
   return lists[key]
 end
-local bodies = call('ZRANGEBYSCORE', DELAYED, '-inf', int(now) .. '000', 'LIMIT', 0, most)
+local bodies = due_in_set(DELAYED, int(now) .. '000', most)
 for _, body in ipairs(bodies) do
   local name, level = place_of(body)
   local list = name and list_for(name, level)

@@ -1,9 +1,26 @@
 -- How bodies come to the list of a queue, which is (name, prefix of our keys).
 --
+-- due_in_set: up to so many of a set of delayed messages that are due, the first due first, while a script
+-- moves fewer than $BYTES; few at once, since their sizes are not known before.
 -- give: puts bodies on a queue's list, at its head or tail, and marks when; the first that a queue
 -- ever gets, that it is there. What comes back to an empty list has a mark only if none is left.
 --! include connections/redis/lua/prelude.lua
 
+local moved_bytes = 0
+local function due_in_set(key, now, most)
+  local texts, step = {}, 1
+  while #texts < most and moved_bytes < $BYTES do
+    local size = math.min(step, most - #texts)
+    local some = call('ZRANGEBYSCORE', key, '-inf', now, 'LIMIT', #texts, size)
+    for _, text in ipairs(some) do
+      texts[#texts + 1] = text
+      moved_bytes = moved_bytes + #text
+    end
+    if #some < size then break end
+    step = math.min(2 * step, $AT_ONCE)
+  end
+  return texts
+end
 local function list_of(q, level)
   if level > 0 then return q[2] .. 'p:' .. int(level) end
   return q[1]

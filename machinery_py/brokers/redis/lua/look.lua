@@ -1,9 +1,10 @@
 -- In: now, queues, lease in µs. Out: µs until something is due (-1); late sessions (queue, session,
--- beat); all sessions (queue, session); connections to be woken.
+-- beat); all sessions (queue, session); connections to be woken; 1 if sessions that are given up have
+-- more that is to be given back.
 --! include brokers/redis/lua/messages.lua
 
 local text, queues, lease = unpack(unpacked)
-local now, to_wake, late, all, intact = now_of(text), {}, {}, {}, {}
+local now, to_wake, late, all, intact, more = now_of(text), {}, {}, {}, {}, nil
 local function read(q)
   return {z = call('ZRANGE', q[2] .. 'z', 0, 0, 'WITHSCORES'), s = call('ZRANGE', q[2] .. 's', 0, -1, 'WITHSCORES'),
           t = call('ZRANGE', q[2] .. 't', 0, -1)}
@@ -24,10 +25,13 @@ for _, q in ipairs(queues) do
     local emptied = not spoilt(q)
     for _, session in ipairs(emptied and found.t or {}) do
       if call('EXISTS', q[2] .. 'i:' .. session, q[2] .. 'f:' .. session) > 0 then
-        if pcall(can_empty, q, session) then empty(q, session, false, now, to_wake) else emptied = false end
+        local fine, entries, left = pcall(can_empty, q, session)
+        if fine then empty(q, session, false, now, to_wake, entries, left) end
+        if fine and left > 0 then more = 1 end
+        emptied = emptied and fine and left == 0
       end
     end
     if emptied then call('ZREMRANGEBYSCORE', q[2] .. 't', '-inf', now) end
   end
 end
-return {due_in(intact, now), late, all, to_wake}
+return {due_in(intact, now), late, all, to_wake, more}

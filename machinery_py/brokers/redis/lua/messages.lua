@@ -3,14 +3,15 @@
 -- unwrap: the parts of an entry of a session, or of a parked message.
 -- back: gives entries of a session to the heads of their lists, in their old order; `guilty` are
 -- the receipts that get a strike.
--- empty: gives back all that a session has of a queue; `began` gets a strike, or if that is false
--- what the session has noted.
+-- empty: gives back what can_empty returned; `began` gets a strike, or if that is false what the
+-- session has noted. Of what is left, `began` is noted.
 -- spoilt: whether somebody keeps something else under the queue's name.
 -- usable: raises, before anything is written, if somebody does so with one of the keys that entries
 -- need which come back or wait.
 -- can_bury: the same for those that die. can_end: whether this fate can be carried out; if not, the
--- entry stays in flight until its queue is as it should be. can_empty: as usable, for all that a
--- session has of a queue.
+-- entry stays in flight until its queue is as it should be. can_empty: as usable, for what a session
+-- has of a queue; returns what one script gives back of it, the last first: (receipt, entry) of each;
+-- and how many are left.
 -- parked: brings what is due from our own delayed set to its queue, if that can take it; whether it
 -- did. A claim says how many it has room for: of those, what has waited for its turn goes to the head,
 -- the first due first. Behind a long queue its turn would pass, while it holds others back. A fair
@@ -56,25 +57,41 @@ local function can_end(q, fate, raw)
   if fate == 'dead' then return (pcall(can_bury, q)) end
   return (pcall(usable, q, {raw}))
 end
+local returned_bytes = 0
 local function can_empty(q, session)
   local p = q[2]
   key_type(p .. 'i:' .. session, 'list')
   key_type(p .. 'f:' .. session, 'hash')
   key_type(p .. 'r:' .. session, 'set')
-  usable(q, call('HVALS', p .. 'f:' .. session))
+  local receipts, entries, raws = call('HKEYS', p .. 'f:' .. session), {}, {}
+  table.sort(receipts, function(a, b) return tonumber(a) > tonumber(b) end)
+  for _, receipt in ipairs(receipts) do
+    local size = call('HSTRLEN', p .. 'f:' .. session, receipt)
+    if returned_bytes > 0 and returned_bytes + size > $BYTES then break end
+    raws[#raws + 1] = call('HGET', p .. 'f:' .. session, receipt)
+    entries[#entries + 1] = {receipt, raws[#raws]}
+    returned_bytes = returned_bytes + size
+  end
+  usable(q, raws)
+  return entries, #receipts - #entries
 end
-local function empty(q, session, began, now, to_wake)
+local function empty(q, session, began, now, to_wake, entries, left)
   local flight, arrivals, noted = q[2] .. 'f:' .. session, q[2] .. 'i:' .. session, q[2] .. 'r:' .. session
-  local entries, guilty = {}, {}
+  local guilty, gone = {}, {}
   while true do
     local body = call('RPOP', arrivals)
     if not body then break end
     give(q, 0, {body}, true, now, to_wake)
   end
-  local all = call('HGETALL', flight)
-  for i = 1, #all, 2 do entries[#entries + 1] = {all[i], all[i + 1]} end
   for _, receipt in ipairs(began or call('SMEMBERS', noted)) do guilty[receipt] = 1 end
-  call('DEL', flight, noted)
+  if began or left == 0 then call('DEL', noted) end
+  if left == 0 then
+    call('DEL', flight)
+  else
+    if began then rows('SADD', noted, began) end
+    for i, entry in ipairs(entries) do gone[i] = entry[1] end
+    rows('HDEL', flight, gone)
+  end
   back(q, entries, guilty, now, to_wake)
   return #entries
 end
@@ -95,7 +112,7 @@ local function parked(q, now, to_wake, first, room)
     soonest[z] = first
     return
   end
-  local texts = call('ZRANGEBYSCORE', z, '-inf', now, 'LIMIT', 0, room or 100)
+  local texts = due_in_set(z, int(now), room or 100)
   if not pcall(usable, q, texts) then
     soonest[z] = call('ZRANGEBYSCORE', z, '(' .. int(now), '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
     return
@@ -107,7 +124,7 @@ local function parked(q, now, to_wake, first, room)
     if room and m.fence > 0 and m.parks == 0 and m.level <= 255 then waited[#waited + 1] = m else place(q, m, false, now, to_wake) end
   end
   for i = #waited, 1, -1 do place(q, waited[i], true, now, to_wake) end
-  return true
+  return #texts > 0
 end
 local function due_in(queues, now)
   local least

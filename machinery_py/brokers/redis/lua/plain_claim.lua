@@ -6,9 +6,26 @@
 -- waits_of: µs that each of these messages has waited, which were just taken from the list: since
 -- the last mark at its place or before. Marks of an empty list go: a Go program, which makes none,
 -- may fill it. What has arrived at a blocked client has not waited.
+-- pop: takes up to so many from the head of a list, while fewer than $BYTES are claimed; few at once,
+-- since their sizes are not known before.
 -- fly: brings messages of which nothing is noted into flight, and adds them to `found` and `given`.
 --! include connections/redis/lua/prelude.lua
 
+local claimed = 0
+local function pop(list, most)
+  local bodies, step = {}, 1
+  while #bodies < most and claimed < $BYTES do
+    local size = math.min(step, most - #bodies)
+    local some = call('LPOP', list, size) or {}
+    for _, body in ipairs(some) do
+      bodies[#bodies + 1] = body
+      claimed = claimed + #body
+    end
+    if #some < size then break end
+    step = math.min(2 * step, $AT_ONCE)
+  end
+  return bodies
+end
 local function waits_of(q, taken, has_arrived, now)
   local marks, left, waits = q[2] .. 'o', call('LLEN', q[1]), {}
   local function place_in(mark) return mark and tonumber(string.match(mark, '^%-?%d+')) or math.huge end
@@ -86,11 +103,15 @@ do
       end
       if #arrived[i] > 0 then
         call('DEL', q[2] .. 'i:' .. session)
+        for _, body in ipairs(arrived[i]) do claimed = claimed + #body end
         deliver(i, arrived[i], true)
       end
     end
     for i, q in ipairs(queues) do
-      if #given < limit and lengths[i] > 0 then deliver(i, call('LPOP', q[1], limit - #given)) end
+      if #given < limit and lengths[i] > 0 then
+        local bodies = pop(q[1], math.min(limit - #given, lengths[i]))
+        if #bodies > 0 then deliver(i, bodies) end
+      end
     end
     if will_sleep and #given == 0 then
       for i, q in ipairs(queues) do

@@ -1,11 +1,6 @@
--- In: queues, limit. Out: for each the newest dead letters (id, letter).
+-- In: queues, limit. Out: for each the newest dead letters, each as its id and then when it died, in µs.
 --! include connections/redis/lua/prelude.lua
 
 local queues, limit, found = unpacked[1], unpacked[2], {}
-for i, q in ipairs(queues) do
-  found[i] = {}
-  for _, id in ipairs(call('ZREVRANGE', q[2] .. 'e', 0, limit - 1)) do
-    table.insert(found[i], {id, call('HGET', q[2] .. 'd', id)})
-  end
-end
+for i, q in ipairs(queues) do found[i] = call('ZREVRANGE', q[2] .. 'e', 0, limit - 1, 'WITHSCORES') end
 return found
