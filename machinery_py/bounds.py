@@ -47,3 +47,29 @@ def size_of(value: object) -> int:
 
 def _size_of_all(values: Iterable[object]) -> int:
     return sum(map(size_of, values)) + 2
+
+
+class ClaimLimit:
+    """Bound of claims where a store does not tell the size of a message before it is read.
+
+    A claim takes as many as fit by the largest of the last one; after one that failed, half of it.
+    Belongs to one thread.
+    """
+
+    def __init__(self) -> None:
+        self._largest = 1
+        self._most = 0  # after a failure; 0: none
+
+    def of(self, wanted: int) -> int:
+        """Return how many of so many may be claimed at once."""
+        fit = max(1, STEP_BYTES // self._largest)
+        return min(wanted, fit, self._most or wanted)
+
+    def took(self, sizes: Iterable[int]) -> None:
+        """Note what a claim has brought."""
+        self._largest = max(sizes, default=1) or 1
+        self._most = 2 * self._most if self._most < STEP_BYTES else 0
+
+    def failed(self, limit: int) -> None:
+        """Note that a claim of so many failed."""
+        self._most = max(1, limit // 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from machinery_py.bounds import pieces, size_of
+from machinery_py.bounds import STEP_BYTES, ClaimLimit, pieces, size_of
 
 
 @given(st.lists(st.integers(0, 30)), st.integers(1, 5), st.integers(1, 20))
@@ -24,3 +24,28 @@ def test_size_of_a_value_is_about_that_of_its_json() -> None:
     assert size_of("x" * 1000) == 1002
     assert 1000 <= size_of([b"x" * 500, {"a": ["y" * 500]}]) <= 1100
     assert size_of(7) == size_of(None) == 8
+
+
+def test_claim_limit_follows_the_largest_of_the_last_claim() -> None:
+    limit = ClaimLimit()
+    assert limit.of(100) == 100
+    limit.took([10, STEP_BYTES // 3, 20])
+    assert limit.of(100) == 3
+    limit.took([2 * STEP_BYTES])
+    assert limit.of(100) == 1
+    limit.took([])
+    assert limit.of(100) == 100
+
+
+def test_claim_limit_is_halved_by_failures_and_grows_again() -> None:
+    limit = ClaimLimit()
+    seen = []
+    for _ in range(4):
+        seen.append(limit.of(100))
+        limit.failed(seen[-1])
+    assert seen == [100, 50, 25, 12]
+    limit.failed(1)
+    assert limit.of(100) == 1
+    for wanted in (2, 4, 8):
+        limit.took([1])
+        assert limit.of(100) == wanted

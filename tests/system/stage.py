@@ -184,6 +184,7 @@ def has_staged(server: Server) -> bool:
 #: Between its first and last write to MongoDB, a step is visible nowhere else.
 COLLECTIONS = (
     "machinery_tokens",
+    "machinery_parts",
     "machinery_messages",
     "machinery_chords",
     "tasks",

@@ -61,7 +61,7 @@ from machinery_py.wire.states import decode_group
 EXPIRE_IN = 3600.0  # seconds that a finished task is kept
 SWEEP = 60.0  # seconds between two looks for groups that are over
 PATIENCE = 0.5  # seconds that one `tend` lets members of large groups expire
-FEW = 8  # states that are read without a script
+FEW = 4  # states that are read without a script
 READ = 1000  # states in one script
 LOOK = 1000  # states of a set that one step of a listing looks at
 WRITE = 2000  # changes in one script

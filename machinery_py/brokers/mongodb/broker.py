@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from machinery_py.bounds import STEP_BYTES
 from machinery_py.brokers.base import (
     Broker,
     BrokerFeatures,
@@ -66,6 +67,19 @@ _pack = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[Message]).decode
 
 
+def _parts_of(token: str) -> Document:
+    return {"_id": {"$gt": f"{token}/", "$lt": f"{token}0"}}  # 0 follows the stroke
+
+
+def _intent_of(store: Store, document: Document) -> bytes | None:
+    """Return the intent of a token, from its parts if it has some; None: another was faster."""
+    count = document.get("parts", 0)
+    if not count:
+        return bytes(document["deed"])
+    parts = list(store.machinery_parts.find(_parts_of(document["_id"])).sort([("_id", 1)]))
+    return b"".join(bytes(one["part"]) for one in parts) if len(parts) == count else None
+
+
 class MongoBroker(DriverUser, Broker):
     """Collections of the driver's database. The driver belongs to whoever made it."""
 
@@ -98,11 +112,24 @@ class MongoBroker(DriverUser, Broker):
         """Carry out a submission that bears this token; False if that was done before.
 
         Token and intent are one document: once it is there, we or a later `tend` carry it out.
+        The parts of an intent that is too large for a document are there before.
         """
         now = self.driver.now()
+        parts = [
+            {"_id": f"{token}/{start:012}", "at": now, "part": intent[start : start + STEP_BYTES]}
+            for start in range(0, len(intent), STEP_BYTES)
+        ]
         document: Document = {"_id": token, "at": now, "kind": kind, "deed": intent, "deed_at": now}
+        is_large = len(parts) > 1
+        if is_large:
+            document |= {"deed": b"", "parts": len(parts)}
 
         def begin(store: Store) -> bool:
+            if is_large:
+                if store.machinery_tokens.find_one({"_id": token, "deed_at": 0}, {"_id": 1}):
+                    return False
+                for part in parts:
+                    insert_new(store.machinery_parts, [part])
             if insert_new(store.machinery_tokens, [document])[0]:
                 return True
             # Carried out before; or begun, by a call that lost a reply: this one does what is left.
@@ -118,7 +145,7 @@ class MongoBroker(DriverUser, Broker):
                 return False
             try:
                 carry_out()
-                self.forget_intent(token)
+                self.forget_intent(token, is_large=is_large)
             except MachineryError as error:
                 raise PublishUnknown(
                     f"{error} (it was accepted, and is carried out by the next worker that looks)"
@@ -138,13 +165,16 @@ class MongoBroker(DriverUser, Broker):
             refused=PublishRefused,
         )
 
-    def forget_intent(self, token: str) -> None:
+    def forget_intent(self, token: str, *, is_large: bool = True) -> None:
+        """Note that an intent is carried out; `is_large`: it may have parts."""
         done: Document = {"$set": {"deed": b"", "deed_at": 0}}
-        self.driver.run(
-            lambda store: store.machinery_tokens.update_one({"_id": token}, done),
-            doing="publishing",
-            away=PublishUnknown,
-        )
+
+        def forget(store: Store) -> None:
+            store.machinery_tokens.update_one({"_id": token}, done)
+            if is_large:
+                store.machinery_parts.delete_many(_parts_of(token))
+
+        self.driver.run(forget, doing="publishing", away=PublishUnknown)
 
     def store(
         self, batches: Sequence[tuple[str, Sequence[Message]]], *, again: bool = True
@@ -214,14 +244,20 @@ class MongoBroker(DriverUser, Broker):
     def _forget_tokens(self, store: Store) -> None:
         before = self.driver.now() - TOKEN_LIFE
         store.machinery_tokens.delete_many({"at": {"$lt": before}, "deed_at": 0})
+        # Of senders that died before their token was there.
+        parts = store.machinery_parts.find({"at": {"$lt": before}}, {"_id": 1})
+        for token in {one["_id"].rpartition("/")[0] for one in parts}:
+            if store.machinery_tokens.find_one({"_id": token, "deed_at": {"$gt": 0}}) is None:
+                store.machinery_parts.delete_many(_parts_of(token))
 
     @step("looking for what is unfinished")
     def old_intents(self, store: Store) -> list[tuple[str, str, bytes]]:
         """Return token, kind and intent of submissions that were begun and not carried out."""
         old = {"deed_at": {"$gt": 0, "$lt": self.driver.intents_before()}}
         return [
-            (one["_id"], one["kind"], bytes(one["deed"]))
+            (one["_id"], one["kind"], intent)
             for one in store.machinery_tokens.find(old).limit(INTENTS)
+            if (intent := _intent_of(store, one)) is not None
         ]
 
     def _promote(self) -> int | None:

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 import msgspec
 from pymongo import DeleteOne, ReturnDocument
 
+from machinery_py.bounds import ClaimLimit
 from machinery_py.brokers.base import WAITING, Consumer, Delivery, DeliveryEnd, Disposal, Fate
 from machinery_py.brokers.liveness import own_record, with_queues
 from machinery_py.brokers.mongodb.messages import (
@@ -69,6 +70,7 @@ class MongoConsumer(DriverUser, Consumer):
         self._worker = printable(worker)
         self._notifier = driver.notifier("messages")
         self._claims = 0
+        self._limit = ClaimLimit()
         self._lost: list[tuple[str, float]] = []  # leases of claims that had no reply
         self._shut: set[str] = set()  # queues that were paused at the last look
         self._woken = False
@@ -129,23 +131,27 @@ class MongoConsumer(DriverUser, Consumer):
 
     def _claim(self, limit: int, queues: Sequence[str]) -> list[Delivery]:
         self._claims += 1
+        limit = self._limit.of(limit)
         lease = f"{self.session}.{self._claims}"
         now = time.monotonic()
         lost = [name for name, at in self._lost if now - at < LOST_LIFE]
         try:
             found = self._claim_all(limit, queues, lease, lost)
         except MachineryError:
+            self._limit.failed(limit)
             self._lost = [*((name, at) for name, at in self._lost if name in lost), (lease, now)]
             raise
         # Asked for as long as a late packet of theirs may still be carried out.
         self._lost = [one for one in self._lost if one[0] in lost]
-        return [delivery_of(document) for document in found]
+        deliveries = [delivery_of(document) for document in found]
+        self._limit.took(len(one.body) for one in deliveries)
+        return deliveries
 
     @step("claiming messages", again=False)
     def _claim_all(
         self, store: Store, limit: int, queues: Sequence[str], lease: str, lost: Sequence[str]
     ) -> list[Document]:
-        found = self._regain(store, lost, lease) if lost else []
+        found = self._regain(store, lost, lease, limit) if lost else []
         if self._shut:
             self._shut = paused_of(store, self._queues)
         open_queues = [queue for queue in queues if queue not in self._shut]
@@ -158,12 +164,15 @@ class MongoConsumer(DriverUser, Consumer):
                 found += self._claim_from(store, queue, limit - len(found), lease)
         return found
 
-    def _regain(self, store: Store, lost: Sequence[str], lease: str) -> list[Document]:
-        """Return the messages of claims that had no reply, under a new lease: they are ours."""
+    def _regain(self, store: Store, lost: Sequence[str], lease: str, limit: int) -> list[Document]:
+        """Return messages of claims that had no reply, under a new lease: they are ours."""
         theirs: Document = {"lease": {"$in": list(lost)}}
         held: Document = {"status": Status.HELD}
         untake(store, theirs)
-        store.machinery_messages.update_many({**theirs, **held}, {"$set": {"lease": lease}})
+        found = store.machinery_messages.find({**theirs, **held}, {"_id": 1})
+        ids = [one["_id"] for one in found.sort(ORDER).limit(limit)]
+        these: Document = {"_id": {"$in": ids}, **theirs, **held}
+        store.machinery_messages.update_many(these, {"$set": {"lease": lease}})
         return list(store.machinery_messages.find({"lease": lease, **held}).sort(ORDER))
 
     def _claim_from(self, store: Store, queue: str, limit: int, lease: str) -> list[Document]:

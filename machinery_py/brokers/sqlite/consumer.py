@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from machinery_py.bounds import ClaimLimit
 from machinery_py.brokers.base import WAITING, Consumer, Delivery, Disposal, Fate
 from machinery_py.brokers.liveness import place
 from machinery_py.brokers.sqlite.turns import give_turns, serve_turns
@@ -153,6 +154,7 @@ class SQLiteConsumer(Consumer):
         self._notifier = driver.notifier("q")
         self._claims = itertools.count(1)
         self._unread: tuple[int, int] | None = None
+        self._limit = ClaimLimit()
         self._closed = False
         self._pid = os.getpid()
         self._starting = threading.Lock()
@@ -215,7 +217,7 @@ class SQLiteConsumer(Consumer):
             return lost  # they were claimed, and then reading them failed
         number, claim = self._number, next(self._claims)
         self._unread = number, claim
-        left = limit
+        left = limit = self._limit.of(limit)
         with self._driver.claiming() as connection:
             if connection.execute(PROMOTE, (self._driver.now(),)).rowcount:
                 give_turns(connection)
@@ -256,6 +258,7 @@ class SQLiteConsumer(Consumer):
             for (id, queue, fence, strikes, parks, priority, sent_at, _, _), body in pairs
         ]
         self._unread = None
+        self._limit.took(len(one.body) for one in deliveries)
         return deliveries
 
     def serve(self, queues: Sequence[str]) -> None:

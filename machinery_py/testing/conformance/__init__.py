@@ -37,6 +37,7 @@ _SUITES = (
     "changes",
     "backends",
     "fencing",
+    "bounds",
     "settlement",
     "schedules",
     "claims",

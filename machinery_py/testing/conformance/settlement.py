@@ -25,6 +25,7 @@ from machinery_py.errors import QueueFull
 from machinery_py.stores.base import Firing, Mark, Session, Settlement, Store, Submission
 from machinery_py.tasks.states import Arrival, GroupMeta, State
 from machinery_py.testing.clocks import ManualClock
+from machinery_py.testing.conformance.bounds import BoundsConformance
 from machinery_py.testing.conformance.fencing import (
     FencingConformance,
     OpenStore,
@@ -41,7 +42,7 @@ from machinery_py.testing.waiting import HANG, together
 __all__ = ["OpenStore", "SettlementConformance"]
 
 
-class SettlementConformance(FencingConformance):
+class SettlementConformance(FencingConformance, BoundsConformance):
     """Tests of every promise in stores/base.py."""
 
     def test_state_and_message_are_submitted_together(self, store: Store, session: Session) -> None:
