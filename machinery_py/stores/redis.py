@@ -97,7 +97,8 @@ class RedisStore(Store):
 
     def submit(self, submission: Submission) -> None:
         plain = is_plain(submission)
-        if submission.token and self._steps.wants(submission.messages):
+        messages = submission.messages
+        if len(messages) > 1 and submission.token and self._steps.wants(messages):
             return self._steps.submit(submission, plain=plain)
         if plain and len(submission.states) <= STEP:
             to_wake = self.submit_new(submission)
@@ -160,7 +161,7 @@ class RedisStore(Store):
 
     def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
         token, count = "", 0
-        if self._steps.wants(send):
+        if len(send) > 1 and self._steps.wants(send):
             token, states = new_uuid(""), amendment.states
             pending = [one for one in states if one.state is State.PENDING]
             count = self._steps.stage(token, send, pending)
@@ -218,7 +219,9 @@ class RedisSession(Session):
         return deliveries
 
     def prepare(self, settlement: Settlement) -> int:
-        backend, size = self._store.states, carried_beside(settlement)
+        backend, size = self._store.states, len(settlement.delivery.body)
+        if settlement.send or settlement.arrivals:
+            size = carried_beside(settlement)
         if settlement.states:
             try:
                 now = self._store.driver.clock.now()

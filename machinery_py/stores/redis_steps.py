@@ -54,9 +54,7 @@ class StagedSteps:
         self._left = ""  # the submission of another that `carry_left` goes on with
 
     def wants(self, messages: Sequence[Message]) -> bool:
-        """Return whether so much is to be submitted in steps."""
-        if len(messages) < 2:
-            return False
+        """Return whether so many, two at least, are to be submitted in steps."""
         return len(messages) > self.most or sum(map(size_of_message, messages)) > STEP_BYTES
 
     def submit(self, submission: Submission, *, plain: bool = False) -> None:

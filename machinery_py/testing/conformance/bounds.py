@@ -30,7 +30,9 @@ _uuids = [f"large_{number}" for number in range(COUNT)]
 
 
 def _message(uuid: str, queue: str = "q") -> Message:
-    signature = Signature(name="add", uuid=uuid, routing_key=queue, args=(_text,))
+    signature: Signature[object] = Signature(
+        name="add", uuid=uuid, routing_key=queue, args=(_text,)
+    )
     return Message(uuid=uuid, name="add", queue=queue, body=encode_signature(signature))
 
 
