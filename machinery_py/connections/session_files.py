@@ -31,7 +31,6 @@ import tempfile
 import time
 from collections.abc import Collection
 from enum import Enum
-from typing import NamedTuple
 
 SLOTS = 4096
 #: Seconds after which a file that belongs to no session is removed, if nobody holds it.
@@ -44,19 +43,15 @@ ALL = 2**64 - 1
 
 _run = struct.Struct("<QQ")
 _series = struct.Struct("<Q")
-_SIZE = SLOTS * _run.size
+_ENTRY = _run.size
+_SIZE = SLOTS * _ENTRY
 
 
-class Run(NamedTuple):
-    """A delivery in its consumer's file. Both fields are unsigned, and have 64 bits each.
+Run = tuple[int, int]
+"""A delivery in its consumer's file: its number, and the series in which it has that number.
 
-    Attributes:
-        number: of the delivery in its series.
-        series: the deliveries that are numbered together; not 0.
-    """
-
-    number: int
-    series: int = ALL
+Both are unsigned, and have 64 bits each; the series is not 0.
+"""
 
 
 #: key → file, of all drivers of this process.
@@ -130,7 +125,7 @@ class SessionFile:
             return
         self._slots[run] = slot
         # The series last: a process that is killed in between leaves a free slot.
-        _run.pack_into(self._map, slot * _run.size, *run)
+        _run.pack_into(self._map, slot * _ENTRY, *run)
 
     def ends(self, run: Run) -> None:
         """Note that this delivery is run no more."""
@@ -139,7 +134,7 @@ class SessionFile:
             return
         slot = self._slots.pop(run, None)
         if slot is not None and self._map is not None:
-            _series.pack_into(self._map, slot * _run.size + _series.size, 0)
+            _series.pack_into(self._map, slot * _ENTRY + _series.size, 0)
             self._free.append(slot)
 
     def running(self) -> set[Run] | None:
@@ -257,7 +252,7 @@ def _read(folder: str, key: str) -> set[Run] | None:
         return None
     if len(content) != _SIZE:
         return None
-    return {run for run in map(Run._make, _run.iter_unpack(content)) if run.series}
+    return {(number, series) for number, series in _run.iter_unpack(content) if series}
 
 
 def _keys(folder: str) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 
 from machinery_py.connections import session_files
 from machinery_py.connections.session_files import (
-    Run,
+    ALL,
     SessionFile,
     host_file,
     host_folder,
@@ -30,10 +30,10 @@ def _host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_runs_of_live_and_dead_processes_are_known() -> None:
     file = host_file("redis")
     for id in (1, 2, 2**64 - 1):
-        file.begins(Run(id))
-    file.ends(Run(2))
-    file.ends(Run(77))
-    left = {Run(1), Run(2**64 - 1)}
+        file.begins((id, ALL))
+    file.ends((2, ALL))
+    file.ends((77, ALL))
+    left = {(1, ALL), (2**64 - 1, ALL)}
 
     assert ran(file.folder, file.key) == left
     assert ran_by_the_dead(file.folder) == set()
@@ -44,10 +44,10 @@ def test_runs_of_live_and_dead_processes_are_known() -> None:
 
 def test_numbers_of_two_series_are_told_apart() -> None:
     file = host_file("redis")
-    runs = [Run(number, series) for number in (1, 2**64 - 1) for series in (1, 2**64 - 2)]
-    for run in (*runs, Run(7, 7)):
+    runs = [(number, series) for number in (1, 2**64 - 1) for series in (1, 2**64 - 2)]
+    for run in (*runs, (7, 7)):
         file.begins(run)
-    file.ends(Run(7, 7))
+    file.ends((7, 7))
     file.abandon()
 
     assert ran(file.folder, file.key) == set(runs)
@@ -97,28 +97,28 @@ def test_a_look_from_the_same_process_leaves_a_new_file_its_lock() -> None:
 
 def test_twins_that_run_beside_each_other_run_until_both_have_ended() -> None:
     file = host_file("redis")
-    file.begins(Run(1))
-    file.begins(Run(1))
-    file.ends(Run(1))
-    assert ran(file.folder, file.key) == {Run(1)}
-    file.ends(Run(1))
+    file.begins((1, ALL))
+    file.begins((1, ALL))
+    file.ends((1, ALL))
+    assert ran(file.folder, file.key) == {(1, ALL)}
+    file.ends((1, ALL))
     assert ran(file.folder, file.key) == set()
 
 
 def test_runs_beyond_the_slots_are_not_noted() -> None:
     file = host_file("redis")
     for id in range(1, session_files.SLOTS + 10):
-        file.begins(Run(id))
+        file.begins((id, ALL))
     for id in range(1, session_files.SLOTS + 10):
-        file.ends(Run(id))
-    file.begins(Run(5))
+        file.ends((id, ALL))
+    file.begins((5, ALL))
     file.abandon()
-    assert ran(file.folder, file.key) == {Run(5)}
+    assert ran(file.folder, file.key) == {(5, ALL)}
 
 
 def test_a_file_that_was_closed_is_gone() -> None:
     file = host_file("redis")
-    file.begins(Run(1))
+    file.begins((1, ALL))
     file.end()
     file.end()
     assert (ran(file.folder, file.key), os.listdir(file.folder)) == (None, [])
@@ -139,7 +139,7 @@ def test_a_folder_that_others_could_have_made_is_not_trusted(fault: str, tmp_pat
         folder.touch()
 
     file = host_file("redis")
-    file.begins(Run(1))
+    file.begins((1, ALL))
 
     assert host_folder("redis") == ""
     assert not file.notes_runs

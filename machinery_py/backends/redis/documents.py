@@ -7,13 +7,13 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from operator import attrgetter, itemgetter
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from machinery_py.backends.base import Records
 from machinery_py.backends.listings import Place
-from machinery_py.backends.redis.scripts import CHORD_LIFE
+from machinery_py.backends.redis.scripts import CHORD_LIFE, CONSTANTS
 from machinery_py.clock import micros, moment_of
 from machinery_py.connections.redis.client import raw
 from machinery_py.connections.redis.scripts import pack
@@ -47,6 +47,7 @@ _unpack = msgspec.msgpack.Decoder(list[Any]).decode
 decode_rows = msgspec.msgpack.Decoder(list[Row]).decode
 _CREATED = b'"CreatedAt":"'
 _PLAIN: dict[tuple[object, ...], bytes] = {}  # by state and values, of those that many tasks share
+_HEAD, _WIDTH = cast("int", CONSTANTS["HEAD"]), cast("int", CONSTANTS["STATE"])  # of packed states
 _MOST = 2**31  # seconds; a longer expiry is refused by Redis
 
 
@@ -142,9 +143,12 @@ def packed_states(states: Sequence[TaskState], now: dt.datetime, expire: int) ->
     return [value for state in states for value in packed_state(state, now, expire)]
 
 
-def size_of_packed(packed: Sequence[object]) -> int:
+def size_of_packed(packed: Sequence[Any]) -> int:
     """Return the bytes of the documents of packed states."""
-    return sum(len(value) for value in packed if type(value) is str)
+    size = 0
+    for head in range(_HEAD, len(packed), _WIDTH):
+        size += len(packed[head]) + len(packed[head + 2])
+    return size
 
 
 class Changes:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from machinery_py.brokers.base import DeadLetter, Delivery, Message
 from machinery_py.clock import micros, moment_of
 from machinery_py.connections.mongodb.client import Document, Store
-from machinery_py.connections.session_files import Run
+from machinery_py.connections.session_files import ALL, Run
 from machinery_py.texts import printable
 
 
@@ -157,7 +157,7 @@ def receipt_of(delivery: Delivery) -> Receipt:
 def run_of(id: str) -> Run:
     """Return what notes a message in its consumer's file."""
     digest = hashlib.blake2b(id.encode(), digest_size=8).digest()
-    return Run(int.from_bytes(digest, "little"))
+    return int.from_bytes(digest, "little"), ALL
 
 
 def release(store: Store, session: str, began: Collection[Run] | None) -> None:

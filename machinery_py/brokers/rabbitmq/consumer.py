@@ -48,7 +48,7 @@ from machinery_py.connections.rabbitmq.io_thread import (
     Channel,
     ChannelLost,
 )
-from machinery_py.connections.session_files import Run, host_file, host_folder, ran_by_the_dead
+from machinery_py.connections.session_files import ALL, Run, host_file, host_folder, ran_by_the_dead
 from machinery_py.errors import BrokerUnavailable, MachineryError
 from machinery_py.texts import get_logger
 
@@ -238,7 +238,7 @@ class AMQPConsumer(Consumer):
     def _run_of(self, body: bytes) -> Run:
         """Return what notes a message in its consumer's file."""
         digest = hashlib.blake2b(self._vhost + body[:MARKED], digest_size=8).digest()
-        return Run(int.from_bytes(digest, "little"))
+        return int.from_bytes(digest, "little"), ALL
 
     def _delivery(self, one: ReceivedMessage, blamed: Collection[Run]) -> Delivery:
         strikes = one.number(STRIKES)

@@ -32,7 +32,7 @@ from machinery_py.connections.redis.connection import RedisConnection, command
 from machinery_py.connections.redis.errors import ErrorKind, kind_of, log_spoilt
 from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.connections.redis.scripts import pack
-from machinery_py.connections.session_files import Run, SessionFile, host_file, host_folder, ran
+from machinery_py.connections.session_files import SessionFile, host_file, host_folder, ran
 from machinery_py.errors import BrokerUnavailable, MachineryError
 from machinery_py.texts import get_logger, printable
 
@@ -326,7 +326,7 @@ class RedisConsumer(Consumer):
     def run_begins(self, delivery: Delivery) -> None:
         index, number = self.place_of(delivery)
         if number:
-            self._file.begins(Run(int(number), self._series[delivery.queue]))
+            self._file.begins((int(number), self._series[delivery.queue]))
         if delivery.fence == 1:
             return
         # The last worker may have died of it. Noted in Redis, the run counts wherever this one
@@ -339,7 +339,7 @@ class RedisConsumer(Consumer):
     def run_ends(self, delivery: Delivery) -> None:
         _, number = self.place_of(delivery)
         if number:
-            self._file.ends(Run(int(number), self._series[delivery.queue]))
+            self._file.ends((int(number), self._series[delivery.queue]))
 
     # Living
 
@@ -437,11 +437,11 @@ def began_by(
             its file is not understood, and says nothing.
     """
     runs = ran(host_folder(KIND), session)
-    if runs is None or {run.series for run in runs} - set(map(series_of, served)):
+    if runs is None or {series for _, series in runs} - set(map(series_of, served)):
         return None
     return [
-        [str(run.number) for run in runs if run.series == series]
-        for series in map(series_of, queues)
+        [str(number) for number, series in runs if series == wanted]
+        for wanted in map(series_of, queues)
     ]
 
 

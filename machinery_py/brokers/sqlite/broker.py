@@ -205,7 +205,7 @@ class SQLiteBroker(Broker):
                 # own close, may have been faster.
                 if connection.execute("DELETE FROM sessions WHERE id = ?", (number,)).rowcount:
                     ran = session_files.ran(folder, key)
-                    ids = None if ran is None else as_json(sorted(run.number for run in ran))
+                    ids = None if ran is None else as_json(sorted(id for id, _ in ran))
                     connection.execute(RELEASE, (ids, number))
                     reaped += 1
             self.driver.notify("q")

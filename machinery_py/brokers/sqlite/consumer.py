@@ -25,7 +25,7 @@ from machinery_py.brokers.base import WAITING, Consumer, Delivery, Disposal, Fat
 from machinery_py.brokers.liveness import place
 from machinery_py.brokers.sqlite.turns import give_turns, serve_turns
 from machinery_py.clock import micros, moment_of
-from machinery_py.connections.session_files import Run, SessionFile
+from machinery_py.connections.session_files import ALL, SessionFile
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.connections.sqlite.rows import as_json
 from machinery_py.errors import MachineryError
@@ -331,7 +331,7 @@ class SQLiteConsumer(Consumer):
 
     def run_begins(self, delivery: Delivery) -> None:
         if self._file.notes_runs:
-            self._file.begins(Run(_id(delivery)))
+            self._file.begins((_id(delivery), ALL))
         elif delivery.redelivered:
             try:
                 with self._driver.claiming() as connection:
@@ -340,7 +340,7 @@ class SQLiteConsumer(Consumer):
                 return  # if it kills this worker now, the next death counts
 
     def run_ends(self, delivery: Delivery) -> None:
-        self._file.ends(Run(_id(delivery)))
+        self._file.ends((_id(delivery), ALL))
 
     def beat(self) -> bool:
         if self._closed:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from machinery_py.brokers.redis.consumer import KIND, began_by, series_of
-from machinery_py.connections.session_files import Run, host_file
+from machinery_py.connections.session_files import host_file
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def _host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_receipts_of_a_dead_session_are_found_by_queue() -> None:
     file = host_file(KIND)
     for number, queue in ((1, "q"), (2**32 + 1, "q"), (2**53 - 1, "r"), (1, "r")):
-        file.begins(Run(number, series_of(queue)))
+        file.begins((number, series_of(queue)))
 
     q, r, s = began_by(file.key, ["q", "r", "s"], ["q", "r", "s"]) or ()
 
@@ -31,7 +31,7 @@ def test_receipts_of_a_dead_session_are_found_by_queue() -> None:
 
 def test_a_run_of_an_unknown_queue_makes_the_file_worth_nothing() -> None:
     file = host_file(KIND)
-    file.begins(Run(1, series_of("q")))
-    file.begins(Run(2, series_of("another")))
+    file.begins((1, series_of("q")))
+    file.begins((2, series_of("another")))
 
     assert began_by(file.key, ["q"], ["q", "r"]) is None
