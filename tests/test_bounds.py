@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +15,7 @@ def test_pieces_are_all_items_within_bounds(sizes: list[int], most: int, most_by
     found = list(pieces(sizes, lambda size: size, most=most, most_bytes=most_bytes))
 
     assert [one for piece in found for one in piece] == sizes
-    for piece, then in zip(found, [*found[1:], ()], strict=True):
+    for piece, then in itertools.zip_longest(found, found[1:], fillvalue=()):
         assert 1 <= len(piece) <= most
         assert len(piece) == 1 or sum(piece) <= most_bytes
         # None is smaller than it must be.

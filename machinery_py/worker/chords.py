@@ -69,9 +69,7 @@ def _settle(
         settled = fire(app, firing)
     except Exception as error:  # the groups behind it must not wait for it
         if isinstance(error, MachineryError) and error.permanent:
-            # The store cannot take its callback, or its state; the group must end all the same.
-            logger.error("group %s ends without its callback: %s", ready.group_uuid, error)
-            return app.store.fire(Firing(group_uuid=ready.group_uuid))
+            return _end_refused(app, ready, error)
         if isinstance(error, AWAY):
             raise
         logger.exception("group %s cannot be settled now", ready.group_uuid)
@@ -80,6 +78,25 @@ def _settle(
         app.report_sent(sent)
         if note is not None and firing.arrivals:
             note(firing.arrivals)
+    return settled
+
+
+def _end_refused(app: Application, ready: ReadyGroup, refusal: MachineryError) -> bool:
+    """Let a group end whose callback, or its state, the store cannot take: the callback fails."""
+    text = f"the chord's callback cannot be sent: {text_of(refusal)}"
+    outcome = Failed(error=text, error_type=CHORD_FAILED, retryable=False)
+    try:
+        callback = decode_signature(ready.callback).with_uuid("chord_")
+        firing, sent = _failed(app, ready, callback, outcome)
+        settled = fire(app, firing)
+    except Exception as error:  # the group must end all the same
+        if isinstance(error, AWAY) and not error.permanent:
+            raise
+        logger.error("group %s ends without its callback: %s", ready.group_uuid, refusal)
+        return app.store.fire(Firing(group_uuid=ready.group_uuid))
+    if settled:
+        logger.error("group %s: %s", ready.group_uuid, text)
+        app.report_sent(sent)
     return settled
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from machinery_py import Server, TaskFailed
+from machinery_py import Server, TaskFailed, chord, group
 from machinery_py.backends.base import SETTLED, Change
 from machinery_py.backends.redis.backend import RedisBackend
 from machinery_py.bounds import AT_ONCE, STEP_BYTES
@@ -310,5 +310,30 @@ def test_what_redis_refuses_for_its_size_fails_its_own_task(narrow_url: str) -> 
                     result.get(timeout=HANG)
             else:
                 assert len(result.get(timeout=HANG)) == size
+    driver.close()
+    server.close()
+
+
+def test_callback_that_redis_refuses_for_its_size_fails(narrow_url: str) -> None:
+    server = Server(narrow_url)
+
+    @server.task
+    def report() -> str:
+        return "x" * 400_000
+
+    @server.task
+    def gather(texts: list[str]) -> int:
+        return len(texts)
+
+    result = server.send_chord(
+        chord(group(*[report.signature() for _ in range(4)]), gather.partial())
+    )
+    driver = RedisDriver(narrow_url)
+    driver.ask(b"CONFIG", b"SET", b"proto-max-bulk-len", b"1048576", doing="testing")
+    with (
+        server.new_worker("w", concurrency=4),
+        pytest.raises(TaskFailed, match="larger than proto-max-bulk-len"),
+    ):
+        result.get(timeout=HANG)
     driver.close()
     server.close()
