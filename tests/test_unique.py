@@ -187,7 +187,11 @@ def test_expired_call_frees_its_unique_key() -> None:
         ({"on_duplicate": "drop"}, "on_duplicate='drop'"),
         ({"exclusive": "maybe"}, "exclusive='maybe'"),
         ({"unique_for": 0}, "unique_for=0"),
-        ({"exclusive_timeout": -1}, "exclusive_timeout=-1"),
+        ({"exclusive": "wait", "exclusive_timeout": -1}, "exclusive_timeout=-1"),
+        ({"exclusive_key": "k"}, "exclusive_key='k' .it needs exclusive=…"),
+        ({"exclusive_timeout": 5}, 'exclusive_timeout=5 .it needs exclusive="wait"'),
+        ({"exclusive": "skip", "exclusive_timeout": 5}, "exclusive_timeout=5 and exclusive='skip'"),
+        ({"exclusive": "wait", "exclusive_key": 5}, "exclusive_key=5"),
         ({"debounce": 0}, "debounce=0"),
         ({"debounce": 5, "unique_until": "finish"}, "debounce=5 and unique_until"),
         ({"unique_key": "k"}, "unique_key='k'.*it needs unique=True or debounce"),
@@ -197,6 +201,34 @@ def test_expired_call_frees_its_unique_key() -> None:
 def test_a_wrong_option_is_refused_where_the_task_is_made(options: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         Server("memory://").task("work", **options)(print)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"exclusive": "maybe"}, "exclusive='maybe'.*'wait' or 'skip'"),
+        ({"exclusive": None}, "exclusive=None.*'wait' or 'skip'"),
+        ({"exclusive": False}, "exclusive=False.*'wait' or 'skip'"),
+        ({"exclusive_key": "k"}, "exclusive_key='k' .it needs exclusive=…"),
+        ({"exclusive_timeout": 5}, 'exclusive_timeout=5 .it needs exclusive="wait"'),
+        ({"exclusive": "skip", "exclusive_timeout": 5}, "exclusive_timeout=5 and exclusive='skip'"),
+        ({"exclusive": "skip", "exclusive_key": str}, "a function belongs to the task"),
+        ({"exclusive": "wait", "exclusive_key": "k" * 256}, "has 256 bytes"),
+    ],
+)
+def test_wrong_exclusive_option_of_a_call_is_refused(options: Any, text: str) -> None:
+    work = Server("memory://").task("work")(print)
+    with pytest.raises(ValueError, match=text):
+        work.options(**options)
+
+
+def test_call_of_an_exclusive_task_may_change_one_option() -> None:
+    work = Server("memory://").task(exclusive="wait", exclusive_key="k")(print)
+    patient = work.options(exclusive_timeout=dt.timedelta(minutes=1))
+
+    assert patient.signature().headers == {"machinery_exclusive_timeout": "60.0"}
+    with pytest.raises(ValueError, match="exclusive_timeout=.* and exclusive='skip'"):
+        patient.options(exclusive="skip")
 
 
 def test_an_unknown_option_is_refused_with_the_nearest() -> None:

@@ -22,6 +22,9 @@ from machinery_py.tasks.backoff import Backoff, check_backoff
 from machinery_py.tasks.signature import (
     HEADER_BLOCK,
     HEADER_DELAY,
+    HEADER_EXCLUSIVE,
+    HEADER_EXCLUSIVE_KEY,
+    HEADER_EXCLUSIVE_TIMEOUT,
     HEADER_EXPIRES,
     HEADER_EXPIRES_IN,
     HEADER_IGNORE_RESULT,
@@ -53,6 +56,9 @@ class CallOptions(TypedDict, total=False):
     result_expires: seconds (or a timedelta) for which its end is kept, its results with it; None,
         and by default: the setting results_expire_in.
     on_duplicate: "join" (the default), "reject" or "replace": what a call does whose key is held.
+    exclusive: one at a time is run; another call waits ("wait") or ends at once ("skip").
+    exclusive_timeout: seconds (or a timedelta) that a call waits at most; None, and by default: as
+        long as it takes.
     """
 
     queue: str
@@ -63,6 +69,8 @@ class CallOptions(TypedDict, total=False):
     ignore_result: bool
     result_expires: Length | None
     on_duplicate: Literal["join", "reject", "replace"]
+    exclusive: Literal["wait", "skip"]
+    exclusive_timeout: Length | None
 
 
 class SendOptions(CallOptions, total=False):
@@ -75,6 +83,7 @@ class SendOptions(CallOptions, total=False):
     headers: strings that travel with the task.
     uuid: used in place of a random one.
     unique: as in TaskOptions, with a text as the key.
+    exclusive_key: as in TaskOptions, but no function.
     block: seconds (or a timedelta) that `send` waits for room in a queue of `queue_limits`.
     """
 
@@ -84,6 +93,7 @@ class SendOptions(CallOptions, total=False):
     headers: Mapping[str, str]
     uuid: str
     unique: bool | str
+    exclusive_key: str
     block: Length
 
 
@@ -112,10 +122,8 @@ class TaskOptions(CallOptions, LimitOptions, total=False):
         its arguments: each call that is the same replaces the one that waits.
     unique_for: seconds (or a timedelta) from sending for which the key is held at most.
     unique_until: the key is held until the task is "finish"ed (the default) or "start"ed.
-    exclusive: one at a time is run; another call waits ("wait") or ends at once ("skip").
-    exclusive_key: the name of the lock, given as `unique_key`; by default calls with the same
-        arguments share one.
-    exclusive_timeout: seconds (or a timedelta) that a call waits at most.
+    exclusive_key: the name of the lock of `exclusive`, given as `unique_key`; by default calls with
+        the same arguments share one.
 
     The limits of LimitOptions hold for all workers together. They count
     apart for each key, which is given as `unique_key`:
@@ -136,9 +144,7 @@ class TaskOptions(CallOptions, LimitOptions, total=False):
     unique_for: Length
     unique_until: Literal["finish", "start"]
     debounce: Length
-    exclusive: Literal["wait", "skip"]
     exclusive_key: Key
-    exclusive_timeout: Length
     rate_key: Key
     running_key: Key
 
@@ -210,6 +216,7 @@ class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
         given["retries"] = counted_retries(given.get("retries", 0))
         settings = _with_key(name, cls(**given), options)
         _check_keys(name, settings)
+        _check_exclusive(name, given, settings.exclusive)
         if "batch_within" in given and not settings.batch:
             raise ValueError(f"{name}: batch_within={settings.batch_within:g} (it needs batch=…)")
         kill_after = settings.kill_after
@@ -262,7 +269,11 @@ _FOR_WORKER = {
     "kill_after": HEADER_KILL_AFTER,
     "ignore_result": HEADER_IGNORE_RESULT,
     "result_expires": HEADER_RESULT_EXPIRES,
+    "exclusive": HEADER_EXCLUSIVE,
+    "exclusive_key": HEADER_EXCLUSIVE_KEY,
+    "exclusive_timeout": HEADER_EXCLUSIVE_TIMEOUT,
 }
+_TEXTS = "exclusive", "exclusive_key"
 _OF_CALLS = frozenset(_FOR_WORKER.values())
 _HEADERS = {
     **_FOR_WORKER,
@@ -309,10 +320,40 @@ def settings_of_call(settings: TaskSettings, headers: Mapping[str, Any]) -> Task
     for option, header in _FOR_WORKER.items():
         if header in headers:
             with contextlib.suppress(TypeError, ValueError, RecursionError):
-                value = json.loads(headers[header])
-                check("", {option: value}, TASK_OPTIONS)
+                value = headers[header]
+                if option not in _TEXTS:
+                    value = json.loads(value)
+                check("", {option: value}, OPTION_NAMES)
                 changes[option] = value
     return msgspec.structs.replace(settings, **changes) if changes else settings
+
+
+def check_call(name: str, options: Mapping[str, Any], settings: TaskSettings) -> None:
+    """Refuse options of a call as `check` does, and those that its task makes no sense of.
+
+    Args:
+        options: all that the call has.
+        settings: of its task.
+
+    Raises:
+        TypeError, ValueError: one is.
+    """
+    check(name, options, OPTION_NAMES)
+    key = options.get("exclusive_key", "")
+    if not isinstance(key, str):
+        raise ValueError(
+            f"{name}: exclusive_key={key!r} (expected a text: a function belongs to the task)"
+        )
+    _check_exclusive(name, options, options.get("exclusive", settings.exclusive))
+
+
+def _check_exclusive(name: str, options: Mapping[str, Any], exclusive: str) -> None:
+    """Refuse options that a call which is not exclusive, or does not wait, would ignore."""
+    for option, wanted in ("exclusive_key", "…"), ("exclusive_timeout", '"wait"'):
+        value = options.get(option)
+        if value and (not exclusive or (wanted != "…" and exclusive != "wait")):
+            found = f" and exclusive={exclusive!r}" if exclusive else ""
+            raise ValueError(f"{name}: {option}={value!r}{found} (it needs exclusive={wanted})")
 
 
 def counted_retries(retries: int | None) -> int:
@@ -353,6 +394,8 @@ def check(name: str, options: Mapping[str, Any], known: frozenset[str]) -> None:
     """
     if known is TASK_OPTIONS:
         check_limits(name, options)
+    # None for one call would read as "not exclusive", whatever its task says.
+    never_none = ("priority",) if known is TASK_OPTIONS else ("priority", "exclusive")
     for option, value in options.items():
         if option not in known:
             raise _no_option(name, option, known)
@@ -361,7 +404,7 @@ def check(name: str, options: Mapping[str, Any], known: frozenset[str]) -> None:
                 check_backoff(value)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-        elif (value is not None or option == "priority") and (text := _misfit(option, value)):
+        elif (value is not None or option in never_none) and (text := _misfit(option, value)):
             raise ValueError(f"{name}: {option}={value!r} ({text})")
 
 
@@ -403,9 +446,10 @@ def _misfit(option: str, value: Any) -> str:
             isinstance(one, type) and issubclass(one, BaseException) for one in _tuple(value)
         )
         expected = "exception classes, as (ConnectionError, TimeoutError)"
-    elif option in _KEYS:
+    elif option in _KEYS or option in ("exclusive_key", "unique_key"):
         fits = isinstance(value, str) or callable(value)
-        expected = "the name of a parameter, or a function of the arguments"
+        text = "" if option in _KEYS else ", another text"
+        expected = f"the name of a parameter{text}, or a function of the arguments"
     elif words := _words().get(option):
         fits, expected = value in words, " or ".join(map(repr, words))
     return "" if fits else f"expected {expected}"

@@ -20,16 +20,15 @@ from typing import (
 from machinery_py.config.config import Config
 from machinery_py.limits.base import Rule
 from machinery_py.limits.settings import rules_of
-from machinery_py.names import check_queue, check_task, check_uuid
+from machinery_py.names import check_lock, check_queue, check_task, check_uuid
 from machinery_py.registry import unique_keys
 from machinery_py.registry.calls import Call
 from machinery_py.registry.chunks import chunk_of
 from machinery_py.registry.options import (
-    OPTION_NAMES,
     SendOptions,
     TaskOptions,
     TaskSettings,
-    check,
+    check_call,
     check_keys,
     counted_retries,
     headers_of_call,
@@ -180,15 +179,18 @@ class Task(Generic[P, R]):
 
         Raises:
             TypeError, ValueError: an option is unknown, or its value makes no sense.
-            NameRefused: no queue, or no task's UUID, may be called so.
+            NameRefused: no queue, no lock, or no task's UUID, may be called so.
         """
-        check(self.name, options, OPTION_NAMES)
+        merged: SendOptions = {**self._options, **options}
+        check_call(self.name, merged, self.settings)
+        if lock := options.get("exclusive_key"):
+            check_lock(lock)
         if queue := options.get("queue"):
             check_queue(queue)
         if uuid := options.get("uuid"):
             check_uuid(uuid)
         task = object.__new__(type(self))
-        task.__dict__.update(self.__dict__, _options={**self._options, **options})
+        task.__dict__.update(self.__dict__, _options=merged)
         return task
 
     def _signature(

@@ -29,6 +29,7 @@ from machinery_py.limits.base import Rule
 from machinery_py.limits.keeper import SlotLease
 from machinery_py.limits.settings import EXCLUSIVE, RATE, scope_of
 from machinery_py.locks.named import LockLease
+from machinery_py.registry.options import TaskSettings
 from machinery_py.registry.outcomes import Failed
 from machinery_py.registry.task import Task
 from machinery_py.registry.unique_keys import key_text, lock_name, owner
@@ -52,22 +53,31 @@ class ExecutionGuard:
 
     `enter` is called by the thread that is to run it, `leave` by any.
 
+    Args:
+        settings: of this call.
+
     Attributes:
         signature: of the task; once it was let in, with all that follows it.
     """
 
     def __init__(
-        self, app: Application, task: Task[..., Any], signature: Signature[Any], delivery: Delivery
+        self,
+        app: Application,
+        task: Task[..., Any],
+        settings: TaskSettings,
+        signature: Signature[Any],
+        delivery: Delivery,
     ) -> None:
         self._app = app
         self._task = task
+        self._settings = settings
         self.signature = signature
         self._delivery = delivery
         self._owner = owner(app.config)
         self._scope = scope_of(task.name, owner=self._owner)
         self._lease: LockLease | None = None
         self._slots: SlotLease | None = None
-        is_in_line = bool(task.rules) or task.settings.exclusive == "wait"
+        is_in_line = bool(task.rules) or settings.exclusive == "wait"
         self._ticket = _order.ticket(task.name) if is_in_line else None
 
     def enter(self, on_lost: Callable[[], object]) -> Failed | Settlement | None:
@@ -76,7 +86,7 @@ class ExecutionGuard:
         Args:
             on_lost: called when its lock or a slot is lost while it runs.
         """
-        settings = self._task.settings
+        settings = self._settings
         try:
             name = self._lock_name() if settings.exclusive else ""
             rules = [self._keyed(rule) for rule in self._task.rules]
@@ -134,7 +144,7 @@ class ExecutionGuard:
         )
 
     def _lock_name(self) -> str:
-        task, how = self._task, self._task.settings.exclusive_key
+        task, how = self._task, self._settings.exclusive_key
         return lock_name(task.name, task.call, self.signature.args, how, owner=self._owner)
 
     def _keyed(self, rule: Rule) -> Rule:
@@ -155,7 +165,7 @@ class ExecutionGuard:
         """
         if self._ticket is None:
             return None
-        if self._task.settings.exclusive == "wait":
+        if self._settings.exclusive == "wait":
             rules = [*rules, Rule(name=EXCLUSIVE, key=lock)]
         slots, scope = self._app.slots, self._scope
         try:
@@ -190,7 +200,7 @@ class ExecutionGuard:
         if self._lease is not None:
             return None
         stop: Failed | Settlement
-        if self._task.settings.exclusive == "skip":
+        if self._settings.exclusive == "skip":
             stop = Failed(
                 error=f"skipped: another run of it holds the lock {name!r}",
                 error_type="Skipped",
@@ -213,7 +223,7 @@ class ExecutionGuard:
         Args:
             pause: says how long, from the seconds that it has waited.
         """
-        timeout, waited = self._task.settings.exclusive_timeout, 0.0
+        timeout, waited = self._settings.exclusive_timeout, 0.0
         if timeout is not None or pause is _patience:
             waited = self._waited()
         if timeout is None:

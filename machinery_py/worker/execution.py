@@ -113,6 +113,11 @@ class Execution:
         return self.task is not None and self.task.call.is_async
 
     @property
+    def is_guarded(self) -> bool:
+        """Return whether its task, or this call, has to pass a guard before it is run."""
+        return self.task is not None and (self.task.is_guarded or bool(self.settings.exclusive))
+
+    @property
     def runs_once(self) -> bool:
         """Return whether a run that was cut off ends in FAILURE, instead of being repeated."""
         return self.settings.ack == "early" or self.settings.on_worker_lost == "fail"

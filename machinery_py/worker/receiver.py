@@ -393,7 +393,7 @@ class Receiver:
             if execution.settings.batch:
                 self._gather(execution)
             else:
-                if execution.task is not None and execution.task.is_guarded:
+                if execution.is_guarded:
                     set_guard(execution)
                 self._executors.submit(execution)
         self._settler.put_marks(accepted)

@@ -131,9 +131,9 @@ def _is_guarded(execution: Execution) -> bool:
     """Return whether it has to pass a guard first: most need not."""
     if execution.calls:
         return any(map(_is_guarded, execution.calls))
-    task, headers = execution.task, execution.signature.headers
-    if task is not None and task.is_guarded:
+    if execution.is_guarded:
         return True
+    headers = execution.signature.headers
     if not headers:
         return False
     return HEADER_REST in headers or bool(
@@ -144,7 +144,13 @@ def _is_guarded(execution: Execution) -> bool:
 def set_guard(execution: Execution) -> ExecutionGuard:
     """Give it a guard: before it is submitted, if those of its key are to run in order."""
     assert execution.task is not None
-    guard = ExecutionGuard(execution.app, execution.task, execution.signature, execution.delivery)
+    guard = ExecutionGuard(
+        execution.app,
+        execution.task,
+        execution.settings,
+        execution.signature,
+        execution.delivery,
+    )
     execution.guard = guard
     return guard
 

@@ -27,6 +27,24 @@ def test_options_of_a_call_come_back_from_its_headers(limit: float | dt.timedelt
     assert settings_of_call(task.settings, unlimited).time_limit is None
 
 
+def test_exclusive_options_of_a_call_come_back_from_its_headers() -> None:
+    task = Server("memory://").task(exclusive="wait", exclusive_key="a", exclusive_timeout=9)(print)
+    own = task.options(exclusive="skip", exclusive_key="b"), task.options(exclusive_timeout=None)
+
+    found = [settings_of_call(task.settings, one.signature().headers) for one in own]
+    assert [(one.exclusive, one.exclusive_key, one.exclusive_timeout) for one in found] == [
+        ("skip", "b", 9),
+        ("wait", "a", None),
+    ]
+
+
+@pytest.mark.parametrize("word", ["maybe", "", None, 5, ["wait"]])
+def test_exclusive_that_no_sender_of_ours_has_written_counts_as_not_given(word: object) -> None:
+    headers = {"machinery_exclusive": word, "machinery_exclusive_key": [1]}
+    settings = settings_of_call(TaskSettings(exclusive="skip"), headers)
+    assert (settings.exclusive, settings.exclusive_key) == ("skip", "")
+
+
 @pytest.mark.parametrize("text", ["0", "true", "1e300", "nan", "x"])
 def test_expiry_that_no_sender_of_ours_has_written_counts_as_not_given(text: str) -> None:
     settings = settings_of_call(

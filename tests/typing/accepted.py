@@ -676,6 +676,8 @@ async def import_feed(feed_id: int) -> str:
 assert_type(rebuild_index.send(7).duplicate, bool)
 assert_type(rebuild_index.options(unique="shop-7", on_duplicate="reject").send(7), AsyncResult[int])
 assert_type(import_feed.send(7), AsyncResult[str])
+waits = import_feed.options(exclusive="wait", exclusive_key="feed", exclusive_timeout=60)
+assert_type(waits.send(7), AsyncResult[str])
 
 
 @server.task(debounce=5, unique_key="shop_id")

@@ -92,7 +92,8 @@ add.options(ack="early")  # refused
 server.task(unique_until="end")  # refused
 server.task(exclusive="maybe")  # refused
 add.options(unique="k", on_duplicate="drop")  # refused
-add.options(exclusive="wait")  # refused
+add.options(exclusive="maybe")  # refused
+add.options(exclusive="wait", exclusive_key=str)  # refused
 server.periodic("@daily", tx="UTC")  # refused
 server.periodic("@daily", overlap="maybe")  # refused
 server.periodic(5)  # refused

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from machinery_py import Server, TaskFailed, current_task
+from machinery_py import Server, TaskFailed, current_task, group
 from machinery_py.brokers.base import Delivery
 from machinery_py.testing.conformance.application import App, AppCase, waiting
 from machinery_py.testing.waiting import HANG, wait_until
@@ -142,6 +142,55 @@ class ExclusiveConformance(AppCase):
             with pytest.raises(TaskFailed, match="lock 'feed': somebody else has it") as caught:
                 hold.send("a").get(timeout=HANG)
             assert caught.value.error_type == "LockNotAcquired"
+
+    def test_each_call_says_whether_it_waits_or_is_skipped(self, app: App) -> None:
+        hold = waiting(app)  # itself it is not exclusive, and takes no options
+        skip = hold.options(exclusive="skip", exclusive_key="feed")
+        wait = hold.options(exclusive="wait", exclusive_key="feed", exclusive_timeout=4 * HANG)
+        first = skip.send("a")
+        wait_until(lambda: app.calls)
+
+        with pytest.raises(TaskFailed, match="skipped") as caught:
+            skip.send("b").get(timeout=HANG)
+        third, beside = wait.send("c"), hold.send("d")
+        wait_until(lambda: sum(one.delayed for one in app.server.inspect.queues()) == 1)
+        wait_until(lambda: ("hold", "d") in app.calls, what="the call that is not exclusive")
+        assert caught.value.error_type == "Skipped"
+        assert app.calls == [("hold", "a"), ("hold", "d")]
+
+        for name in "acd":
+            app.gate(name).set()
+        got = [one.get(timeout=HANG) for one in (first, third, beside)]
+        assert got == ["a", "c", "d"]
+
+    def test_call_waits_no_longer_than_it_says(self, idle: App) -> None:
+        hold = waiting(idle, exclusive="skip", exclusive_key="feed")
+        wait = hold.options(exclusive="wait", exclusive_timeout=0.2)
+        with idle.server.lock("feed"), idle.running():
+            with pytest.raises(TaskFailed) as caught:
+                wait.send("a").get(timeout=HANG)
+            assert caught.value.error_type == "LockNotAcquired"
+
+    def test_members_and_retries_of_exclusive_calls_are_exclusive(self, app: App) -> None:
+        overlap, nap = Overlap(), threading.Event()
+
+        def feed(number: int) -> int:
+            with overlap:
+                nap.wait(0.01)
+                if current_task().attempt == 1:
+                    raise ValueError("again")
+            return number
+
+        task = app.server.task(retries=1, backoff=[0.0])(feed)
+        wait = task.options(exclusive="wait", exclusive_key="feed")
+        fifth = wait.partial() | app.count.partial()
+        results = [
+            group(wait.signature(1), wait.signature(2), wait.signature(3)).send(),
+            (app.add.signature(2, 2) | fifth).send(),
+        ]
+
+        assert [one.get(timeout=HANG) for one in results] == [[1, 2, 3], 1]
+        assert (overlap.most, overlap.runs) == (1, 8)
 
     @pytest.mark.parametrize("end", ["success", "failure", "retry", "revoke", "time limit"])
     def test_lock_is_free_however_a_run_ends(self, app: App, end: str) -> None:
