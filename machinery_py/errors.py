@@ -29,6 +29,8 @@
     ├── Retry                                 raised by a task: this try has failed, make the next
     ├── RetryTaskLater                        raised by a task: run me again after a while
     ├── Replace                               raised by a task: a workflow takes my place
+    ├── Reject                                raised by a task: back to the queue, or a dead letter
+    ├── Ignore                                raised by a task: end without a result
     ├── NoRetry                               raised by a task: fail for good
     ├── BatchFailed                           raised by a batch task: some of its calls failed
     ├── TimeLimitExceeded                     raised in a task that runs past its time limit
@@ -419,6 +421,40 @@ def _number(what: str, count: int | None) -> int | None:
 
 class NoRetry(MachineryError):
     """Raised by a task to fail for good, whatever its retries."""
+
+
+class Reject(MachineryError):
+    """Raised by a task to give its message away: there is no result, and no try is used up.
+
+    The message becomes a dead letter, and the task fails. Or it goes back to its queue, in the
+    state RETRY: at once the first time, then after 1, 2, 4 … seconds, 60 at most. That has no end
+    unless the call has one (`expires`).
+
+    Args:
+        reason: text or exception; kept with the state and the dead letter.
+        requeue: back to its queue.
+    """
+
+    def __init__(self, reason: object = "", requeue: bool = False) -> None:
+        self.reason = reason
+        self.requeue = requeue
+        kind = f"{type(reason).__name__}: " if isinstance(reason, BaseException) else ""
+        super().__init__(f"rejected: {kind}{reason}" if kind or reason else "rejected")
+
+
+class Ignore(MachineryError):
+    """Raised by a task to end without a result: nobody is to look at it.
+
+    Whoever waits for it, or runs after it, is told as if it was revoked: its state is FAILURE with
+    the type "Ignored", `get()` raises TaskFailed, and chains and chords end.
+
+    Args:
+        reason: kept with the state.
+    """
+
+    def __init__(self, reason: object = "") -> None:
+        self.reason = reason
+        super().__init__(f"ignored: {reason}" if str(reason) else "ignored")
 
 
 class BatchFailed(MachineryError):

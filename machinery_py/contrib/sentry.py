@@ -13,7 +13,14 @@ import uuid
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from machinery_py.errors import Retry, RetryTaskLater, TaskFailed, TimeLimitExceeded
+from machinery_py.errors import (
+    Ignore,
+    Reject,
+    Retry,
+    RetryTaskLater,
+    TaskFailed,
+    TimeLimitExceeded,
+)
 from machinery_py.registry.outcomes import NOT_ITS_FAILURE, tries_left
 from machinery_py.schedules.definition import Definition
 from machinery_py.server import Server
@@ -106,12 +113,14 @@ class _Reporter:
 
     def _is_final(self, ctx: Context, error: BaseException) -> bool:
         """Return whether the task fails for good by this, as far as that is known in its thread."""
-        if isinstance(error, RetryTaskLater) or not isinstance(error, Exception):
+        if isinstance(error, (RetryTaskLater, Ignore)) or not isinstance(error, Exception):
             return False
         if not sentry_sdk.is_initialized():
             return False  # a task process; its worker may report it, without the stack
         if ctx.cancelled and not isinstance(error, TimeLimitExceeded):
             return False  # it may have been handed back; else `note_failure` captures it
+        if isinstance(error, Reject):
+            return not error.requeue
         if isinstance(error, Retry):
             return tries_left(ctx.signature, error.retries) <= 0
         task = self._server.get_registered_task(ctx.name)
@@ -133,7 +142,7 @@ class _Reporter:
         scope.set_context("machinery", facts)
 
     def _capture(self, ctx: Context, error: BaseException, level: str = "error") -> None:
-        if isinstance(error, RetryTaskLater) and level != "error":
+        if isinstance(error, (RetryTaskLater, Reject, Ignore)) and level != "error":
             return  # no failure: it was asked for
         if isinstance(error, Retry):
             error = error.__cause__ or error

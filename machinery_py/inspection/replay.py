@@ -8,7 +8,7 @@ from machinery_py.app import Application
 from machinery_py.brokers.base import DeadLetter, Message
 from machinery_py.errors import MachineryError, PublishRefused, PublishUnknown
 from machinery_py.registry.outcomes import STEP_FAILED
-from machinery_py.stores.base import REASON_FAILED, Submission
+from machinery_py.stores.base import REASON_FAILED, REASON_REJECTED, Submission
 from machinery_py.tasks.lineage import lasts_of
 from machinery_py.tasks.signature import (
     HEADER_ATTEMPT,
@@ -16,6 +16,7 @@ from machinery_py.tasks.signature import (
     HEADER_LOST,
     HEADER_LOST_HOW,
     HEADER_POSTPONED,
+    HEADER_REJECTED,
     HEADER_RUN,
     UNLIMITED,
     Signature,
@@ -33,6 +34,7 @@ _OF_TRIES = (
     HEADER_ATTEMPT,
     HEADER_ATTEMPTS,
     HEADER_POSTPONED,
+    HEADER_REJECTED,
     HEADER_LOST,
     HEADER_LOST_HOW,
 )
@@ -126,7 +128,7 @@ def mend(states: Iterable[TaskState]) -> list[TaskState]:
 
 def replayed(letter: DeadLetter, signature: Signature[object]) -> Sent:
     """Return what is sent in place of the letter."""
-    if letter.reason == REASON_FAILED or signature.strikes:
+    if letter.reason in (REASON_FAILED, REASON_REJECTED) or signature.strikes:
         return anew(signature)
     return signature, letter.body
 

@@ -29,6 +29,7 @@ from machinery_py.tasks.signature import (
     HEADER_ORIGIN,
     HEADER_PARENT,
     HEADER_POSTPONED,
+    HEADER_REJECTED,
     HEADER_ROOT,
     HEADER_RUN,
     HEADER_UNIQUE,
@@ -108,6 +109,12 @@ class Retried(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=True):
     retries: int | None = None
 
 
+class Rejected(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=True):
+    """The task put its message back (`Reject` with requeue): again, and not counted as a try."""
+
+    error: str
+
+
 class Lost(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=True):
     """The task's process ended before the task did: again at once, with a strike, not a try."""
 
@@ -132,17 +139,21 @@ def replaced_by(workflow: Step[Any]) -> Outcome:
 class Batched(msgspec.Struct, frozen=True, gc=False, tag=True):
     """The calls of a batch have ended, each with an outcome of its own."""
 
-    outcomes: Sequence[Succeeded | Failed | Postponed | Retried | Lost | Replaced]
+    outcomes: Sequence[Succeeded | Failed | Postponed | Retried | Rejected | Lost | Replaced]
 
 
 # Tagged, since what a task process replies holds one of them (worker/frames.py).
-Outcome = Succeeded | Failed | Postponed | Retried | Lost | Batched | Replaced
+Outcome = Succeeded | Failed | Postponed | Retried | Rejected | Lost | Batched | Replaced
 
 MAX_REPLACED = 1000  # bytes of the names in the state of a task that was replaced
 WORKER_LOST = "WorkerLost"  # error type of a lost run; errors.WorkerLost
 POSTPONED = "machinery_py.errors.RetryTaskLater"  # error type at its limit
 REVOKED = Failed(error="revoked", error_type="Revoked", retryable=False)
-NOT_ITS_FAILURE = ("Revoked", "Expired")  # somebody ended it, or it ended as it was asked to
+REJECTED = "Rejected"  # error type of what ended in Reject; its message is a dead letter
+IGNORED = "Ignored"  # error type of what ended in Ignore
+#: Somebody ended it, or it ended as it was asked to, or asked that nobody looks.
+NOT_ITS_FAILURE = ("Revoked", "Expired", IGNORED)
+MAX_REJECTED_PAUSE = 60.0  # seconds
 
 
 class Arrived(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -228,6 +239,13 @@ def _next(
             if (left := tries_left(signature, outcome.retries)) <= 0:
                 return _failure(signature, failed)
             return _retry(failed, _asked(signature, outcome, left, now=now, backoff=backoff))
+        case Rejected(error=error):
+            return FollowUp(
+                state=State.RETRY,
+                error=error,
+                error_type=REJECTED,
+                retry=_put_back(signature, now=now),
+            )
         case Lost(error=error):
             return FollowUp(
                 state=State.RETRY,
@@ -368,6 +386,14 @@ def _postponed(signature: Signature[Any], *, now: dt.datetime, delay: float) -> 
     """Return the task for its next run, which is no further try."""
     again = _again(signature, now=now, delay=delay)
     return again.with_headers(**{HEADER_POSTPONED: str(signature.postponed + 1)})
+
+
+def _put_back(signature: Signature[Any], *, now: dt.datetime) -> Signature[Any]:
+    """Return the task for its next run: at once, and with pauses if that has not helped."""
+    before = signature.rejected
+    delay = min(MAX_REJECTED_PAUSE, 2.0 ** min(before - 1, 10)) if before else 0.0
+    again = _again(signature, now=now, delay=delay)
+    return again.with_headers(**{HEADER_REJECTED: str(before + 1)})
 
 
 def _again(

@@ -208,6 +208,7 @@ def in_place_of(sending: Sending, refusals: Sequence[Refusal]) -> Sending:
 
 REASON_REFUSED = "refused"  # of the dead letter of such a message
 REASON_FAILED = "failed"  # of the dead letter of a task that ran, and failed for good
+REASON_REJECTED = "rejected"  # of the dead letter of a task that ran, and raised Reject
 
 #: A store's trouble, which passes unless it is permanent.
 AWAY = (BackendUnavailable, PublishRefused, PublishUnknown, StoreUnusable)

@@ -24,6 +24,7 @@ HEADER_RUN = "machinery_run"  # how many runs ended before this one, retries of 
 HEADER_ATTEMPT = "machinery_attempt"  # which try, 1 for the first; not counted by RetryTaskLater
 HEADER_ATTEMPTS = "machinery_attempts"  # the tries before this one, see tasks/attempts.py
 HEADER_POSTPONED = "machinery_postponed"  # how many runs ended in RetryTaskLater
+HEADER_REJECTED = "machinery_rejected"  # how many runs ended in Reject(requeue=True)
 HEADER_TIME_LIMIT = "machinery_time_limit"  # of this call, in seconds; "null": none
 HEADER_KILL_AFTER = "machinery_kill_after"  # of this call, in seconds
 HEADER_IGNORE_RESULT = "machinery_ignore_result"  # of this call: "true" or "false"
@@ -412,6 +413,11 @@ class Signature(msgspec.Struct, Step[R], frozen=True, kw_only=True, gc=False):
     def postponed(self) -> int:
         """How many runs of this task ended in RetryTaskLater."""
         return _number(self.headers, HEADER_POSTPONED, 0) if self.headers else 0
+
+    @property
+    def rejected(self) -> int:
+        """How many runs of this task ended in Reject(requeue=True)."""
+        return _number(self.headers, HEADER_REJECTED, 0) if self.headers else 0
 
     @property
     def run(self) -> int:

@@ -22,6 +22,7 @@ from machinery_py.clock import SYSTEM_CLOCK, UTC, Clock
 from machinery_py.config.config import Config
 from machinery_py.errors import ArgumentError, TaskFailed, nearest
 from machinery_py.events import TaskSent
+from machinery_py.registry.outcomes import IGNORED
 from machinery_py.registry.task import Task
 from machinery_py.results.async_results import AsyncResult
 from machinery_py.results.waiter import AsyncWaiters
@@ -100,7 +101,7 @@ class Harness:
 
         Raises:
             TaskFailed: of the first task that failed for good, from its original exception. All
-                due tasks have run.
+                due tasks have run. A task that raised Ignore has not failed.
         """
         done: list[Execution] = []
         while ran := self._inline.drain():
@@ -108,6 +109,8 @@ class Harness:
         failed: list[tuple[TaskState, Exception | None]] = []
         for execution in done:
             state = _state_of(execution)
+            if state is not None and state.error_type == IGNORED:
+                continue  # it asked that nobody looks
             if state is not None and state.state is State.FAILURE:
                 failed.append((state, execution.error))
             elif state is not None and state.state is State.SUCCESS:

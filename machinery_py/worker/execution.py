@@ -19,8 +19,10 @@ from machinery_py.app import NOTHING, Application, Outgoing
 from machinery_py.brokers.base import Delivery, Fate
 from machinery_py.errors import (
     ArgumentError,
+    Ignore,
     MachineryError,
     NameRefused,
+    Reject,
     Replace,
     Retry,
     RetryTaskLater,
@@ -31,8 +33,10 @@ from machinery_py.errors import (
 from machinery_py.names import check_queue
 from machinery_py.registry.options import TaskSettings, settings_of_call
 from machinery_py.registry.outcomes import (
+    IGNORED,
     NOT_ITS_FAILURE,
     POSTPONED,
+    REJECTED,
     REVOKED,
     WORKER_LOST,
     Batched,
@@ -41,6 +45,7 @@ from machinery_py.registry.outcomes import (
     Lost,
     Outcome,
     Postponed,
+    Rejected,
     Replaced,
     Retried,
     Succeeded,
@@ -50,7 +55,14 @@ from machinery_py.registry.outcomes import (
     replaced_by,
 )
 from machinery_py.registry.task import Task
-from machinery_py.stores.base import REASON_FAILED, Mark, Session, Settlement, in_place_of
+from machinery_py.stores.base import (
+    REASON_FAILED,
+    REASON_REJECTED,
+    Mark,
+    Session,
+    Settlement,
+    in_place_of,
+)
 from machinery_py.tasks.context import NO_STATE, Context, Report, notes_json, on_behalf_of
 from machinery_py.tasks.signature import HEADER_ATTEMPTS, Signature
 from machinery_py.tasks.states import FINISHED, Arrival, State, TaskState
@@ -283,7 +295,7 @@ class Execution:
     def failed(self, error: BaseException) -> Outcome:
         """Return the outcome of what the function raised."""
         if self.revoked and (
-            isinstance(error, (Retry, RetryTaskLater, Replace))
+            isinstance(error, (Retry, RetryTaskLater, Reject, Replace))
             or type(error).__name__ == "CancelledError"
         ):
             return REVOKED
@@ -294,12 +306,23 @@ class Execution:
             return self._retried(error)
         if isinstance(error, Replace):
             return replaced_by(error.workflow)
+        if isinstance(error, Ignore):
+            return Failed(error=text_of(error), error_type=IGNORED, retryable=False)
+        if isinstance(error, Reject):
+            return self._rejected(error)
         self.error = (
             error
             if isinstance(error, Exception)
             else MachineryError(f"{type(error).__name__}: {text_of(error)}")
         )
         return failure_by(error, retryable=not self.revoked and self.settings.may_retry(error))
+
+    def _rejected(self, wanted: Reject) -> Outcome:
+        self.error = wanted
+        failed = failure_by(wanted, retryable=False)
+        if wanted.requeue:
+            return Rejected(error=failed.error)
+        return msgspec.structs.replace(failed, error_type=REJECTED)
 
     def _retried(self, wanted: Retry) -> Outcome:
         """Return the outcome of `Retry`: of a failure, if it cannot be sent like this."""
@@ -329,11 +352,13 @@ class Execution:
     def judged(self, outcome: Outcome) -> Outcome:
         """Return the outcome of a call in another process, with what is known only here."""
         error_type = POSTPONED if isinstance(outcome, Postponed) else ""
+        if isinstance(outcome, Rejected):
+            error_type = REJECTED
         failed = outcome.failed if isinstance(outcome, Retried) else outcome
         if isinstance(failed, Failed):
             error_type = failed.error_type
         if self.revoked and (
-            isinstance(outcome, (Postponed, Retried, Replaced))
+            isinstance(outcome, (Postponed, Retried, Rejected, Replaced))
             or error_type.endswith("CancelledError")
         ):
             return REVOKED
@@ -341,7 +366,7 @@ class Execution:
             self.error = WorkerLost(outcome.error)
             if self.runs_once:
                 return self._cut_off(outcome.error)
-        elif not isinstance(failed, (Succeeded, Batched, Replaced)):
+        elif not isinstance(failed, (Succeeded, Batched, Replaced)) and error_type != IGNORED:
             uuid, name = self.signature.uuid, self.signature.name
             self.error = TaskFailed(uuid, name, failed.error, error_type=error_type)
         if self.revoked and isinstance(outcome, Failed):
@@ -408,7 +433,8 @@ class Execution:
         signature = self.signature
         spared = self.settings.ignore_result and not self.is_collected
         if then.state is State.FAILURE and fate is Fate.DONE and self._is_kept_dead(then):
-            fate, reason = Fate.DEAD, REASON_FAILED
+            is_rejected = then.error_type == REJECTED
+            fate, reason = Fate.DEAD, REASON_REJECTED if is_rejected else REASON_FAILED
         state = TaskState(
             task_uuid=signature.uuid,
             task_name=signature.name,
@@ -450,7 +476,9 @@ class Execution:
     def _is_kept_dead(self, then: FollowUp) -> bool:
         """Return whether the message of the failed task becomes a dead letter."""
         wanted = (
-            self.settings.on_failure == "dead_letter" or self.signature.stop_task_deletion_on_error
+            then.error_type == REJECTED
+            or self.settings.on_failure == "dead_letter"
+            or self.signature.stop_task_deletion_on_error
         )
         return wanted and not self.revoked and then.error_type not in NOT_ITS_FAILURE
 

@@ -17,7 +17,13 @@ from machinery_py.app import Application
 from machinery_py.backends.base import FENCED, Verdict
 from machinery_py.brokers.base import Fate
 from machinery_py.errors import RetryTaskLater
-from machinery_py.registry.outcomes import NOT_ITS_FAILURE, REVOKED, WORKER_LOST
+from machinery_py.registry.outcomes import (
+    IGNORED,
+    NOT_ITS_FAILURE,
+    REJECTED,
+    REVOKED,
+    WORKER_LOST,
+)
 from machinery_py.tasks.signature import UNLIMITED
 from machinery_py.tasks.states import State, TaskState
 from machinery_py.texts import MAX_LINE, cut, get_logger, length
@@ -126,6 +132,8 @@ def _retried(execution: Execution, state: TaskState) -> TaskLine:
         what = "postponed"
     elif state.error_type == WORKER_LOST:  # counts as no try
         what = "was cut off"
+    elif state.error_type == REJECTED:  # nor does this
+        what = "went back to its queue"
     else:
         total = "" if left == UNLIMITED else f" of {signature.attempt + left}"
         what = f"failed (try {signature.attempt}{total})"
@@ -139,12 +147,14 @@ def _failed(execution: Execution, state: TaskState) -> TaskLine:
     signature = execution.signature
     tries = signature.attempt - (state.started_at is None)
     after = f" after {tries:,} {'try' if tries == 1 else 'tries'}" if tries else ""
-    text = f"task {signature.name} {signature.uuid} failed for good{after}: {_error_text(state)}"
+    ended = "ended" if state.error_type == IGNORED else "failed for good"
+    text = f"task {signature.name} {signature.uuid} {ended}{after}: {_error_text(state)}"
     if execution.settlement is not None and execution.settlement.fate is Fate.DEAD:
         text += "; its message is a dead letter"
     level = logging.ERROR
     if state.error_type in NOT_ITS_FAILURE:
-        level = INFO if state.error_type == REVOKED.error_type else logging.WARNING
+        is_wanted = state.error_type in (REVOKED.error_type, IGNORED)
+        level = INFO if is_wanted else logging.WARNING
     error = execution.error
     return TaskLine(
         level,

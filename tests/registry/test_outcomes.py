@@ -15,6 +15,7 @@ from machinery_py.registry.outcomes import (
     Lost,
     Outcome,
     Postponed,
+    Rejected,
     Retried,
     Succeeded,
     follow_up,
@@ -151,6 +152,16 @@ def test_a_postponed_run_is_not_counted() -> None:
     assert (then.retry.retry_count, then.retry.retry_timeout) == (2, 5)
     assert (then.retry.attempt, then.retry.run) == (1, 1)
     assert then.retry.eta == NOW + dt.timedelta(seconds=90)
+
+
+@pytest.mark.parametrize(("before", "pause"), [(0, 0), (1, 1), (2, 2), (4, 8), (99, 60)])
+def test_task_that_is_put_back_again_and_again_waits_longer(before: int, pause: float) -> None:
+    then = ended(Rejected(error="no"), retry_count=2, headers={"machinery_rejected": str(before)})
+    assert (then.state, then.error_type, then.send) == (State.RETRY, "Rejected", ())
+    assert then.retry is not None
+    assert then.retry.eta == NOW + dt.timedelta(seconds=pause)
+    assert (then.retry.retry_count, then.retry.attempt, then.retry.run) == (2, 1, 1)
+    assert then.retry.rejected == before + 1
 
 
 def test_a_back_off_decides_the_delay() -> None:

@@ -7,7 +7,16 @@ import datetime as dt
 import os
 import signal
 
-from machinery_py import NoRetry, Retry, RetryTaskLater, Server, TimeLimitExceeded, current_task
+from machinery_py import (
+    Ignore,
+    NoRetry,
+    Reject,
+    Retry,
+    RetryTaskLater,
+    Server,
+    TimeLimitExceeded,
+    current_task,
+)
 from machinery_py.testing.waiting import wait_until
 from tests.system.endings import SETTINGS
 
@@ -51,6 +60,12 @@ def act(play: str, word: str = "") -> str:
             raise RetryTaskLater("busy", 0.0)
         case "later limit":
             raise RetryTaskLater("busy", 0.0, limit=1)
+        case "reject":
+            raise Reject("nobody can do this")
+        case "put back" if call == 1:
+            raise Reject("not here", requeue=True)
+        case "disregard":
+            raise Ignore("not wanted any more")
         case "wait":
             wait_until(lambda: False, timeout=600.0)
         case "ignore" | "terminate":

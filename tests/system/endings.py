@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from machinery_py.registry.options import TaskOptions
+from machinery_py.registry.outcomes import NOT_ITS_FAILURE
 from machinery_py.tasks.states import State
 
 OK, FAILED = State.SUCCESS, State.FAILURE
@@ -64,7 +65,7 @@ class Ending:
         if self.letter and error_type == self.error_type:
             return self.letter
         wanted = setting == "letter" and state is FAILED
-        return "failed" if wanted and error_type not in ("Revoked", "Expired") else ""
+        return "failed" if wanted and error_type not in NOT_ITS_FAILURE else ""
 
 
 ENDINGS = (
@@ -154,6 +155,32 @@ ENDINGS = (
         FAILED,
         f"{OURS}RetryTaskLater",
         2,
+    ),
+    Ending(
+        "F91",
+        "reject",
+        "it raises `Reject`",
+        "FAILURE, `Rejected`",
+        FAILED,
+        "Rejected",
+        letter="rejected",
+        options={"retries": 3},
+    ),
+    Ending(
+        "F91",
+        "put back",
+        "it raises `Reject(requeue=True)`",
+        "RETRY, then again; no try is used up",
+        calls=2,
+    ),
+    Ending(
+        "F47-F91",
+        "disregard",
+        "it raises `Ignore`",
+        "FAILURE, `Ignored`",
+        FAILED,
+        "Ignored",
+        options={"retries": 3},
     ),
     Ending(
         "F67",
@@ -282,8 +309,8 @@ OTHERWISE = {
     "F85": "A running task is STARTED, with its worker and the moment, whether `ack` is early or "
     "late. The process of a task is not shown.",
 }
-#: All of them: "F32" to "F72", "F85" to "F89", and two more.
-CHECKLIST = {f"F{n}" for n in (*range(32, 73), *range(85, 90))} | {"X04", "M68"}
+#: All of them: "F32" to "F72", "F85" to "F89", and three more.
+CHECKLIST = {f"F{n}" for n in (*range(32, 73), *range(85, 90))} | {"F91", "X04", "M68"}
 
 
 def answered() -> set[str]:

@@ -52,6 +52,7 @@ OF_THE_PAIR = {
     "test_begun_run_of_a_lost_worker_fails",
     "test_begun_task_fails_when_its_worker_ends",
     "test_lost_run_is_a_dead_letter_if_wanted",
+    "test_rejected_message_becomes_a_dead_letter",
 }
 
 

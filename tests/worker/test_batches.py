@@ -16,6 +16,8 @@ from machinery_py import (
     BatchFailed,
     Config,
     Context,
+    Ignore,
+    Reject,
     Retry,
     Server,
     State,
@@ -284,6 +286,28 @@ def test_calls_of_one_key_do_not_share_a_run(server: Server) -> None:
         for one in results:
             one.get(timeout=HANG)
     assert runs == [["a", "b"], ["a"]]
+
+
+def test_each_call_of_a_batch_may_be_rejected_or_ignored(server: Server) -> None:
+    seen: list[list[str]] = []
+
+    @server.task(batch=4, batch_within=0.1, retries=2)
+    def store(rows: list[str]) -> list[str]:
+        seen.append(sorted(rows))
+        errors = {"bad": Reject("bad"), "none": Ignore(), "later": Reject(requeue=True)}
+        if len(seen) > 1:
+            return rows
+        raise BatchFailed({at: errors[row] for at, row in enumerate(rows) if row in errors}, rows)
+
+    results = {row: store.send(row) for row in ("bad", "good", "later", "none")}
+    with server.new_worker(concurrency=1):
+        assert results["later"].get(timeout=HANG) == "later"
+        wait_until(server.inspect.dead)
+    assert seen == [["bad", "good", "later", "none"], ["later"]]
+    assert results["good"].get(timeout=HANG) == "good"
+    types = [results[row].get_state().error_type for row in ("bad", "none")]
+    assert types == ["Rejected", "Ignored"]
+    assert [letter.uuid for letter in server.inspect.dead()] == [results["bad"].uuid]
 
 
 def test_chord_of_batch_calls_in_a_worker_that_ends_when_idle(server: Server) -> None:

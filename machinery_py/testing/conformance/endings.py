@@ -7,13 +7,17 @@ from typing import Any
 import pytest
 
 from machinery_py import (
+    Ignore,
+    Reject,
     Retry,
     RetryTaskLater,
     State,
     TaskFailed,
     TaskState,
     TimeLimitExceeded,
+    chord,
     current_task,
+    group,
 )
 from machinery_py.brokers.base import Delivery, Fate
 from machinery_py.stores.base import Mark, Session, Settlement
@@ -79,6 +83,89 @@ class EndingConformance(TaskConformance):
         with pytest.raises(TaskFailed, match="postponed 2 times"):
             busy.send().get(timeout=HANG)
         assert len(app.calls) == 3
+
+    def test_rejected_message_goes_back_to_its_queue(self, app: App) -> None:
+        @app.server.task(retries=1)
+        def choosy() -> int:
+            [state] = app.server.backend.get_states([current_task().uuid]).values()
+            app.calls.append((state.state, state.error_type))
+            if len(app.calls) == 1:
+                raise Reject("not here", requeue=True)
+            return current_task().attempt
+
+        result = (choosy.signature() | app.add.partial(4)).catch(app.note.partial("told")).send()
+        assert result.get(timeout=HANG) == 5
+        app.wait_until_idle()
+        assert len(app.calls) == 2
+        assert app.calls[1] in (("RETRY", "Rejected"), ("RECEIVED", ""), ("STARTED", ""))
+        assert app.server.inspect.dead() == []
+
+    @pytest.mark.parametrize("is_async", [False, True], ids=["function", "coroutine"])
+    def test_rejected_message_becomes_a_dead_letter(self, app: App, is_async: bool) -> None:
+        def choose() -> int:
+            app.calls.append(())
+            if len(app.calls) == 1:
+                raise Reject(ValueError("of no use"))
+            return 7
+
+        async def choose_async() -> int:
+            return choose()
+
+        task = app.server.task(retries=3, backoff=[0.0])(choose_async if is_async else choose)
+        first: Any = task.signature()
+        result = (first | app.note.partial("next")).catch(app.note.partial("told")).send()
+        with pytest.raises(TaskFailed, match="rejected: ValueError: of no use"):
+            result.get(timeout=HANG)
+        state = result.steps[0].get_state()
+        assert (state.state, state.error_type, state.results) == (State.FAILURE, "Rejected", ())
+        told = app.wait_for("told")
+        assert told == [("rejected: ValueError: of no use", "told")]
+        assert len(app.calls) == 2  # the task, and who is told
+
+        wait_until(app.server.inspect.dead, what="a dead letter")
+        [letter] = app.server.inspect.dead()
+        assert (letter.reason, letter.uuid) == ("rejected", state.task_uuid)
+        app.server.inspect.replay_dead([letter.id])
+        assert app.server.result(state.task_uuid).get(timeout=HANG) == 7
+        wait_until(lambda: ("next", 7) in app.calls, what="the next step")
+        assert app.server.inspect.dead() == []
+
+    @pytest.mark.parametrize("is_async", [False, True], ids=["function", "coroutine"])
+    def test_ignored_task_ends_without_a_result(self, app: App, is_async: bool) -> None:
+        def drop() -> None:
+            app.calls.append(("run",))
+            raise Ignore("nobody wants it")
+
+        async def drop_async() -> None:
+            drop()
+
+        options: dict[str, Any] = {"on_failure": "dead_letter", "retries": 3, "retry_on": Exception}
+        task = app.server.task(**options)(drop_async if is_async else drop)
+        first: Any = task.signature()
+        result = (first | app.note.partial("next")).catch(app.note.partial("told")).send()
+        with pytest.raises(TaskFailed, match="ignored: nobody wants it"):
+            result.get(timeout=HANG)
+
+        assert app.wait_for("told") == [("ignored: nobody wants it", "told")]
+        state = result.steps[0].get_state()
+        assert (state.state, state.error_type, state.results) == (State.FAILURE, "Ignored", ())
+        assert app.calls.count(("run",)) == 1
+        assert len(app.calls) == 2
+        assert app.server.inspect.dead() == []
+
+    @pytest.mark.parametrize("error", [Ignore, Reject])
+    def test_chord_with_a_member_that_gives_up_ends(self, app: App, error: type[Exception]) -> None:
+        def leave() -> int:
+            raise error("gone")
+
+        task = app.server.task(leave)
+        members = group(task.signature(), app.add.signature(1, 2))
+        strict = chord(members, app.add.partial(4)).send()
+        tolerant = chord(members, app.add.partial(4), on_failure="skip").send()
+
+        assert tolerant.get(timeout=HANG) == 7
+        with pytest.raises(TaskFailed, match="gone"):
+            strict.get(timeout=HANG)
 
     def test_failed_message_is_kept_as_a_dead_letter_if_wanted(self, app: App) -> None:
         @app.server.task(on_failure="dead_letter", retries=1, backoff=[0.0])

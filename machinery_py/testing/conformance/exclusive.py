@@ -9,12 +9,15 @@ import threading
 
 import pytest
 
-from machinery_py import Server, TaskFailed, current_task, group
+from machinery_py import Ignore, Reject, Server, TaskFailed, current_task, group
 from machinery_py.brokers.base import Delivery
 from machinery_py.testing.conformance.application import App, AppCase, waiting
 from machinery_py.testing.waiting import HANG, wait_until
 
 __all__ = ["App", "ExclusiveConformance"]
+
+
+BACK = ("put back", 1)  # only the first run is
 
 
 class Overlap:
@@ -192,7 +195,10 @@ class ExclusiveConformance(AppCase):
         assert [one.get(timeout=HANG) for one in results] == [[1, 2, 3], 1]
         assert (overlap.most, overlap.runs) == (1, 8)
 
-    @pytest.mark.parametrize("end", ["success", "failure", "retry", "revoke", "time limit"])
+    @pytest.mark.parametrize(
+        "end",
+        ["success", "failure", "retry", "reject", "put back", "ignore", "revoke", "time limit"],
+    )
     def test_lock_is_free_however_a_run_ends(self, app: App, end: str) -> None:
         overlap = Overlap()
 
@@ -202,6 +208,8 @@ class ExclusiveConformance(AppCase):
                     raise ValueError("no")
                 if end == "retry" and current_task().attempt == 1:
                     raise ValueError("again")
+                if number == 1 and (end in ("reject", "ignore") or (end, overlap.runs) == BACK):
+                    raise Ignore if end == "ignore" else Reject(requeue=end == "put back")
                 if number == 1 and end in ("revoke", "time limit"):
                     wait_until(lambda: current_task().cancelled, what="the order to stop")
                     raise ValueError("stopped")

@@ -19,6 +19,8 @@ import pytest
 
 from machinery_py import (
     DuplicateTask,
+    Ignore,
+    Reject,
     RetryTaskLater,
     Signature,
     State,
@@ -175,7 +177,18 @@ class UniqueConformance(AppCase):
         )
 
     @pytest.mark.parametrize(
-        "end", ["success", "failure", "retries", "revoke", "expiry", "arguments", "purge"]
+        "end",
+        [
+            "success",
+            "failure",
+            "retries",
+            "reject",
+            "ignore",
+            "revoke",
+            "expiry",
+            "arguments",
+            "purge",
+        ],
     )
     def test_key_is_free_however_a_task_ends(self, idle: App, end: str) -> None:
         ran: list[int] = []
@@ -184,6 +197,8 @@ class UniqueConformance(AppCase):
             ran.append(current_task().attempt)
             if end in ("failure", "retries"):
                 raise ValueError("no")
+            if end in ("reject", "ignore"):
+                raise Reject if end == "reject" else Ignore
 
         task: Any = idle.server.task(
             unique="one", retries=1 if end == "retries" else 0, backoff=[0.01]
