@@ -40,8 +40,10 @@ RESERVED = {
 }
 
 
-def _problem(kind: str, name: str) -> str:
+def _problem(kind: str, name: object) -> str:
     """Return what is wrong with a name of this kind; "" if nothing."""
+    if not isinstance(name, str):
+        return "is no text"
     if not name:
         return "is empty"
     if (found := _UNSAFE.search(name)) is not None:
@@ -71,7 +73,8 @@ def check_encodable(call: str, names: Iterable[str]) -> None:
 
 def _check(kind: str, name: str) -> None:
     if text := _problem(kind, name):
-        raise NameRefused(f"{kind} {quoted(name)} {text}", name)
+        shown = quoted(name) if isinstance(name, str) else repr(name)
+        raise NameRefused(f"{kind} {shown} {text}", str(name))
 
 
 def check_queue(name: str) -> None:
@@ -95,7 +98,7 @@ def check_uuid(uuid: str, *others: str) -> None:
     Raises:
         NameRefused: it cannot be one, or is one of the others: its queues, its group.
     """
-    if is_made(uuid):
+    if isinstance(uuid, str) and is_made(uuid):
         return
     _check("UUID", uuid)
     if uuid in others:

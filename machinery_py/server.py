@@ -116,6 +116,15 @@ class Server(TaskRegistrar):
         self._inline_lock = threading.Lock()
         self.app.attach(self._drain)
 
+    def __repr__(self) -> str:
+        urls = self.config.redacted()
+        shown = [
+            f"{key}={urls[key]!r}"
+            for key in ("broker", "result_backend", "lock")
+            if key == "broker" or urls[key] not in ("", urls["broker"])
+        ]
+        return f"<Server {' '.join(shown)}, {len(self.get_registered_task_names())} tasks>"
+
     # What it consists of
 
     @property

@@ -158,3 +158,12 @@ def test_a_coroutine_task_runs_inside_a_running_loop(server: Server) -> None:
         return await (await double.send_async(21))
 
     assert asyncio.run(main()) == 42
+
+
+def test_server_is_shown_with_its_stores_and_without_passwords() -> None:
+    server = Server("redis://:secret@host/0", result_backend="memcache://other:11211")
+    server.task(print)
+
+    assert repr(server) == (
+        "<Server broker='redis://***@host/0' result_backend='memcache://other:11211', 1 tasks>"
+    )

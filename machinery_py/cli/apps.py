@@ -45,10 +45,25 @@ def load(app: str, app_dir: str = "", *, command: str = "worker") -> Server:
             f"app {redact(app)!r}: found a URL "
             "(expected MODULE or MODULE:OBJECT; the URL goes to its Server, or into MACHINERY_URL)"
         )
+    if "/" in app or os.sep in app:
+        raise AppNotFound(_instead_of_path(app, command))
     if not name:
         raise AppNotFound(f"app {app!r}: no module named (expected MODULE or MODULE:OBJECT)")
     module = _import(name, os.path.abspath(app_dir or "."))
     return _named(module, name, path) if path else _only(module, name, command)
+
+
+def _instead_of_path(app: str, command: str) -> str:
+    """Return the error text for a file or folder in place of a module."""
+    path, colon, rest = app.partition(":")
+    folder, file = os.path.split(path.rstrip("/" + os.sep))
+    module = file.removesuffix(".py")
+    if not module.isidentifier():
+        hint = "as shop.tasks for shop/tasks.py"
+    else:
+        place = "" if folder in ("", ".") else f" --app-dir {folder}"
+        hint = f"machinery {command} {module}{colon}{rest}{place}"
+    return f"app {app!r}: found a path (expected MODULE or MODULE:OBJECT: {hint})"
 
 
 def _import(name: str, folder: str) -> ModuleType:

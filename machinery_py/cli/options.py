@@ -208,7 +208,7 @@ ALL: Options = (_switch("--all", "all dead letters, or with --queue all of that 
 WORKER: Options = (
     _count(
         "-c --concurrency",
-        "tasks at a time in each process; default: the setting, else two for each processor",
+        "tasks at a time in each process, 0: two for each processor; default: the setting",
         0,
     ),
     _option(

@@ -172,9 +172,9 @@ class Config(Section):
     sources: Mapping[str, str] = field(init=False, compare=False, repr=False)
     source: str = field(default="", init=False, compare=False, repr=False)
 
-    def __new__(cls, **chosen: object) -> Self:
+    def __new__(cls, *given: object, **chosen: object) -> Self:
         # Only here can a passed value be told from an equal default; it wins over the environment.
-        self = object.__new__(cls)
+        self = Section.__new__(cls, *given, **chosen)  # with slots there is no super()
         sources = dict.fromkeys(OPTIONS, "default")
         sources |= {key: "argument" for key in OPTIONS if key.partition(".")[0] in chosen}
         object.__setattr__(self, "sources", sources)

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 from machinery_py.config import urls
 from machinery_py.config.files import kind_of
@@ -65,6 +65,8 @@ class Option:
             case "str":
                 fits = isinstance(value, str) and len(value) >= self.low
                 expected = "a text, not empty" if self.low else "a text"
+                if self.key in urls.ROLES and isinstance(value, (list, tuple)):
+                    expected = "one text: multiple_broker_separator=';' and 'redis://a;redis://b'"
             case _:
                 fits = isinstance(value, Mapping) and all(
                     isinstance(key, str) for key in cast(Any, value)
@@ -127,11 +129,28 @@ def option(
     return field(default=default, metadata=facts)
 
 
+class _WrongCall(ConfigError, TypeError):
+    """A Section is called as it cannot be: a TypeError like that of any other call."""
+
+
 class Section:
     """A frozen dataclass of options, checked when it is made. `PREFIX`: of its keys, "redis."."""
 
     __slots__ = ()
     PREFIX: ClassVar[str]
+
+    def __new__(cls, *given: object, **chosen: object) -> Self:
+        """Refuse what is no option, in words."""
+        fields = [each.name for each in dataclasses.fields(cast(Any, cls)) if each.init]
+        unknown = next((name for name in chosen if name not in fields), "")
+        if unknown:
+            raise _WrongCall(f"{cls.PREFIX}{unknown}: unknown option{nearest(unknown, fields)}")
+        if given:
+            raise _WrongCall(
+                f"{cls.__name__}(…): found {_shown(given[0])} without a name "
+                f"(expected {cls.__name__}(option=…))"
+            )
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         options = options_of(type(self)).items()

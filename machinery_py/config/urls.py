@@ -236,7 +236,20 @@ def check_url(url: str, role: Role, *, master_name: str = "") -> None:
         elif scheme in SCHEMES:
             _READERS.get(scheme, _parse_embedded)(url)
     except BadUrl as error:
-        raise _refused(url, role, str(error)) from None
+        raise _refused(url, role, str(error) + _if_several(url)) from None
+
+
+def _if_several(url: str) -> str:
+    """Return the end of an error text for what may be several URLs; "" for one."""
+    for mark in ";,":
+        parts = [part.strip() for part in url.split(mark)]
+        if len(parts) > 1 and (all(map(scheme_of, parts)) or not scheme_of(url)):
+            return (
+                "; several brokers in one text need "
+                f"Config(multiple_broker_separator={mark!r}, …), "
+                "and several hosts of one server are one URL: redis://h1,h2/0"
+            )
+    return ""
 
 
 _READERS: dict[str, Callable[[str], object]] = {

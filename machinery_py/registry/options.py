@@ -363,6 +363,16 @@ def counted_retries(retries: int | None) -> int:
 
 _ERRORS = "retry_on", "dont_retry_on"
 _KEYS = "rate_key", "running_key"
+_TEXT = "a text"
+#: Options of other types: the type, and what is expected.
+_TYPES: Mapping[str, tuple[Any, str]] = {
+    "queue": (str, _TEXT),
+    "uuid": (str, _TEXT),
+    "headers": (Mapping, "a mapping of names to texts"),
+    "ignore_result": (bool, "True or False"),
+}
+# For one call None would read as "none", whatever its task says.
+_NEVER_NONE = frozenset({"exclusive", "headers", "ignore_result", "queue"})
 _LIMIT = 1e-9, LONGEST_RUN, "seconds or a timedelta, more than 0, at most 100 years"
 _LATER = -LONGEST, LONGEST, "seconds or a timedelta, at most 317 years"
 #: Options that are numbers: the least, the most, and what is expected.
@@ -378,7 +388,7 @@ _NUMBERS = {
     "batch_within": (1e-9, 600.0, "seconds or a timedelta, more than 0, at most 10 minutes"),
     "exclusive_timeout": _LIMIT,
     "block": (0.0, LONGEST_RUN, "seconds or a timedelta, at most 100 years"),
-    "delay": _LATER,
+    "delay": (0.0, LONGEST, "seconds or a timedelta, 0 or more, at most 317 years"),
     "expires": _LATER,
 }
 
@@ -394,8 +404,7 @@ def check(name: str, options: Mapping[str, Any], known: frozenset[str]) -> None:
     """
     if known is TASK_OPTIONS:
         check_limits(name, options)
-    # None for one call would read as "not exclusive", whatever its task says.
-    never_none = ("priority",) if known is TASK_OPTIONS else ("priority", "exclusive")
+    never_none = {"priority"} if known is TASK_OPTIONS else {"priority", *_NEVER_NONE}
     for option, value in options.items():
         if option not in known:
             raise _no_option(name, option, known)
@@ -441,6 +450,12 @@ def _misfit(option: str, value: Any) -> str:
         kinds = (int, float, dt.timedelta) if isinstance(least, float) else int
         is_number = isinstance(value, kinds) and not isinstance(value, bool)
         fits = is_number and least <= _seconds(value) <= most
+    elif option in _TYPES:
+        kind, expected = _TYPES[option]
+        fits = isinstance(value, kind)
+    elif option == "unique":
+        fits = isinstance(value, (bool, str)) or callable(value)
+        expected = "True, False, or a key"
     elif option in _ERRORS:
         fits = all(
             isinstance(one, type) and issubclass(one, BaseException) for one in _tuple(value)

@@ -134,13 +134,14 @@ def new_task(
         name: of the task; by default the function's.
 
     Raises:
-        TypeError: it is no function, or has no name.
+        TypeError: it is no function, a method without its object, a class, a generator, or has no
+            name.
         TypeError, ValueError, NameRefused: as Task.
     """
     if isinstance(function, Task):
         function = function.function
-    if not callable(function):
-        raise TypeError(f"{function!r} cannot be a task: Task must be a func type")
+    if problem := _function_problem(function):
+        raise TypeError(f"{function!r} cannot be a task: {problem}")
     name = name or getattr(function, "__name__", "")
     if not name or name == "<lambda>":
         raise TypeError(
@@ -150,6 +151,37 @@ def new_task(
     if options.get("batch"):
         kind = BatchTask
     return kind(name, function, options, sender)
+
+
+def _function_problem(function: Any) -> str:
+    """Return why this cannot be a task; "" if it can."""
+    if isinstance(function, classmethod) or _is_method(function):
+        return (
+            "it is a method, and its object cannot be sent (make a function of it, or register "
+            "the method of an object: server.register_task(name, object.method))"
+        )
+    if not callable(function):
+        return "Task must be a func type"
+    if isinstance(function, type) and function.__module__ != "builtins":
+        return "there are no task classes (take a function, or an object that can be called)"
+    called = function if inspect.isroutine(function) else getattr(function, "__call__", None)  # noqa: B004
+    if any(map(inspect.isgeneratorfunction, (function, called))) or any(
+        map(inspect.isasyncgenfunction, (function, called))
+    ):
+        return "it is a generator, which cannot be a result (return a list)"
+    if not inspect.iscoroutinefunction(function) and inspect.iscoroutinefunction(called):
+        return "its __call__ is a coroutine function (register that: object.__call__)"
+    return ""
+
+
+def _is_method(function: Any) -> bool:
+    """Return whether a function stands in a class, and takes an object of that first."""
+    if not inspect.isfunction(function):
+        return False
+    outer = function.__qualname__.rpartition(".")[0]
+    if not outer or outer.endswith("<locals>"):
+        return False
+    return next(iter(inspect.signature(function).parameters), "") in ("self", "cls")
 
 
 def _is_same(old: Any, new: Any, seen: set[tuple[int, int]]) -> bool:

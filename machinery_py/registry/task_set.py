@@ -62,10 +62,11 @@ class TaskRegistrar(ABC):
 
         Raises:
             TaskAlreadyRegistered: the name belongs to another function.
+            TypeError: it is a method, a class or a generator.
             TypeError, ValueError: an option is unknown, or its value makes no sense.
         """
         name = function if isinstance(function, str) else ""
-        if callable(function):
+        if function is not None and not isinstance(function, str):
             return self._register(name, function, cast(TaskOptions, options))
         return lambda decorated: self._register(name, decorated, cast(TaskOptions, options))
 

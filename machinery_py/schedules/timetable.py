@@ -44,6 +44,11 @@ class Schedule:
         Raises:
             ScheduleError: it cannot be read, or can never be due.
         """
+        if not isinstance(spec, str):
+            raise ScheduleError(
+                f"schedule {spec!r}: found a {type(spec).__name__} (expected a text as "
+                "'0 6 * * MON-FRI', '@daily' or '@every 30s')"
+            )
         self.spec = spec
         if dst not in ("once", "go"):
             raise ScheduleError(f"schedule {spec!r}: dst={dst!r} (expected 'once' or 'go')")

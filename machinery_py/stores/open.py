@@ -193,6 +193,11 @@ def url_of(store: object, role: Role) -> str | None:
     """
     if store is None or isinstance(store, str):
         return store
+    if isinstance(store, (list, tuple)):
+        raise ConfigError(
+            f"{role}: found a {type(store).__name__} (expected one text: Config(broker='redis://a;"
+            "redis://b', multiple_broker_separator=';'))"
+        )
     if not isinstance(store, _KINDS[role]):
         raise ConfigError(
             f"{role}: found {type(store).__name__} (expected a URL or a {_KINDS[role].__name__})"

@@ -282,6 +282,20 @@ def test_a_server_under_two_names_is_one(app: App) -> None:
         (
             "x.py",
             "",
+            ["worker", "./tasks.py"],
+            "app './tasks.py': found a path "
+            "(expected MODULE or MODULE:OBJECT: machinery worker tasks)",
+        ),
+        (
+            "x.py",
+            "",
+            ["send", "shop/tasks.py:server", "add"],
+            "app 'shop/tasks.py:server': found a path "
+            "(expected MODULE or MODULE:OBJECT: machinery send tasks:server --app-dir shop)",
+        ),
+        (
+            "x.py",
+            "",
             ["worker", "quite.else"],
             "cannot import 'quite.else' from ~/shop: no such module "
             "(run from the folder that holds it or pass --app-dir)",

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from machinery_py import Server
 from machinery_py.config.config import OPTIONS, Config
 from machinery_py.config.sections import AMQPConfig, MongoDBConfig, RedisConfig
 from machinery_py.errors import ConfigError
@@ -225,7 +226,8 @@ def test_all_wrong_values_are_told_at_once() -> None:
          "results_expire_in: found -1 (expected a whole number, 0 to 3153600000 s)"),
         ({"no_unix_signals": 1}, "no_unix_signals: found 1 (expected true or false)"),
         ({"default_queue": 7}, "default_queue: found 7 (expected a text, not empty)"),
-        ({"broker": ["redis://:secret@h"]}, "broker: found a list (expected a text)"),
+        ({"broker": ["redis://:secret@h"]}, "broker: found a list (expected one text: "
+         "multiple_broker_separator=';' and 'redis://a;redis://b')"),
         ({"broker": ""}, "broker URL is empty (expected for instance 'sqlite:///machinery.db' or 'memory://')"),
         ({"concurrency": "redis://:secret@h"},
          "concurrency: found 'redis://***@h' (expected a whole number, 0 or more)"),
@@ -293,13 +295,6 @@ def test_unknown_keys_and_wrong_values_are_reported_together() -> None:
     assert "config.yml: lease: found 'x'" in text
 
 
-def test_a_name_that_is_no_field_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="brokr"):
-        Config(brokr="memory://")  # type: ignore[call-arg]  # what is tested
-    with pytest.raises(TypeError, match="brokr"):
-        Config().replace(brokr="memory://")
-
-
 def test_a_required_server_refuses_every_embedded_store() -> None:
     with pytest.raises(
         ConfigError,
@@ -342,3 +337,24 @@ def test_the_reference_page_has_every_option() -> None:
         f"{opt.unit} | {opt.meaning} |"
         for opt in OPTIONS.values()
     ]
+
+
+def test_unknown_option_of_a_config_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="prefech: unknown option; did you mean 'prefetch'"):
+        Config(prefech=3)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="redis.max_activ: unknown option; did you mean"):
+        RedisConfig(max_activ=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="prefech: unknown option"):  # it is one of these, too
+        Config().replace(prefech=3)
+
+
+def test_value_without_a_name_is_refused_in_words() -> None:
+    with pytest.raises(ConfigError, match=r"Config\(…\): found .* without a name"):
+        Config("redis://host")  # type: ignore[call-arg, misc]
+
+
+def test_list_of_brokers_is_refused_with_the_way_to_write_them() -> None:
+    with pytest.raises(ConfigError, match="found a list .expected one text: multiple_broker"):
+        Config(broker=["redis://a", "redis://b"])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="found a list .expected one text"):
+        Server(broker=["redis://a", "redis://b"])  # type: ignore[arg-type]

@@ -323,6 +323,17 @@ def test_a_text_without_a_scheme_is_refused(url: str, shown: str) -> None:
     assert f"broker URL {shown!r}: no scheme (expected scheme://…" in refusal(url, "broker")
 
 
+@pytest.mark.parametrize(
+    "url",
+    ["a;b", "redis://a;redis://b", "redis://a/0,redis://b/0", "amqp://a//;amqp://b//"],
+)
+def test_several_urls_in_one_text_are_refused_with_the_way_to_write_them(url: str) -> None:
+    mark = ";" if ";" in url else ","
+    assert f"several brokers in one text need Config(multiple_broker_separator={mark!r}" in refusal(
+        url, "broker"
+    )
+
+
 @pytest.mark.parametrize("url", ["eager://host", "null://host"])
 def test_eager_and_null_take_nothing_after_the_scheme(url: str) -> None:
     assert "found something after" in refusal(url, "result backend")
