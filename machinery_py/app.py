@@ -333,10 +333,20 @@ class Application:
             ArgumentError, PublishRefused, PublishUnknown, Unsupported: as Server.send_task.
         """
         self.check_lives(signatures, awaited)
+        self._check_message_groups(signatures)
         if not self.hooks.sends or not signatures:
             return self._submit(signatures, groups, awaited)
         with self.sending(signatures) as signatures:
             self._submit(signatures, groups, awaited)
+
+    def _check_message_groups(self, signatures: Sequence[Signature[Any]]) -> None:
+        for one in signatures:
+            if one.broker_message_group_id and not self.store.broker.features.message_groups:
+                raise Unsupported(
+                    f"{one.name}: broker_message_group_id={one.broker_message_group_id!r}: the "
+                    f"broker {self.store.broker.features.name!r} keeps no order within groups "
+                    '(in its place: options(exclusive="wait", exclusive_key=…))'
+                )
 
     @contextlib.contextmanager
     def sending(self, signatures: Sequence[Signature[Any]]) -> Iterator[Sequence[Signature[Any]]]:

@@ -161,6 +161,8 @@ class TaskRetried(TaskEnded, frozen=True, kw_only=True):
 
     error: str
     delay: float
+    error_type: str = ""
+    traceback: str = ""
     runtime: float = 0.0
 
 

@@ -167,6 +167,8 @@ def test_how_tasks_end_is_told(bench: Bench) -> None:
     retried, failed, succeeded = events
     assert (type(retried), retried.signature.name, retried.error) == (TaskRetried, "flaky", "away")
     assert retried.delay == pytest.approx(5)
+    assert retried.error_type == "ConnectionError"
+    assert 'raise ConnectionError("away")' in retried.traceback
     assert (type(failed), failed.error, failed.error_type) == (
         TaskFailed,
         "no",

@@ -8,7 +8,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from machinery_py import Server, Signature, State, TaskFailed, current_task
+from machinery_py import (
+    Server,
+    Signature,
+    State,
+    TaskFailed,
+    Unsupported,
+    current_task,
+    group,
+)
 
 
 @pytest.fixture
@@ -167,3 +175,15 @@ def test_server_is_shown_with_its_stores_and_without_passwords() -> None:
     assert repr(server) == (
         "<Server broker='redis://***@host/0' result_backend='memcache://other:11211', 1 tasks>"
     )
+
+
+def test_config_of_a_server_is_one_object(server: Server) -> None:
+    assert server.config is server.config is server.app.config
+
+
+def test_message_group_is_refused_where_no_order_is_kept(server: Server) -> None:
+    grouped = server.task(print).signature().replace(broker_message_group_id="orders")
+    with pytest.raises(Unsupported, match="print: broker_message_group_id='orders': the broker"):
+        server.send_task(grouped)
+    with pytest.raises(Unsupported, match="keeps no order within groups"):
+        group(grouped, grouped).send()

@@ -40,6 +40,7 @@ class BrokerFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     fair: bool = False  # tenants take turns in a queue
     keeps_turns: bool = True  # what waited as WAITING goes first, but for half of each claim
     counts_returns: bool = True  # else the fence counts the first return alone
+    message_groups: bool = False  # Go's BrokerMessageGroupId: strict order within a group
     tells_age: bool = True  # QueueStats.oldest_at is known
     beats: bool = False  # a consumer lives as long as it beats; another process can do so, too
     topics: bool = False  # `broadcast` and `subscribe`

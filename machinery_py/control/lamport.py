@@ -30,6 +30,12 @@ class LamportClock:
     def value(self) -> int:
         return self._value
 
+    def __str__(self) -> str:
+        return str(self._value)
+
+    def __repr__(self) -> str:
+        return f"LamportClock({self._value})"
+
     def forward(self) -> int:
         """Count one event, and return its clock."""
         with self._lock:

@@ -419,6 +419,8 @@ def _events(execution: Execution, verdict: Verdict) -> Iterator[Event]:
                 notes=state.notes,
                 runtime=execution.runtime,
                 error=state.error,
+                error_type=state.error_type,
+                traceback=state.traceback,
                 delay=max(0.0, delay),
             )
 

@@ -23,6 +23,7 @@ def test_clock_starts_at_zero_or_at_a_value_and_counts_events() -> None:
 
     assert (clock.value, clock.forward(), clock.forward(), clock.value) == (0, 1, 2, 2)
     assert LamportClock(7).forward() == 8
+    assert (str(clock), repr(clock)) == ("2", "LamportClock(2)")
     with pytest.raises(ValueError, match=r"found -1 \(expected 0 to"):
         LamportClock(-1)
 

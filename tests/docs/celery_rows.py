@@ -1,7 +1,8 @@
-"""What Celery's clock, control, timer and heartbeats do, and what answers it here.
+"""What Celery and Go Machinery do, and what answers it here.
 
-docs/explanation/celery.md is drawn from it. The numbers are those of the checklist of what other
-task queues do. Each is answered by tests, or otherwise with the reason; `test_checklist.py` asks.
+docs/explanation/celery.md is drawn from it, and of go-differences.md the rows of Go. The numbers
+are those of the checklist of what other task queues do. Each is answered by tests, or otherwise
+with the reason; `test_checklist.py` asks.
 """
 
 from __future__ import annotations
@@ -349,8 +350,14 @@ WORKER = (
         is_otherwise=True,
     ),
     Row(
-        "T28 T30",
-        "a busy timer cannot hold up sockets; messages beside a timer",
+        "T30",
+        "a line each 3 s while a message is sent, received and acked",
+        "`worker.every`, [with an example](../how-to/hooks.md#beside-the-tasks)",
+        "test_the_programs_of_a_page_run test_functions_are_called_beside_the_tasks",
+    ),
+    Row(
+        "T28",
+        "a busy timer cannot hold up sockets",
         "timers have threads of their own: the user's, that of maintenance, that of time limits",
         "test_functions_are_called_beside_the_tasks",
     ),
@@ -452,13 +459,162 @@ WORKER = (
     ),
 )
 
-ROWS = (*CLOCK, *CONTROL, *WORKER)
-CHECKLIST = {f"L{n:02}" for n in range(1, 33)} | {f"T{n:02}" for n in range(1, 48)}
+FAULTS = (
+    Row(
+        "F13",
+        "an overall time limit for connecting",
+        "of a client: `publish_timeout`, over all attempts and servers. A worker has a number of "
+        "attempts (`broker_connection_max_retries`), and whoever started it decides how long they "
+        "may take: a worker that ends is only started again",
+        "test_no_server_is_told_in_time test_when_all_are_dead_their_urls_are_told_in_time "
+        "test_worker_gives_up_after_its_number_of_attempts",
+        is_otherwise=True,
+    ),
+    Row(
+        "F21",
+        "several broker URLs: `a;b;c`, or a list",
+        "one text, and `multiple_broker_separator` (Go's setting) says by what it is split: a "
+        "password may hold any mark. A list, or a text without the setting, is refused with the "
+        "way to write it",
+        "test_several_brokers_are_split_by_the_separator "
+        "test_several_urls_in_one_text_are_refused_with_the_way_to_write_them "
+        "test_list_of_brokers_is_refused_with_the_way_to_write_them",
+        is_otherwise=True,
+    ),
+    Row(
+        "F39",
+        "`MaxRetriesExceededError` names task, id, args and kwargs",
+        "`TaskFailed` with `name`, `uuid`, `error_type` (`machinery_py.errors.Retry`) and "
+        "`traceback`. Arguments may be secrets, and errors go into logs: they are with the failed "
+        "task (`machinery show`), behind the dashboard's mask",
+        "test_each_ending_under_each_setting",
+        is_otherwise=True,
+    ),
+    Row(
+        "F72",
+        "events: success with result and runtime, retry with error and traceback, failure",
+        "`TaskSucceeded`, `TaskRetried`, `TaskFailed`: the same",
+        "test_how_tasks_end_is_told",
+    ),
+    Row(
+        "F74",
+        "the fields of a message",
+        "each has its place, or a reason: [the envelope](#the-envelope-of-a-message)",
+        "test_fields_of_celerys_envelope_are_answered_by_ours",
+    ),
+    Row(
+        "F76",
+        "a consumer without acks parks no messages",
+        "every message is held until its end, and nothing of it is left then. Fire and forget "
+        "without results: the `null` backend, where an early task's message is gone before its "
+        "call",
+        "test_early_task_without_results_leaves_no_key_of_it "
+        "test_early_tasks_without_a_backend_are_ended_before_their_call",
+        is_otherwise=True,
+    ),
+    Row(
+        "F90",
+        "a message is restored to each queue that is bound to its exchange; old and new clients",
+        "a message has one queue, and comes back to it: there is no fan-out of tasks. A binding "
+        "that was deleted is made anew. Client versions: [platforms](../reference/platforms.md)",
+        "test_f66_a_binding_that_was_deleted_is_made_anew "
+        "test_closing_returns_deliveries_at_once_without_a_strike",
+        is_otherwise=True,
+    ),
+    Row(
+        "F91",
+        "`Reject` and `Ignore`",
+        "the same names; the state is FAILURE (`Rejected`, `Ignored`), or RETRY while it is back "
+        "in its queue, and chords end",
+        "test_rejected_message_goes_back_to_its_queue test_rejected_message_becomes_a_dead_letter "
+        "test_ignored_task_ends_without_a_result test_chord_with_a_member_that_gives_up_ends",
+    ),
+    Row(
+        "O02",
+        "the next call waits until the running one is done",
+        '`exclusive="wait"`: back to back, in the order of sending',
+        "test_waiting_exclusive_calls_run_in_the_order_of_their_sending "
+        "test_fifty_calls_on_three_workers_run_one_at_a_time",
+    ),
+    Row(
+        "O08 O20 O21",
+        "the caller steers by options of the call; the function does not see them",
+        "`task.options(exclusive=…, exclusive_key=…, exclusive_timeout=…)`, "
+        "[with an example](../how-to/unique.md#one-call-decides-for-itself)",
+        "test_each_call_says_whether_it_waits_or_is_skipped test_call_waits_no_longer_than_it_says "
+        "test_members_and_retries_of_exclusive_calls_are_exclusive",
+    ),
+)
+
+#: Of Go Machinery's documents.
+GO = (
+    Row(
+        "M01",
+        "four questions: how is it built, is it available, is load balanced, what is promised",
+        "[architecture](architecture.md), [scaling](scaling.md), [queues](../how-to/queues.md), "
+        "[delivery guarantees](delivery-guarantees.md)",
+        "test_links_lead_somewhere",
+    ),
+    Row(
+        "M08",
+        "the server is light, and lives in the service that sends",
+        "a Server connects at its first use, and sends without a thread of its own; RabbitMQ's "
+        "connection has one, and pymongo has some",
+        "test_the_import_loads_no_client_library_and_starts_no_thread "
+        "test_sending_starts_no_thread",
+    ),
+    Row(
+        "M16",
+        "`GetConfig`",
+        "`server.config`",
+        "test_config_of_a_server_is_one_object",
+    ),
+    Row(
+        "M17",
+        "`SetRegisteredTaskNames` of the broker",
+        "a broker holds messages of any name; the worker knows its tasks "
+        "(`server.get_registered_task_names()`), and puts back what it does not know",
+        "test_unregistered_task_waits_for_a_worker_that_knows_it",
+        is_otherwise=True,
+    ),
+    Row(
+        "M25",
+        "`TaskProcessor.Process`, called by the broker",
+        "the worker calls the broker, not the other way round: `Consumer.receive` gives messages "
+        "and `dispose` ends them. Around a run: `before_task`, `around_task`, `after_task`",
+        "test_parts_start_before_the_first_task_and_stop_after_the_last",
+        is_otherwise=True,
+    ),
+    Row(
+        "M58",
+        "`Headers` become headers of the AMQP message",
+        "they stay in the body, where Go reads them; headers of the AMQP message are those of the "
+        "delivery, and those of a Go sender are kept",
+        "test_headers_arrive test_headers_of_go_are_kept_when_a_message_goes_back",
+        is_otherwise=True,
+    ),
+    Row(
+        "M66",
+        "`BrokerMessageGroupId`: strict order in a group",
+        "of brokers that can (`BrokerFeatures.message_groups`, as "
+        "[SQS](../../examples/store-sqs/README.md)); others refuse to send it",
+        "test_message_group_is_refused_where_no_order_is_kept",
+    ),
+)
+
+ROWS = (*CLOCK, *CONTROL, *WORKER, *FAULTS, *GO)
+_FAULTS = "F13 F21 F39 F72 F74 F76 F90 F91 O02 O08 O20 O21"
+_GO = "M01 M08 M16 M17 M25 M58 M66"
+CHECKLIST = {
+    *(f"L{n:02}" for n in range(1, 33)),
+    *(f"T{n:02}" for n in range(1, 48)),
+    *f"{_FAULTS} {_GO}".split(" "),
+}
 
 
-def table(rows: tuple[Row, ...]) -> str:
+def table(rows: tuple[Row, ...], whose: str = "Celery") -> str:
     """Return rows as a table of the page."""
-    lines = ["| | Celery | here | tests |", "|---|---|---|---|"]
+    lines = [f"| | {whose} | here | tests |", "|---|---|---|---|"]
     for row in rows:
         here = f"**Otherwise:** {row.here}" if row.is_otherwise else row.here
         tests = ", ".join(f"`{name}`" for name in row.tests.split()) or "–"

@@ -125,6 +125,8 @@ DRAWN: Mapping[str, Callable[[], str]] = {
     "celery clock": lambda: celery_rows.table(celery_rows.CLOCK),
     "celery control": lambda: celery_rows.table(celery_rows.CONTROL),
     "celery worker": lambda: celery_rows.table(celery_rows.WORKER),
+    "celery faults": lambda: celery_rows.table(celery_rows.FAULTS),
+    "go rows": lambda: celery_rows.table(celery_rows.GO, "Go"),
     "routes of the dashboard": dashboard_rows.routes,
     "records of the dashboard": dashboard_rows.records,
     "imports": lambda: f"```text\n{import_rows()}\n```",

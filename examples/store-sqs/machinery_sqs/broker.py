@@ -87,6 +87,7 @@ class SQSBroker(Broker):
     """A broker over a client of boto3, which it does not close."""
 
     features = BrokerFeatures(
+        message_groups=True,
         name="sqs",
         priorities=False,
         peeking=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -214,6 +215,15 @@ class EndingConformance(TaskConformance):
 
 class LossConformance(QueueConformance):
     """Tasks that are not run again when their worker is lost, and time limits of one call."""
+
+    def test_sending_starts_no_thread(self, idle: App) -> None:
+        before = set(threading.enumerate())
+        result = idle.add.send(1, 2)
+        assert not result.is_finished()
+        new = [one.name for one in set(threading.enumerate()) - before]
+        # RabbitMQ's connection has one, and drivers may have theirs.
+        ours = [name for name in new if name.startswith("machinery") and "amqp" not in name]
+        assert ours == []
 
     def test_time_limit_of_one_call_wins(self, app: App) -> None:
         @app.server.task(time_limit=HANG, retries=3)

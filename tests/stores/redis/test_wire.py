@@ -188,3 +188,25 @@ def test_a_worker_ends_a_chord_of_go_and_a_worker_that_is_gone(
         assert result.get(timeout=HANG) == 3
     assert ask(driver, "EXISTS", "mpy:partial") == 0
     server.close()
+
+
+def test_early_task_without_results_leaves_no_key_of_it(
+    driver: RedisDriver, redis_url: str
+) -> None:
+    server = Server(redis_url, result_backend="null")
+    held: list[int] = []
+
+    @server.task(ack="early")
+    def ping(number: int) -> None:
+        held.append(sum(one.waiting + one.running for one in server.broker.stats()))
+
+    before = set(ask(driver, "KEYS", "*"))
+    for number in range(3):
+        ping.send(number)
+    with server.new_worker(concurrency=1):
+        wait_until(lambda: len(held) == 3)
+    left = set(ask(driver, "KEYS", "*")) - before
+    server.close()
+
+    assert held[-1] == 0  # gone before the call
+    assert [key for key in left if b"task_" in key or key == b"machinery_tasks"] == []
