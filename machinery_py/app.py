@@ -332,21 +332,11 @@ class Application:
         Raises:
             ArgumentError, PublishRefused, PublishUnknown, Unsupported: as Server.send_task.
         """
-        self.check_lives(signatures, awaited)
-        self._check_message_groups(signatures)
+        self.check_asked(signatures, awaited)
         if not self.hooks.sends or not signatures:
             return self._submit(signatures, groups, awaited)
         with self.sending(signatures) as signatures:
             self._submit(signatures, groups, awaited)
-
-    def _check_message_groups(self, signatures: Sequence[Signature[Any]]) -> None:
-        for one in signatures:
-            if one.broker_message_group_id and not self.store.broker.features.message_groups:
-                raise Unsupported(
-                    f"{one.name}: broker_message_group_id={one.broker_message_group_id!r}: the "
-                    f"broker {self.store.broker.features.name!r} keeps no order within groups "
-                    '(in its place: options(exclusive="wait", exclusive_key=…))'
-                )
 
     @contextlib.contextmanager
     def sending(self, signatures: Sequence[Signature[Any]]) -> Iterator[Sequence[Signature[Any]]]:
@@ -401,12 +391,19 @@ class Application:
             limit.check(0)
         return found
 
-    def check_lives(self, *batches: Sequence[Signature[Any]]) -> None:
-        """Check how long the results of these calls are to be kept.
+    def check_asked(self, *batches: Sequence[Signature[Any]]) -> None:
+        """Check what these calls ask of the stores: an order in groups, a life of their results.
 
         Raises:
-            Unsupported: that is longer than the backend can.
+            Unsupported: the broker keeps no such order; or the life is longer than the backend can.
         """
+        for one in itertools.chain(*batches):
+            if one.broker_message_group_id and not self.store.broker.features.message_groups:
+                raise Unsupported(
+                    f"{one.name}: broker_message_group_id={one.broker_message_group_id!r}: the "
+                    f"broker {self.store.broker.features.name!r} keeps no order within groups "
+                    '(in its place: options(exclusive="wait", exclusive_key=…))'
+                )
         features, most = self.store.backend.features, self.config.results_expire_in
         for one in () if features.keeps_longer else itertools.chain(*batches):
             life = self.life_of(one)

@@ -66,7 +66,7 @@ def send_unique(
         Unsupported: the result backend keeps no keys.
         ArgumentError, PublishRefused, PublishUnknown: as Server.send_task.
     """
-    app.check_lives((signature,))
+    app.check_asked((signature,))
     check_keys(app.store.backend, signature.name)
     with app.sending((signature,)) as [signature]:
         sending = UniqueSending(app, task, app.completed(signature), groups)

@@ -185,5 +185,9 @@ def test_message_group_is_refused_where_no_order_is_kept(server: Server) -> None
     grouped = server.task(print).signature().replace(broker_message_group_id="orders")
     with pytest.raises(Unsupported, match="print: broker_message_group_id='orders': the broker"):
         server.send_task(grouped)
+    for step in (group(grouped, grouped), Signature.of("other") | grouped):
+        with pytest.raises(Unsupported, match="keeps no order within groups"):
+            server.send(step)
+    unique = server.task("once", unique=True)(print).signature()
     with pytest.raises(Unsupported, match="keeps no order within groups"):
-        group(grouped, grouped).send()
+        server.send_task(unique.replace(broker_message_group_id="orders"))

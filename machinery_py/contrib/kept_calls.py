@@ -112,7 +112,7 @@ def keeping(server: Server, step: Step[Any]) -> Iterator[tuple[Kept | None, Any]
         first, groups, awaited = plan.first, plan.groups, plan.awaited
         whole = result_of(plan, cast("ResultSource", source), queue)
         result = cast("GroupResult[Any]", whole.steps[0]) if isinstance(step, Group) else whole
-    app.check_lives(first, awaited)
+    app.check_asked(first, awaited)
     if not first:
         yield None, result
         return
