@@ -181,11 +181,9 @@ class Task(Generic[P, R]):
             TypeError, ValueError: an option is unknown, or its value makes no sense.
             NameRefused: no queue, no lock, or no task's UUID, may be called so.
         """
-        if options.get("delay") is not None and options.get("eta") is not None:
-            raise ValueError(
-                f"{self.name}: delay={options['delay']!r} and eta={options['eta']!r} "
-                "(expected one of them)"
-            )
+        delay, eta = options.get("delay"), options.get("eta")
+        if delay is not None and eta is not None:
+            raise ValueError(f"{self.name}: delay={delay!r} and eta={eta!r} (expected one of them)")
         merged: SendOptions = {**self._options, **options}
         check_call(self.name, merged, self.settings)
         if lock := options.get("exclusive_key"):
