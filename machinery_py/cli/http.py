@@ -1,15 +1,20 @@
 """HTTP servers of the command line: the dashboard, pages for probes and for Prometheus.
 
-One thread for each connection, of the standard library.
+One thread for each connection, of the standard library. A request has TIMEOUT as a whole, an answer
+ANSWER_TIMEOUT. When all places are taken, a new connection gets that of the client that is waited
+for longest, of those from the address that holds most: slow clients, however many, keep nobody out.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import socket
 import socketserver
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from http import HTTPStatus
 from typing import IO, Any, Protocol, cast
@@ -21,10 +26,15 @@ from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
 
-MOST_CONNECTIONS = 64  # one more takes the place of who has not asked yet, or is refused
-TIMEOUT = 10.0  # seconds for each piece of a request, and of an answer
-PLACE_TIMEOUT = 0.5  # seconds until a connection that was cut off leaves its place
+MOST_CONNECTIONS = 64  # one more takes the place of a client that is waited for, or is refused
+MOST_SCRAPES = 8  # of /metrics at a time; probes need the other places
+BACKLOG = 512  # connections that the kernel keeps until they are accepted
+TIMEOUT = 10.0  # seconds for a request, head and body, and for each piece of an answer
+ANSWER_TIMEOUT = 30.0  # seconds for an answer; a stream ends before
+MOST_HEAD = 131_072  # bytes of a request's head, about
 MOST_LEFT = 4_000_000  # bytes of a refused body that are read, so that its sender gets the answer
+REST_TIMEOUT = 2.0  # seconds for them
+REST_PAUSE = 0.2  # seconds without any of them: there are no more
 
 Page = tuple[int, str, bytes]  # status, content type, body
 
@@ -51,7 +61,11 @@ class Pages:
         metrics: Callable[[str], Page],
         is_live: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._pages = {"/live": _probe(is_live), "/ready": _probe(is_ready), "/metrics": metrics}
+        self._pages = {
+            "/live": _probe(is_live),
+            "/ready": _probe(is_ready),
+            "/metrics": _few_at_a_time(metrics),
+        }
 
     def __call__(
         self, environ: dict[str, Any], start_response: Callable[..., Any]
@@ -83,6 +97,149 @@ def _probe(is_so: Callable[[], bool]) -> Callable[[str], Page]:
     return lambda _: _said(200, "ok") if is_so() else _said(503, "no")
 
 
+def _few_at_a_time(make: Callable[[str], Page]) -> Callable[[str], Page]:
+    free = threading.BoundedSemaphore(MOST_SCRAPES)
+
+    def page(accepted: str) -> Page:
+        if not free.acquire(blocking=False):
+            return _said(503, f"{MOST_SCRAPES} others are being answered")
+        try:
+            return make(accepted)
+        finally:
+            free.release()
+
+    return page
+
+
+class _Places:
+    """Places for connections, and whose clients are waited for: their places may be taken."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._taken: dict[socket.socket, str] = {}  # → address, oldest first
+        self._waited_for: set[socket.socket] = set()
+        self._cut_off: set[socket.socket] = set()  # until their threads have ended
+
+    def take(self, connection: socket.socket, address: str) -> bool:
+        """Give it a place, as one that is waited for. False: there is none."""
+        with self._lock:
+            if len(self._taken) >= self._most and not self._cut_off_one():
+                return False
+            self._taken[connection] = address
+            self._waited_for.add(connection)
+            return True
+
+    def leave(self, connection: socket.socket) -> None:
+        """Give its place back. May be called twice."""
+        with self._lock:
+            self._taken.pop(connection, None)
+            self._waited_for.discard(connection)
+            self._cut_off.discard(connection)
+
+    @contextlib.contextmanager
+    def waiting(self, connection: socket.socket) -> Iterator[None]:
+        """Let its place be taken while the block waits for the client.
+
+        Raises:
+            ConnectionAbortedError: it was taken before.
+        """
+        with self._lock:
+            if connection not in self._taken:
+                raise ConnectionAbortedError("another connection has taken the place")
+            self._waited_for.add(connection)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waited_for.discard(connection)
+
+    def _cut_off_one(self) -> bool:
+        """End one connection that is waited for. False: there is none, or too many are ending."""
+        counts = Counter(self._taken[one] for one in self._waited_for)
+        if not counts or len(self._cut_off) >= self._most:
+            return False
+        address, _ = counts.most_common(1)[0]
+        oldest = next(
+            one
+            for one, whose in self._taken.items()
+            if whose == address and one in self._waited_for
+        )
+        del self._taken[oldest]
+        self._waited_for.discard(oldest)
+        self._cut_off.add(oldest)
+        with contextlib.suppress(OSError):  # it has gone
+            oldest.shutdown(socket.SHUT_RDWR)  # wakes its thread
+        return True
+
+
+class _HeadTooLong(Exception):
+    pass
+
+
+class _Incoming(io.RawIOBase):
+    """What a client sends, until the moment by which all of it must have come."""
+
+    def __init__(self, connection: socket.socket, places: _Places) -> None:
+        self._connection = connection
+        self._places = places
+        self._end = time.monotonic() + TIMEOUT
+        self._pause = TIMEOUT
+        self._head_left = MOST_HEAD
+        self.is_in_head = True
+
+    def expect_rest(self) -> None:
+        """Read what nobody asks for; it has a little time."""
+        self._end, self._pause = time.monotonic() + REST_TIMEOUT, REST_PAUSE
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read some bytes.
+
+        Raises:
+            TimeoutError: the request has not come in time.
+            ConnectionAbortedError: its head has not come whole.
+            _HeadTooLong: and does not end.
+        """
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the request has not come in time")
+        self._connection.settimeout(min(left, self._pause))
+        with self._places.waiting(self._connection):
+            count = self._connection.recv_into(buffer)
+        if self.is_in_head:
+            self._head_left -= count
+            if not count:
+                raise ConnectionAbortedError("the request ends in its head")
+            if self._head_left < 0:
+                raise _HeadTooLong
+        return count
+
+
+class _Outgoing(io.BufferedIOBase):
+    """What a client gets. Each piece is sent, or raises, in time."""
+
+    def __init__(self, connection: socket.socket, places: _Places) -> None:
+        self._connection = connection
+        self._places = places
+        self._end: float | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, piece: Any) -> int:
+        now = time.monotonic()
+        self._end = self._end or now + ANSWER_TIMEOUT
+        if now >= self._end:
+            raise TimeoutError("the client reads too slowly")
+        self._connection.settimeout(min(TIMEOUT, self._end - now))
+        with self._places.waiting(self._connection):
+            self._connection.sendall(piece)
+        return len(piece)
+
+
 class _Answering(ServerHandler):
     server_software = "machinery"
     os_environ: MutableMapping[str, str] = {}  # noqa: RUF012 - theirs; ours is no request's
@@ -93,29 +250,38 @@ class _Answering(ServerHandler):
 
 class _Handler(WSGIRequestHandler):
     def setup(self) -> None:
-        super().setup()
-        self.connection.settimeout(TIMEOUT)
+        self.connection, places = self.request, cast("_Server", self.server).places
+        self._incoming = _Incoming(self.connection, places)
+        self.rfile = io.BufferedReader(self._incoming)
+        self.wfile = _Outgoing(self.connection, places)
 
     def handle(self) -> None:
-        self.raw_requestline = self.rfile.readline(65_537)
-        if len(self.raw_requestline) > 65_536:
-            self.requestline = self.request_version = self.command = ""
-            self.send_error(414)
-        elif self.parse_request():
-            cast("_Server", self.server).has_asked(self.connection)
-            # WSGI takes X_A for X-A, and a proxy that sets the one may pass the other on.
-            for name in [one for one in self.headers if "_" in one]:
-                del self.headers[name]
-            files = cast("IO[bytes]", self.rfile), cast("IO[bytes]", self.wfile)
-            run = _Answering(*files, self.get_stderr(), self.get_environ(), multithread=True)
-            run.request_handler = self  # type: ignore[attr-defined]  # as wsgiref does it
-            run.run(self.server.get_app())  # type: ignore[attr-defined]  # a WSGIServer
-            self._read_rest()
+        self.requestline = self.request_version = self.command = ""
+        try:
+            self.raw_requestline = self.rfile.readline(65_537)
+            if len(self.raw_requestline) > 65_536:
+                self.send_error(414)
+            elif self.parse_request():
+                self._answer()
+        except _HeadTooLong:
+            self.send_error(431)
+        self._read_rest()
+
+    def _answer(self) -> None:
+        self._incoming.is_in_head = False
+        # WSGI takes X_A for X-A, and a proxy that sets the one may pass the other on.
+        for name in [one for one in self.headers if "_" in one]:
+            del self.headers[name]
+        files = cast("IO[bytes]", self.rfile), cast("IO[bytes]", self.wfile)
+        run = _Answering(*files, self.get_stderr(), self.get_environ(), multithread=True)
+        run.request_handler = self  # type: ignore[attr-defined]  # as wsgiref does it
+        run.run(self.server.get_app())  # type: ignore[attr-defined]  # a WSGIServer
 
     def _read_rest(self) -> None:
         """Read what was not, or the kernel would cut the answer off."""
-        self.connection.settimeout(0.2)
         left = MOST_LEFT
+        self._incoming.is_in_head = False
+        self._incoming.expect_rest()
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
             while left > 0 and (found := self.rfile.read1(65_536)):
@@ -127,12 +293,11 @@ class _Handler(WSGIRequestHandler):
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
     daemon_threads = True
-    request_queue_size = 64
+    request_queue_size = BACKLOG
 
     def __init__(self, host: str, port: int) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
-        self._silent: dict[Any, None] = {}  # clients whose request has not come, oldest first
+        self.places = _Places(MOST_CONNECTIONS)
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
@@ -143,37 +308,20 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not (self._free.acquire(blocking=False) or self._cut_off_oldest()):
+        if not self.places.take(request, client_address[0]):
             self.shutdown_request(request)
             return
-        self._silent[request] = None
         try:
             super().process_request(request, client_address)
         except BaseException:  # the system allows no more threads
-            self.has_asked(request)
-            self._free.release()
+            self.places.leave(request)
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self.has_asked(request)
-            self._free.release()
-
-    def has_asked(self, request: Any) -> None:
-        """Keep the place of this connection: its request has come."""
-        self._silent.pop(request, None)
-
-    def _cut_off_oldest(self) -> bool:
-        """Take the place of the client that has been silent for longest. False: all have asked."""
-        for oldest in list(self._silent)[:1]:
-            if self._silent.pop(oldest, self) is self:
-                continue  # its request has come meanwhile
-            with contextlib.suppress(OSError):  # it has gone
-                oldest.shutdown(socket.SHUT_RDWR)
-            return self._free.acquire(timeout=PLACE_TIMEOUT)
-        return False
+            self.places.leave(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("a client was cut off", exc_info=True)

@@ -41,7 +41,10 @@ class DashboardASGI:
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        environ = _environ(scope, await _body(receive))
+        body = await _body(receive)
+        if body is None:
+            return
+        environ = _environ(scope, body)
         loop = asyncio.get_running_loop()
         response = await loop.run_in_executor(self._threads, self._web.answer, environ)
         headers = [
@@ -78,11 +81,13 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _body(receive: Receive) -> bytes:
-    """Return the body; of one that is too large, more than is allowed."""
+async def _body(receive: Receive) -> bytes | None:
+    """Return the body, of one that is too large more than is allowed; None: the client has gone."""
     body = b""
     while len(body) <= MAX_BODY:
         message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
         body += message.get("body", b"")
         if not message.get("more_body"):
             break
@@ -96,8 +101,8 @@ def _environ(scope: Scope, body: bytes) -> Environ:
     client = scope.get("client")
     environ: Environ = {
         "REQUEST_METHOD": scope["method"],
-        "SCRIPT_NAME": prefix.encode().decode("latin-1"),
-        "PATH_INFO": path.encode().decode("latin-1"),
+        "SCRIPT_NAME": _as_wsgi(prefix),
+        "PATH_INFO": _as_wsgi(path),
         "QUERY_STRING": scope["query_string"].decode("latin-1"),
         "REMOTE_ADDR": client[0] if client else "",
         "CONTENT_LENGTH": str(len(body)),
@@ -115,3 +120,7 @@ def _environ(scope: Scope, body: bytes) -> Environ:
             before = f"{environ[key]}{joint}" if key in environ else ""
             environ[key] = before + value.decode("latin-1")
     return environ
+
+
+def _as_wsgi(path: str) -> str:
+    return path.encode("utf-8", "surrogateescape").decode("latin-1")

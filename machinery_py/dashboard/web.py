@@ -15,6 +15,7 @@ import hashlib
 import hmac
 import importlib.resources
 import json
+import math
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +28,7 @@ import msgspec
 
 from machinery_py.dashboard.api import Api, HoldsMore
 from machinery_py.dashboard.fleet import Fleet
+from machinery_py.dashboard.guesses import Guesses
 from machinery_py.dashboard.live import PATIENCE, Live, StoreCalls, Stream
 from machinery_py.dashboard.masking import Mask, Masking, mask_secrets
 from machinery_py.dashboard.records import Overview, Problem
@@ -150,10 +152,12 @@ class DashboardWSGI:
 
     def _answer(self, environ: Environ) -> Response:
         user = self._user(environ)
-        method = environ["REQUEST_METHOD"].replace("HEAD", "GET")
+        method = environ["REQUEST_METHOD"]
+        method = "GET" if method == "HEAD" else method
         prefix, path = environ.get("SCRIPT_NAME", ""), environ.get("PATH_INFO", "")
         if not path:  # relative links need the slash
-            place = "/" + quote(prefix.lstrip("/").encode("latin-1")) + "/"
+            place = quote(prefix.strip("/").encode("latin-1"))
+            place = f"/{place}/" if place else "/"
             return Response(308, headers={"Location": place})
         kind, _, rest = path.removeprefix("/").partition("/")
         if kind == "api":
@@ -161,7 +165,7 @@ class DashboardWSGI:
         elif method == "GET":
             response = _static(path.removeprefix("/") or "index.html", environ)
         else:
-            raise RefusedRequest(405, f"found {method}", Allow="GET, HEAD")
+            raise RefusedRequest(405, f"found {quoted(method)}", Allow="GET, HEAD")
         if method == "GET" and not _tokens(environ):
             secure = "; Secure" if environ.get("wsgi.url_scheme") == "https" else ""
             response.headers["Set-Cookie"] = (
@@ -256,18 +260,35 @@ class DashboardWSGI:
 
 
 def basic(expected: str) -> Authenticate:
-    """Return a check of HTTP Basic authentication against `user:password`."""
+    """Return a check of HTTP Basic authentication against `user:password`.
+
+    It raises RefusedRequest for an address that has guessed too often.
+    """
     user, colon, password = expected.partition(":")
     if not (user and colon and password):
         raise ConfigError("auth: found no user or no password (expected user:password)")
+    guesses = Guesses()
 
     def check(environ: Environ) -> str | None:
-        scheme, _, code = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
+        if "HTTP_AUTHORIZATION" not in environ:
+            return None
+        address, cookies = environ.get("REMOTE_ADDR", ""), _tokens(environ)
+        if pause := guesses.pause(address, cookies):
+            raise RefusedRequest(
+                429,
+                f"too many wrong passwords from {quoted(address)}",
+                Retry_After=str(math.ceil(pause)),
+            )
+        scheme, _, code = environ["HTTP_AUTHORIZATION"].partition(" ")
         try:
             given = base64.b64decode(code) if scheme.lower() == "basic" else b""
         except ValueError:
-            return None
-        return user if hmac.compare_digest(given, expected.encode()) else None
+            given = b""
+        if hmac.compare_digest(given, expected.encode()):
+            guesses.was_right(address, cookies)
+            return user
+        guesses.was_wrong(address)
+        return None
 
     return check
 
@@ -318,12 +339,18 @@ def _body(environ: Environ) -> bytes:
         body: bytes = environ["wsgi.input"].read(int(length))
     except OSError as error:
         raise RefusedRequest(400, f"the body has not come: {error}") from None
+    if len(body) < int(length):
+        raise RefusedRequest(400, f"the body has not come whole: found {len(body):,} bytes")
     return body
 
 
 def _static(path: str, environ: Environ) -> Response:
     found = importlib.resources.files("machinery_py.dashboard") / "static"
-    if _FILE.fullmatch(path) is None or not (found := found.joinpath(path)).is_file():
+    try:
+        is_there = _FILE.fullmatch(path) and (found := found.joinpath(path)).is_file()
+    except OSError:  # a name that no file can have, such as one of 300 letters
+        is_there = False
+    if not is_there:
         raise RefusedRequest(404, f"no page {quoted(path)}")
     body = found.read_bytes()
     tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'

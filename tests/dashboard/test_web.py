@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import http.client
 import io
@@ -21,8 +22,9 @@ from machinery_py import Config, ConfigError, Server
 from machinery_py.cli import http as served
 from machinery_py.cli.http import serve
 from machinery_py.dashboard import live, web
+from machinery_py.dashboard.guesses import FREE
 from machinery_py.dashboard.routes import ROUTES
-from machinery_py.dashboard.web import SECURITY
+from machinery_py.dashboard.web import COOKIE, SECURITY, DashboardWSGI
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.dashboard.site import TOKEN, Site, site_of
 from tests.support.apps import Bench, bench
@@ -94,6 +96,8 @@ def test_page_is_asked_for_again_by_its_tag(any_site: Site) -> None:
         "\\..\\api.py",
         "index.html/",
         "%ff",
+        "a" * 300,
+        "a/" * 3000 + "a",
     ],
 )
 def test_no_other_file_is_served(any_site: Site, path: str) -> None:
@@ -218,6 +222,50 @@ def test_a_callable_decides_who_is_answered(bench: Bench, caplog: pytest.LogCapt
     assert broken.status == 500
     assert b"hunter2" not in broken.body
     assert "hunter2" in caplog.text
+
+
+def guess(web: DashboardWSGI, password: str, address: str = "10.0.0.7", cookie: str = "") -> int:
+    environ = {
+        "REQUEST_METHOD": "GET",
+        "PATH_INFO": "/api/schema",
+        "REMOTE_ADDR": address,
+        "HTTP_AUTHORIZATION": basic(f"ada:{password}"),
+        "HTTP_COOKIE": f"{COOKIE}={cookie}",
+        "wsgi.input": io.BytesIO(),
+    }
+    return web.answer(environ).status
+
+
+def test_wrong_passwords_of_one_address_are_slowed(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    web = bench.server.dashboard.wsgi(auth="ada:s3")
+    assert guess(web, "s3", cookie="known") == 200
+
+    wrong = [guess(web, f"hunter{number}") for number in range(300)]
+
+    assert wrong[:FREE] == [401] * FREE
+    assert wrong.count(429) > 200
+    assert guess(web, "s3", "10.0.0.8") == 200  # of another address
+    assert guess(web, "s3", cookie="known") == 200  # of a browser that was let in
+    told = [one.getMessage() for one in caplog.records if "wrong password" in one.message]
+    assert told == ["dashboard: 1 wrong password from '10.0.0.7'"]
+    assert "hunter" not in caplog.text
+
+
+def test_refused_guess_says_when_another_is_tried(bench: Bench) -> None:
+    with site_of(bench.server, auth="ada:s3") as site:
+        site.headers["Authorization"] = basic("ada:no")
+        replies = [site.request("GET", "api/queues") for _ in range(3 * FREE)]
+
+    refused = [reply for reply in replies if reply.status == 429]
+    assert refused[0].headers["Retry-After"] == "1"
+    assert "too many wrong passwords" in refused[0].error
+
+
+def test_right_password_is_never_slowed(bench: Bench) -> None:
+    web = bench.server.dashboard.wsgi(auth="ada:s3")
+    assert {guess(web, "s3") for _ in range(5 * FREE)} == {200}
 
 
 @pytest.mark.parametrize("auth", ["ada", "ada:", ":secret", ""])
@@ -347,47 +395,9 @@ def test_silent_clients_leave_their_place_to_one_that_asks(bench: Bench) -> None
         held = [asking(site, b"GET / HT") for _ in range(served.MOST_CONNECTIONS)]
         for _ in range(3):
             assert site.request("GET", "api/queues").status == 200
-        assert [one.recv(1) for one in held[:3]] == [b""] * 3  # the oldest ones
+        assert held[0].recv(1) == b""  # the oldest one
         for one in held:
             one.close()
-
-
-def refuses(site: Site) -> bool:
-    with closing(socket.create_connection((site.host, site.port), HANG)) as another:
-        another.settimeout(served.TIMEOUT / 2)  # at once, not as one that is slow
-        another.sendall(b"GET /api/queues HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        try:
-            return another.recv(1) == b""
-        except ConnectionError:
-            return True
-
-
-def test_too_many_connections_are_refused_until_there_is_room(bench: Bench) -> None:
-    with site_of(bench.server) as site:
-        head = (
-            b"POST /api/queues/pause HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n"
-            b"Content-Type: application/json\r\nCookie: machinery_csrf=a\r\n"
-            b"X-CSRF-Token: a\r\n\r\n{"
-        )
-        held = [asking(site, head) for _ in range(served.MOST_CONNECTIONS)]
-
-        def is_full() -> bool:
-            if refuses(site):
-                return True
-            held.append(asking(site, head))  # for one that was cut off before it was read
-            return False
-
-        wait_until(is_full)
-        for one in held:
-            one.close()
-
-        def answers() -> bool:
-            try:
-                return site.request("GET", "api/queues").status == 200
-            except OSError:
-                return False
-
-        wait_until(answers)
 
 
 def test_connections_that_got_no_thread_leave_room_for_others(
@@ -403,6 +413,47 @@ def test_connections_that_got_no_thread_leave_room_for_others(
                 with closing(socket.create_connection((site.host, site.port), HANG)) as one:
                     assert one.recv(1) == b""
         assert site.request("GET", "api/queues").status == 200
+
+
+def over_asgi(server: Server, path: str, *messages: dict[str, Any]) -> list[Any]:
+    """Ask the ASGI application, as a server with this body to give; return what it sends."""
+    received, sent = iter(messages), []
+
+    async def receive() -> dict[str, Any]:
+        return next(received)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST" if messages[0].get("body") else "GET",
+        "path": path,
+        "query_string": b"",
+        "headers": [
+            *((key.lower().encode(), value.encode()) for key, value in (JSON | TOKEN).items()),
+            (b"host", b"localhost"),
+        ],
+    }
+    asyncio.run(server.dashboard.asgi()(scope, receive, send))
+    return sent
+
+
+@pytest.mark.parametrize("path", ["/" + "a" * 300, "/a\0", "/\udcff", "/api/" + "a" * 300])
+def test_hostile_path_over_asgi_is_not_found(bench: Bench, path: str) -> None:
+    sent = over_asgi(bench.server, path, {"type": "http.request"})
+    assert sent[0]["status"] == 404
+
+
+def test_body_over_asgi_that_does_not_come_whole_is_not_run(bench: Bench) -> None:
+    body = {"type": "http.request", "body": b'{"queue": "machinery_tasks"}', "more_body": True}
+    gone = {"type": "http.disconnect"}
+
+    assert over_asgi(bench.server, "/api/queues/pause", body, gone) == []
+    assert not paused(bench)
+    whole = {"type": "http.request", "body": b""}
+    assert over_asgi(bench.server, "/api/queues/pause", body, whole)[0]["status"] == 200
+    assert paused(bench)
 
 
 # Streams
