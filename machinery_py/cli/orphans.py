@@ -6,6 +6,9 @@
                                 the only one of a terminal
     all are killed              the kernel kills forked children, as the lifeline is cut (Linux)
 
+Process 1 of a container inherits those whose parent has ended. There the supervisor reaps them when
+they end, or each would keep its number as a zombie.
+
 Limits: a process that has left on purpose is not found: one in a session or group of its own
 (`setsid`) when the worker is killed; without a group, or when all are killed, one whose parent has
 ended (a double fork), and what was executed (subprocess, spawn, forkserver). A service manager ends
@@ -18,6 +21,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Collection
 from contextlib import suppress
 
 from machinery_py.connections import descriptors, proc
@@ -67,6 +71,21 @@ def below(spared: frozenset[int] = frozenset()) -> frozenset[int]:
         )
         found |= last
     return found
+
+
+def reap_inherited(own: Collection[int]) -> None:
+    """Reap what process 1 has inherited and has ended, if this is process 1 (Linux).
+
+    Args:
+        own: what it has started itself; those that had ended before have been reaped.
+    """
+    if sys.platform != "linux" or os.getpid() != 1:
+        return
+    with suppress(ChildProcessError):  # there are none
+        while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if found.si_pid in own:
+                return  # it has ended just now, and SIGCHLD says so: the next look gets past it
+            os.waitpid(found.si_pid, os.WNOHANG)
 
 
 def hold_lifeline() -> None:

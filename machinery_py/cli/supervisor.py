@@ -254,6 +254,7 @@ class Supervisor:
             self._groups.append(orphans.ProcessGroup(child.pid))
             health.forget(self._place, label=self._label(slot), pid=child.pid)
             self._has_ended(slot, child, code)
+        orphans.reap_inherited({child.pid for _, child in self._running()})
         self._groups = [group for group in self._groups if not group.is_over]
         if not self._is_ready and all(slot.has_been_ready for slot in self._slots):
             self._is_ready = True

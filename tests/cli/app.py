@@ -70,6 +70,7 @@ class Running:
         env: dict[str, str],
         own_group: bool,
         program: Sequence[str] = ("-m", "machinery_py"),
+        before: Sequence[str] = (),
     ) -> None:
         number = len(app.running)
         self.out_path, self.err_path = (
@@ -77,7 +78,7 @@ class Running:
         )
         with open(self.out_path, "wb") as out, open(self.err_path, "wb") as err:
             self.process = subprocess.Popen(
-                [sys.executable, *program, *words],
+                [*before, sys.executable, *program, *words],
                 cwd=app.folder,
                 env=env,
                 stdout=out,
@@ -206,6 +207,13 @@ class App:
     def start(self, *words: str, own_group: bool = False, **env: str) -> Running:
         """Start a command that goes on."""
         process = Running(self, words, self.env | env, own_group)
+        self.running.append(process)
+        return process
+
+    def container(self, *words: str) -> Running:
+        """A command that goes on as process 1 of a container; `children` has its number."""
+        before = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc")
+        process = Running(self, words, self.env, False, before=before)
         self.running.append(process)
         return process
 

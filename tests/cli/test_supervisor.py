@@ -9,6 +9,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -686,3 +687,46 @@ def test_supervisor_is_small(app: App) -> None:
 
     assert pss(process.pid) < 15_000
     assert process.stop() == 0
+
+
+# As process 1 of a container
+
+LEAVING = (
+    TASKS
+    + """
+import subprocess
+
+@server.task
+def leave(count: int) -> int:
+    '''Leaves so many orphans behind, and returns the exit code of a program that is its own.'''
+    for number in range(count):
+        leave = "setsid true &" if number % 2 else "true &"
+        subprocess.run(["sh", "-c", leave + " exit 0"])
+    return subprocess.run(["sh", "-c", "exit 7"]).returncode
+"""
+)
+
+
+def zombies(pid: int) -> list[int]:
+    return [one for one in children(pid) if not is_alive(one)]
+
+
+@pytest.mark.parametrize("words", [["-p", "1"], ["-p", "2"], ["--pool", "process"]])
+def test_process_1_reaps_orphans_and_keeps_exit_codes(app: App, words: list[str]) -> None:
+    app.write("tasks.py", LEAVING)
+    if subprocess.run(["unshare", "--user", "--pid", "--fork", "true"], check=False).returncode:
+        pytest.skip("the system allows no namespaces")
+    box = app.container("worker", "tasks", *words)
+    box.wait_ready()
+    [first] = children(box.pid)
+
+    uuids = [app.send("leave", "20") for _ in range(3)]
+    for uuid in uuids:
+        assert "  SUCCESS  7  (" in app.run("result", "tasks", uuid, "--wait").stdout
+    wait_until(lambda: not zombies(first), HANG, "no zombies")
+
+    [victim, *_] = children(first)
+    os.kill(victim, signal.SIGKILL)
+    wait_until(lambda: "was killed by signal 9 (SIGKILL)" in box.err, HANG)
+    os.kill(first, signal.SIGTERM)
+    assert box.wait() == 0
