@@ -14,7 +14,7 @@ from typing import Any
 from machinery_py.cli import logs
 from machinery_py.cli.apps import AppBroken, load
 from machinery_py.cli.processes import die_with_parent
-from machinery_py.connections import forks
+from machinery_py.connections import forks, streams
 from machinery_py.errors import MachineryError
 from machinery_py.worker.child import JobLoop
 from machinery_py.worker.frames import (
@@ -37,6 +37,8 @@ def main(option: str) -> int:
     for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         forks.handle(stop, lambda *_: None)
     die_with_parent(parent, signal.SIGKILL)
+    streams.open_closed()
+    streams.drop_unread()
     faulthandler.enable()
     tasks: FrameReader[Any] = FrameReader(pipes[0], Setup | Job)
     control: FrameReader[Order] = FrameReader(pipes[1], Order)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from machinery_py.cli import logs
 from machinery_py.cli.http import serve
 from machinery_py.cli.processes import until_stopped
+from machinery_py.connections.streams import announce
 from machinery_py.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def dashboard(server: Server, args: argparse.Namespace) -> int:
     logs.configure("", "text")
     web = server.dashboard.wsgi(read_only=args.read_only, auth=checked)
     with until_stopped(), serve(web, args.host, args.port) as address:
-        print(f"Dashboard of {args.app}: {address}  Ctrl+C stops.", flush=True)
+        announce(f"Dashboard of {args.app}: {address}  Ctrl+C stops.")
         threading.Event().wait()
     return 0
 

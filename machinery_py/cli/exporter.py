@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from machinery_py.cli import logs, metrics
 from machinery_py.cli.http import Pages, serve
 from machinery_py.cli.processes import until_stopped
+from machinery_py.connections.streams import announce
 from machinery_py.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def exporter(server: Server, args: argparse.Namespace) -> int:
             lambda: stores.is_up, lambda accepted: metrics.page(lambda: registry, accepted)
         )
         address = stack.enter_context(serve(pages, args.host, args.port))
-        print(f"Metrics of {args.app}: {address}metrics  Ctrl+C stops.", flush=True)
+        announce(f"Metrics of {args.app}: {address}metrics  Ctrl+C stops.")
         threading.Event().wait()
     server.close()
     return 0

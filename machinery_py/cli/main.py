@@ -16,10 +16,12 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import NoReturn, cast
 
 from machinery_py.cli.commands import COMMANDS, GROUPS, MODULE_OF, Command, split_words
 from machinery_py.config.urls import redact, redact_words
+from machinery_py.connections import streams
 from machinery_py.errors import (
     BackendUnavailable,
     BrokerUnavailable,
@@ -56,7 +58,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, like all of ours."""
 
     def error(self, message: str) -> NoReturn:
-        sys.stderr.write(f"machinery: {redact_words(message)} (see: {self.prog} --help)\n")
+        _complain(f"machinery: {redact_words(message)} (see: {self.prog} --help)", WRONG)
         raise SystemExit(WRONG)
 
 
@@ -67,31 +69,40 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
         program: how it was started, for help. One that is not `machinery` has put the app into
             `argv` itself, and its users name none.
     """
+    streams.open_closed()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # for terminals that lack a character
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _run(words, program)
+        code = _run(words, program)
+        sys.stdout.flush()
+        return code
     except MachineryError as error:
         trace = getattr(error, "trace", "")
         return _complain(
             f"{trace}machinery: {error}", UNUSABLE if isinstance(error, STORE_TROUBLE) else WRONG
         )
-    except BrokenPipeError:
-        # The reader of our output has gone. The rest of the buffer must not raise again at the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return DONE
+    except OSError as error:
+        # One of a socket is no answer to anything.
+        if isinstance(error, BrokenPipeError) and streams.is_unread(streams.OUT):
+            return DONE
+        if error.errno in streams.CANNOT_WRITE and error.filename is None:
+            return _complain(f"machinery: the output cannot be written: {error.strerror}", WRONG)
+        raise
     except KeyboardInterrupt:
         return INTERRUPTED
     except SystemExit as end:  # argparse: help and version, or a usage error
         return end.code if isinstance(end.code, int) else DONE
+    finally:
+        streams.finish()
 
 
 def _complain(text: str, code: int) -> int:
     """Write the text to stderr, and return the code."""
-    sys.stdout.flush()
-    sys.stderr.write(text.rstrip("\n") + "\n")
+    with suppress(OSError):  # the code is left
+        sys.stdout.flush()
+        sys.stderr.write(text.rstrip("\n") + "\n")
     return code
 
 

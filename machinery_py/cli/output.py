@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from machinery_py.config.urls import redact, split_urls
+from machinery_py.connections.streams import announce
 from machinery_py.errors import MachineryError
 from machinery_py.texts import get_logger
 from machinery_py.texts import length as length
@@ -115,11 +116,14 @@ def fields(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def say(args: argparse.Namespace, text: str) -> None:
-    """Print the text at once; with JSON logs it is a record, so that programs find nothing else."""
+    """Print the text at once, if somebody reads it.
+
+    With JSON logs it is a record, so that programs find nothing else.
+    """
     if args.log_format == "json":
         logger.info("%s", "; ".join(" ".join(line.split()) for line in text.splitlines()))
     else:
-        print(text, flush=True)
+        announce(text)
 
 
 class Refused(MachineryError):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from machinery_py.cli import logs
 from machinery_py.cli.processes import until_stopped
+from machinery_py.connections.streams import announce
 from machinery_py.contrib.outbox import outboxes_of
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def relay(server: Server, args: argparse.Namespace) -> int:
     with until_stopped(), ExitStack() as stack:
         for one in relays:
             stack.enter_context(one)
-        print(f"Publishing the outbox of {args.app}. Ctrl+C stops.", flush=True)
+        announce(f"Publishing the outbox of {args.app}. Ctrl+C stops.")
         threading.Event().wait()
     server.close()
     return 0

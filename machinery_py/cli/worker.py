@@ -17,6 +17,7 @@ from machinery_py.cli import health, logs, orphans, reload
 from machinery_py.cli.output import READY, clean, many, say, shown_url
 from machinery_py.cli.processes import STACKS, STOP_NOW, Orders, ParentLink, label_of
 from machinery_py.cli.watchdog import BROKEN, Watchdog, copy_of_stderr
+from machinery_py.connections.streams import drop_unread
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable, ConfigError, MachineryError
 from machinery_py.texts import get_logger
 from machinery_py.version import __version__
@@ -34,6 +35,7 @@ INDENT = 11  # columns in front of its values
 
 def worker(args: argparse.Namespace) -> int:
     """Run `machinery worker`."""
+    drop_unread()
     logs.configure(args.log_level or "", args.log_format)
     link = ParentLink(args.child)
     try:
@@ -81,6 +83,7 @@ def _work(args: argparse.Namespace, link: ParentLink) -> int:
 
     def give_sign(line: str) -> bool:
         watchdog.check()
+        drop_unread()
         link.tell(f"answering {is_ready():d}", can_be_dropped=True)
         report()
         return not link.is_child or link.tell(line, can_be_dropped=True)

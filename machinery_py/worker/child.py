@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from machinery_py.app import Application
 from machinery_py.brokers.base import Delivery
-from machinery_py.connections import descriptors, forks, proc
+from machinery_py.connections import descriptors, forks, proc, streams
 from machinery_py.errors import TaskNotRegistered, TimeLimitExceeded
 from machinery_py.registry.outcomes import Batched, Failed, Outcome
 from machinery_py.tasks.context import NO_STATE
@@ -131,6 +131,7 @@ class JobLoop:
             except PipeEnd:
                 break
             if job is not None:
+                streams.drop_unread()  # a task that prints must not fail of it
                 publisher = self._app.publisher
                 publisher.follow(job.clock)
                 outcome, handed_on = self._outcome(job)

@@ -15,7 +15,7 @@ from machinery_py import __version__
 from machinery_py.cli.commands import COMMANDS, split_words
 from machinery_py.cli.main import command_parser, main
 from machinery_py.cli.options import seconds
-from tests.cli.app import App, app_in_a_folder
+from tests.cli.app import HANG, App, app_in_a_folder
 
 app = app_in_a_folder
 
@@ -446,3 +446,44 @@ def test_a_reader_that_goes_away_is_no_error(app: App) -> None:
 
     assert done.stdout == "[\n"
     assert done.stderr == ""
+
+
+# Output that nobody reads
+
+
+def shell(app: App, line: str) -> subprocess.CompletedProcess[str]:
+    """Run a line of bash, in which `machinery` is the program; `$?` of the pipe's first part."""
+    program = f'machinery() {{ {sys.executable} -m machinery_py "$@"; }}; {line}'
+    return subprocess.run(
+        ["bash", "-c", f"{program}; exit ${{PIPESTATUS[0]}}"],
+        cwd=app.folder,
+        env=app.env,
+        text=True,
+        capture_output=True,
+        check=False,
+        timeout=HANG,
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("machinery queues tasks | true", 0),
+        ("machinery worker --help | true", 0),
+        ("machinery queues tasks >&-", 0),
+        ("machinery queues none 2>&1 | true", 2),
+        ("machinery queues none 2>&-", 2),
+        ("machinery queues --none 2>&1 | true", 2),
+        ("machinery queues tasks >/dev/full", 2),
+        ("machinery config tasks --json >/dev/full", 2),
+    ],
+)
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_output_that_cannot_be_written_is_no_traceback(
+    app: App, line: str, code: int, buffered: str
+) -> None:
+    app.env["PYTHONUNBUFFERED"] = buffered
+    done = shell(app, line)
+
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+    assert done.returncode == code, done.stderr

@@ -551,3 +551,54 @@ def test_debugger_works_in_the_worker_of_a_terminal(app: App) -> None:
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(HANG) == 0
     os.close(ours)
+
+
+# Output that nobody reads
+
+PRINTING = (
+    TASKS
+    + """
+@server.task
+def shout(count: int) -> int:
+    for _ in range(count):
+        print("x" * 100, flush=True)
+    return count
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "output"),
+    [
+        ("", "| true"),
+        ("", "| head -1"),
+        ("", ">/dev/full 2>&1"),
+        ("", ">&- 2>&-"),
+        ("-p 2", "2>&1 | true"),
+        ("--pool process", "2>&1 | head -3"),
+    ],
+)
+def test_worker_goes_on_when_nobody_reads_its_output(app: App, words: str, output: str) -> None:
+    app.write("tasks.py", PRINTING)
+    line = f"{sys.executable} -m machinery_py worker tasks {words} {output}"
+    with subprocess.Popen(
+        ["bash", "-c", line],
+        cwd=app.folder,
+        env=app.env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as process:
+        try:
+            uuid = app.send("add", "1", "2")
+            app.run("result", "tasks", uuid, "--wait")
+            if "full" not in output:  # a full disk is the task's own trouble
+                # One that prints in the moment when the reader goes may fail.
+                wait_until(lambda: prints(app), HANG)
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)
+
+
+def prints(app: App) -> bool:
+    uuid = app.send("shout", "100")
+    return app.run("result", "tasks", uuid, "--wait", code=None).returncode == 0
