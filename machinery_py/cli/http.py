@@ -178,7 +178,7 @@ class _HeadTooLong(Exception):
 
 
 class _Incoming(io.RawIOBase):
-    """What a client sends, until the moment by which all of it must have come."""
+    """Request as bytes, until the moment by which all of it must have come."""
 
     def __init__(self, connection: socket.socket, places: _Places) -> None:
         self._connection = connection
@@ -219,7 +219,7 @@ class _Incoming(io.RawIOBase):
 
 
 class _Outgoing(io.BufferedIOBase):
-    """What a client gets. Each piece is sent, or raises, in time."""
+    """Answer as bytes. Each piece is sent, or raises, in time."""
 
     def __init__(self, connection: socket.socket, places: _Places) -> None:
         self._connection = connection

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
 from machinery_py.async_twins import twin
@@ -50,7 +50,8 @@ class Waitable(Generic[R]):
 
     def __init__(self, source: ResultSource) -> None:
         self._source = source
-        self._states: dict[str, TaskState] = {}  # finished ones; they never change again
+        self._states: dict[str, TaskState] = {}  # finished ones
+        self._failed: set[str] = set()  # of them; another look asks again, as a retry may follow
         self._sent_at = -math.inf  # by `time.monotonic`, if it was sent here
 
     def just_sent(self) -> Self:
@@ -72,6 +73,7 @@ class Waitable(Generic[R]):
         """
         if not propagate:
             return cast(R, self._get_all(timeout))
+        self._forget_failures()
         wait = Wait(self, timeout)
         # What was sent just now has not ended: its first look is the one after `watch`.
         is_new = time.monotonic() - self._sent_at <= JUST
@@ -89,7 +91,7 @@ class Waitable(Generic[R]):
                     watched |= new
                 else:
                     listener.wait(wait.next_pause())
-                    self._states.update({one.task_uuid: one for one in listener.told()})
+                    self._know(listener.told())
                 if self._look():
                     break
         finally:
@@ -109,6 +111,7 @@ class Waitable(Generic[R]):
 
         if not propagate:
             return cast(R, await self._get_all_async(timeout))
+        self._forget_failures()
         wait = Wait(self, timeout)
         with self._source.waiters.waiter() as waiter:
             while (pause := await asyncio.to_thread(self._step, wait, waiter)) is not None:
@@ -140,12 +143,14 @@ class Waitable(Generic[R]):
         Raises:
             TaskFailed: as `get`.
         """
+        self._forget_failures()
         return self._value() if self._look() else None
 
     touch_async = twin(touch)
 
     def is_finished(self) -> bool:
         """Return whether `get` would return or raise at once. Does not wait."""
+        self._forget_failures()
         try:
             return self._look()
         except (TaskFailed, ResultExpired):
@@ -157,8 +162,21 @@ class Waitable(Generic[R]):
         """Return the states; finished ones are asked for once."""
         missing = [uuid for uuid in uuids if uuid not in self._states]
         found = self._source.backend.get_states(missing) if missing else {}
-        self._states.update({uuid: state for uuid, state in found.items() if state.is_finished})
+        self._know(state for state in found.values() if state.is_finished)
         return {**found, **{uuid: self._states[uuid] for uuid in uuids if uuid in self._states}}
+
+    def _know(self, finished: Iterable[TaskState]) -> None:
+        for state in finished:
+            self._states[state.task_uuid] = state
+            if state.state is State.FAILURE:
+                self._failed.add(state.task_uuid)
+
+    def _forget_failures(self) -> None:
+        """Ask for the states of failed tasks again, since each may have been retried."""
+        failed, self._failed = self._failed, set()
+        if failed:
+            kept = {uuid: one for uuid, one in self._states.items() if uuid not in failed}
+            self._states = kept
 
     def _result_of(self, state: TaskState) -> Any:
         return self._source.convert(state.task_name, result_value(state.results))
@@ -175,7 +193,7 @@ class Waitable(Generic[R]):
             Unsupported: the backend cannot list its states.
         """
         self._source.backend.delete_finished(self._tasks())
-        self._states = {}
+        self._states, self._failed = {}, set()
 
     forget_async = twin(forget)
 
@@ -275,6 +293,7 @@ class AsyncResult(Waitable[R]):
         Raises:
             StateNotFound: the state expired, or the task was never sent.
         """
+        self._forget_failures()
         return self._states.get(self.uuid) or self._source.backend.get_state(self.uuid)
 
     get_state_async = twin(get_state)

@@ -92,16 +92,18 @@ class GroupResult(Waitable[R]):
     def _values(self) -> list[Any]:
         """Return the value of each member, or its TaskFailed; all have ended."""
         values: list[Any] = []
+        states = self._read(self._uuids)
         for uuid in self._uuids:
             try:
-                raise_if_failed(self._states[uuid])
-                values.append(self._result_of(self._states[uuid]))
+                raise_if_failed(states[uuid])
+                values.append(self._result_of(states[uuid]))
             except TaskFailed as error:
                 values.append(error)
         return values
 
     def progress(self) -> tuple[int, int]:
         """Return how many members have ended, and how many there are. Does not wait."""
+        self._forget_failures()
         self._read(self._uuids)
         return sum(uuid in self._states for uuid in self._uuids), len(self._uuids)
 
@@ -114,13 +116,20 @@ class GroupResult(Waitable[R]):
     revoke_async = twin(revoke)
 
     def _tasks(self) -> Sequence[str]:
-        return (*self._leading, *self._uuids)
+        return (*self._uuids, *self._leading)
 
     def _look(self) -> bool:
         left = 0
         while self._open and not (left := self._look_at(0, LOOK)):
             pass
         return self._look_behind(left)
+
+    def _forget_failures(self) -> None:
+        failed = self._failed
+        super()._forget_failures()
+        if failed:
+            open_ones = failed.union(self._open)
+            self._open = [uuid for uuid in self._tasks() if uuid in open_ones]
 
     def _glance(self, count: int = LOOK) -> bool:
         """Look at so many members only."""
@@ -150,7 +159,8 @@ class GroupResult(Waitable[R]):
         return len(still)
 
     def _value(self) -> R:
-        states = [self._states[uuid] for uuid in self._uuids]
+        known = self._read(self._uuids)  # asks only for what another thread has just forgotten
+        states = [known[uuid] for uuid in self._uuids]
         if self._on_failure == "skip":
             states = [state for state in states if state.state is not State.FAILURE]
         values = [
@@ -180,6 +190,7 @@ class AsCompleted:
 
     def __iter__(self) -> Iterator[AsyncResult[Any]]:
         group, wait = self._group, Wait(self._group, self._timeout)
+        group._forget_failures()
         waiting = {one.uuid: one for one in group.results}
         listener = group._source.backend.listener()
         try:
@@ -196,6 +207,7 @@ class AsCompleted:
         import asyncio  # loaded by now: we are in a coroutine
 
         group, wait = self._group, Wait(self._group, self._timeout)
+        group._forget_failures()
         waiting = {one.uuid: one for one in group.results}
         with group._source.waiters.waiter() as waiter:
             waiter.watch([*waiting])
@@ -212,7 +224,7 @@ class AsCompleted:
         self._group._read([*waiting])
         ended = [waiting.pop(uuid) for uuid in [*waiting] if uuid in states]
         for one in ended:
-            one._states = {one.uuid: states[one.uuid]}
+            one._know([states[one.uuid]])
         return ended
 
 
@@ -281,8 +293,13 @@ class ChainResult(Waitable[R]):
             self._at += 1
         return True
 
+    def _forget_failures(self) -> None:
+        for step in {self.steps[min(self._at, len(self.steps) - 1)], self.steps[-1]}:
+            step._forget_failures()
+
     def _is_past(self, step: AsyncResult[Any]) -> bool:
         """Return whether the step's turn is over. Raises the failure of a step before it."""
+        self._forget_failures()
         return self._look() or self._at > self.steps.index(step)
 
     def _value(self) -> R:
