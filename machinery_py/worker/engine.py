@@ -82,7 +82,7 @@ class Engine(HandlerSetters):
         super().__init__(Reconnect(app, self.name))
         if autoscale is not None:
             concurrency = autoscale[0]
-        self.concurrency = concurrency or app.config.concurrency or 2 * (os.cpu_count() or 1)
+        self._concurrency = concurrency or app.config.concurrency or 2 * (os.cpu_count() or 1)
         self.order = QueueOrder.of(queues or app.config.worker_queues)
         self.queues = self.order.names
         self.burst = burst
@@ -190,7 +190,7 @@ class Engine(HandlerSetters):
             app, session, self._groups, reconnect=self._reconnect, name=self.name
         )
         self._executors = Executors(
-            self.concurrency,
+            self._concurrency,
             session,
             name=self.name,
             on_done=self._settler.put,
@@ -329,7 +329,12 @@ class Engine(HandlerSetters):
         concurrency = concurrency or 2 * (os.cpu_count() or 1)
         if self._session is not None:
             self._receiver.resize(concurrency)
-        self.concurrency = concurrency
+        self._concurrency = concurrency
+
+    @property
+    def concurrency(self) -> int:
+        """Number of tasks that may run at a time now; with `autoscale` it changes by itself."""
+        return self._executors.concurrency if self._session is not None else self._concurrency
 
     def blame(self) -> None:
         """Give a strike to all begun tasks that are not settled, should this process die now."""

@@ -62,6 +62,55 @@ def test_what_is_over_is_there_at_once_the_second_time(bench: Bench) -> None:
     assert [result.get(timeout=HANG), result.get(timeout=0)] == [[3, 7], [3, 7]]
 
 
+@pytest.mark.parametrize("shape", ["task", "group", "skipping group", "chain", "chord", "step"])
+def test_result_that_has_failed_is_new_after_a_retry(bench: Bench, shape: str) -> None:
+    broken = [True]
+
+    @bench.server.task
+    def fragile(value: int) -> int:
+        if broken:
+            raise ConnectionError("away")
+        return value
+
+    one, add = fragile.signature(5), bench.add.signature(1, 2)
+    result: Any = {
+        "task": lambda: fragile.send(5),
+        "group": lambda: group(one, add).send(),
+        "skipping group": lambda: group(one, add).replace(on_failure="skip").send(),
+        "chain": lambda: chain(one, bench.add.partial(1)).send(),
+        "chord": lambda: chord(group(add, one), bench.note.partial("all")).send(),
+        "step": lambda: chain(one, bench.add.partial(1)).send().steps[1],
+    }[shape]()
+    bench.drain()
+    bench.drain()
+    states = [one.state for one in (result.get_state(),)] if shape == "task" else []
+    if shape == "skipping group":
+        assert (result.get(timeout=0), result.progress()) == ([3], (2, 2))
+    else:
+        for look in (result.touch, lambda: result.get(timeout=0)):
+            with pytest.raises(TaskFailed):
+                look()
+        assert result.is_finished()
+    broken.clear()
+
+    retried = bench.server.inspect.retry()
+    if shape == "task":
+        assert (states, result.get_state().state) == ([State.FAILURE], State.PENDING)
+    if shape not in ("chord",):
+        assert not result.is_finished()
+    bench.drain()
+    bench.drain()
+
+    assert retried
+    if shape == "chord":
+        assert result.group.get(timeout=0) == [3, 5]
+    else:
+        expected = {"task": 5, "group": [5, 3], "skipping group": [5, 3], "chain": 6, "step": 6}
+        assert result.get(timeout=0) == expected[shape]
+    if shape == "task":
+        assert result.get_state().state is State.SUCCESS
+
+
 def test_a_failure_is_raised_each_time(bench: Bench) -> None:
     result = bench.fail.send("boom")
     bench.drain()

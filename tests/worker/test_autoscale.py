@@ -86,6 +86,7 @@ def test_worker_grows_to_the_need_at_once_when_tasks_wait() -> None:
     results = [task.send() for _ in range(9)]
     with server.new_worker("w", autoscale=(2, 10)) as worker:
         wait_until(lambda: worker.active == 9, HANG, "nine at a time")
+        assert worker.concurrency == 10
         may_end.set()
         for result in results:
             result.get(HANG)

@@ -16,6 +16,7 @@ from machinery_py import (
     TaskFailed,
     TaskState,
     TimeLimitExceeded,
+    Unsupported,
     chord,
     current_task,
     group,
@@ -74,6 +75,28 @@ class EndingConformance(TaskConformance):
             stubborn.options(retries=1).send(7, "counted").get(timeout=HANG)
         found = [app.calls.count((end,)) for end in ("ok", "missing", "counted")]
         assert found == [7, 3, 2]
+
+    def test_result_that_has_failed_is_new_after_a_retry(self, app: App) -> None:
+        broken = [True]
+
+        @app.server.task
+        def fragile() -> int:
+            if broken:
+                raise ConnectionError("away")
+            return 5
+
+        result = fragile.send()
+        with pytest.raises(TaskFailed, match="away"):
+            result.get(timeout=HANG)
+        assert result.get_state().state is State.FAILURE
+        broken.clear()
+
+        try:
+            assert app.server.inspect.retry([result.uuid]) == [result.uuid]
+        except Unsupported:
+            pytest.skip("messages of failed tasks are not kept")
+        wait_until(result.touch, what="the result of the retry")
+        assert (result.get(timeout=HANG), result.get_state().state) == (5, State.SUCCESS)
 
     def test_postponed_task_fails_at_its_limit(self, app: App) -> None:
         @app.server.task
