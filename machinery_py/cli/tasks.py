@@ -299,8 +299,9 @@ def revoke(server: Server, args: argparse.Namespace) -> int:
         *uuids, headers=headers, terminate=args.terminate, timeout=args.timeout
     )
     if not args.json:
-        late = f"; {many(len(finished), 'of them', 'of them')} had finished already"
-        print(f"revoked {many(len(done.uuids), 'task')}{late if finished else ''}")
+        late = f"; {many(len(finished), 'task')} had ended before"
+        count = len(set(done.uuids) - set(finished))
+        print(f"revoked {many(count, 'task')}{late if finished else ''}")
     print_answers(done, args.timeout, as_json=args.json, finished=finished)
     return 1 if done.missing or done.errors else 0
 

@@ -282,12 +282,17 @@ class Api:
     ) -> Changed:
         """Revoke tasks, as `tasks/retry`, and with `terminate` end those that run.
 
-        Of `uuids`, also those that have ended count as done.
+        Of `uuids`, those that have ended are skipped.
         """
 
         def revoke(uuids: Sequence[str]) -> Sequence[str]:
+            states = self._fleet.app.store.backend.get_states(uuids)
+            ended = {uuid for uuid, state in states.items() if state.is_finished}
+            rest = [uuid for uuid in uuids if uuid not in ended]
+            if not rest:
+                return []
             control = self._fleet.control
-            return control.revoke(*uuids, terminate=terminate, timeout=ASKING).uuids
+            return control.revoke(*rest, terminate=terminate, timeout=ASKING).uuids
 
         return self._change("revoke", revoke, uuids, filter, cursor)
 

@@ -229,7 +229,7 @@ def test_a_revoked_task_is_never_started(app: App) -> None:
     assert app.notes == []
     assert app.state(uuid) == "FAILURE"
     again = app.run("revoke", "tasks", uuid).stdout
-    assert again == "revoked 1 task; 1 of them had finished already\n"
+    assert again == "revoked 0 tasks; 1 task had ended before\n"
     assert app.json("revoke", "tasks", uuid)["finished"] == [uuid]
 
 

@@ -275,6 +275,8 @@ def test_tasks_are_retried_revoked_and_deleted_by_uuid(bench: Bench, site: Site)
 
     assert site.post("tasks/retry", uuids=[failed, waiting])["done"] == 1
     assert site.post("tasks/revoke", uuids=[waiting])["done"] == 1
+    again = site.post("tasks/revoke", uuids=[waiting, "task_unheard-of"])
+    assert (again["done"], again["skipped"]) == (1, 1)  # the other may be on its way
     assert bench.server.result(waiting).get_state().error == "revoked"
     assert site.post("tasks/delete", uuids=[failed, waiting]) == {
         "done": 1,

@@ -119,6 +119,23 @@ def machinery_commands(text: str) -> Iterator[list[str]]:
         yield shlex.split(line, comments=True)
 
 
+def mentioned_commands(text: str) -> Iterator[list[str]]:
+    """The words behind `machinery` of each command inside a sentence, and of manage.py's.
+
+    What is optional or open there is left out, and what stands for a number is one.
+    """
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    found = re.findall(r"`machinery ([^`\n]+)`", prose)
+    found += re.findall(r"(?:`|^\$ )python manage\.py machinery ([^`\n]+)", text, re.MULTILINE)
+    for line in found:
+        told = re.sub(r"\[[^]]*\]|…", "", line)
+        yield [
+            re.sub("^(N|PORT)$", "2", word)
+            for word in shlex.split(told, comments=True)
+            if word not in ("&", "|")
+        ]
+
+
 def pattern_of(output: str) -> re.Pattern[str]:
     """What a command must print: these whole lines, with what differs from run to run left open."""
     lines = [line.rstrip() for line in output.strip("\n").splitlines()]

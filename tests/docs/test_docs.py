@@ -23,7 +23,7 @@ import yaml
 
 import machinery_py
 from machinery_py import errors, events
-from machinery_py.cli.commands import COMMANDS, split_words
+from machinery_py.cli.commands import COMMANDS, GROUPS, split_words
 from machinery_py.cli.main import command_parser
 from machinery_py.cli.options import seconds
 from machinery_py.config.urls import SCHEMES
@@ -51,6 +51,7 @@ from tests.docs.pages import (
     blocks,
     environment,
     machinery_commands,
+    mentioned_commands,
     page_names,
     pattern_of,
     program,
@@ -149,6 +150,31 @@ def test_every_command_that_is_shown_exists_with_its_options() -> None:
         except SystemExit:
             pytest.fail(f"{page}: machinery {shlex.join(words)}")
         split_words(args.words, "", least=command.least, most=command.most)
+
+
+@pytest.mark.parametrize("page", OURS)
+def test_every_command_that_is_mentioned_exists_with_its_options(page: str) -> None:
+    for words in mentioned_commands(read(page)):
+        shown = f"{page}: machinery {shlex.join(words)}"
+        if words[0].startswith("-") or words in [[group] for group in GROUPS]:
+            continue  # of machinery itself, or the name of several
+        name = next((one for one in (" ".join(words[:2]), words[0]) if one in COMMANDS), "")
+        assert name, f"{shown}: no such command"
+        parser, rest = command_parser(COMMANDS[name]), words[len(name.split()) :]
+        flags = {flag for action in parser._actions for flag in action.option_strings}
+        assert {one for one in rest if one.startswith("-")} <= flags, shown
+        if all(one.startswith("-") for one in rest):
+            continue  # a name, and options without their values
+        # A sentence may leave the app out, as it does the program's own words.
+        for given in (rest, ["tasks", *rest]):
+            try:
+                args = parser.parse_intermixed_args(given)
+                split_words(args.words, "", least=COMMANDS[name].least, most=COMMANDS[name].most)
+            except (SystemExit, ValueError):
+                continue
+            break
+        else:
+            pytest.fail(shown)
 
 
 # Links and names

@@ -10,7 +10,8 @@ const PAUSE = 2000; // milliseconds until a step is tried again that the store c
 const TASKS = { thing: "task", field: "uuids", batch: 1000 }; // batch: what the API takes at once
 const LETTERS = { thing: "letter", field: "ids", batch: 100 };
 
-/** path of the API: its words; `only`: which of the chosen ones it changes at all. */
+/** path of the API: its words; `only`: which of the chosen ones it changes at all; `skip`: what
+ * those are that it has not changed. */
 const ACTIONS = {
   "tasks/retry": { ...TASKS, verb: "Retry", ended: "sent again", only: "failed" },
   "tasks/revoke": {
@@ -18,6 +19,7 @@ const ACTIONS = {
     verb: "Revoke",
     ended: "revoked",
     only: "unfinished",
+    skip: "had ended before",
     note: "A task that runs is asked to stop.",
     danger: true,
   },
@@ -85,7 +87,7 @@ function describe(filter) {
 }
 
 function Bulk({ action, ids, filter, onDone, close }) {
-  const { thing, field, batch, verb, ended, only, note, danger } = ACTIONS[action];
+  const { thing, field, batch, verb, ended, only, skip, note, danger } = ACTIONS[action];
   const first = ids ? { phase: "ready", count: ids.length } : { phase: "counting", count: 0 };
   const [at, set] = useState({ ...first, done: 0, skipped: 0 });
   const [terminate, setTerminate] = useState(false);
@@ -149,7 +151,7 @@ function Bulk({ action, ids, filter, onDone, close }) {
     ${phase === "ended" &&
     html`<p role="status" class="result">
       <strong>${plural(done, thing)} ${ended}</strong> in ${duration(took)}.
-      ${skipped > 0 && ` ${number(skipped)} skipped: not ${only}, or gone.`}
+      ${skipped > 0 && ` ${number(skipped)} ${skip || `skipped: not ${only}, or gone`}.`}
     </p>`}
     ${trouble && html`<p class="failed" role="alert">${trouble}</p>`}
     <footer>
