@@ -178,7 +178,9 @@ class Context:
     def note(self, **facts: Any) -> None:
         """Publish facts of the task's own as `result.get_state().notes`, now and when it has ended.
 
-        A fact replaces an earlier one of its name. A retry begins without any.
+        A fact replaces an earlier one of its name. A retry, or a new delivery after a crash, begins
+        without any; the state shows those of the run before until this one notes something, or
+        ends.
 
         Raises:
             ArgumentError: a value is not JSON; nothing was noted.

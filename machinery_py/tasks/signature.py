@@ -226,16 +226,22 @@ def sender_of(steps: Sequence[Step[Any]]) -> Sender:
     """The Server of the first step that has one.
 
     Raises:
-        WorkflowError: all were made by hand.
+        WorkflowError: all were made by hand, or there is none.
     """
-    waiting = list(reversed(steps))
+    waiting, is_empty = list(reversed(steps)), True
     while waiting:
         step = waiting.pop()
         sender: Sender | None = getattr(step, "sender", None)  # a Chain has none
         if sender is not None:
             return sender
-        if not isinstance(step, Signature):
+        if isinstance(step, Signature):
+            is_empty = False
+        else:
             waiting.extend(reversed(cast("Chain[Any]", step).steps))  # or a Group's
+    if is_empty:
+        raise WorkflowError(
+            "a group without members belongs to no Server (use server.send_group or send_chain)"
+        )
     raise WorkflowError(
         "these signatures belong to no Server (use server.send_chain, send_group or send_chord)"
     )

@@ -35,6 +35,7 @@ def project_urls(base: str) -> str:
         f"    Documentation = {base}/blob/{BRANCH}/docs/index.md\n"
         f"    Changelog = {base}/blob/{BRANCH}/CHANGELOG.md\n"
         f"    Issues = {base}/issues\n"
+        "    Machinery = https://github.com/RichardKnop/machinery\n"
     )
 
 
@@ -50,7 +51,7 @@ def is_outside(target: str) -> bool:
 
 def local(target: str, base: str) -> str:
     """Return the repository path that an absolute link leads to; other targets as they are."""
-    prefix = rf"{re.escape(base)}/(?:blob|tree)/{BRANCH}/"
+    prefix = rf"{re.escape(base)}/(?:blob|raw|tree)/{BRANCH}/"
     return re.sub(f"^{prefix}", "", target) if base else target
 
 
@@ -62,6 +63,8 @@ def absolute(text: str, base: str) -> str:
         if target is None or is_outside(target) or target.startswith("#"):
             return found[0]
         kind = "tree" if (ROOT / target.partition("#")[0]).is_dir() else "blob"
+        if target.endswith((".png", ".svg")):
+            kind = "raw"  # the picture itself, not the page that shows it
         return f"]({base}/{kind}/{BRANCH}/{target})"
 
     return _LINK.sub(written, text)

@@ -232,6 +232,7 @@ def test_links_of_the_readme_on_an_index_are_absolute_and_valid() -> None:
     for one in inside:
         path = ROOT / links.local(one, base).partition("#")[0]
         assert path.is_dir() if "/tree/" in one else path.is_file(), one
+        assert ("/raw/" in one) is (path.suffix == ".png"), one  # a page is no picture
 
 
 def test_address_of_the_repository_is_replaced_everywhere(

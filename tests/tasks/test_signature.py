@@ -227,6 +227,8 @@ def test_signature_without_a_server_cannot_send_itself() -> None:
     for step in (sig("a"), sig("a") | sig("b"), group(sig("a"))):
         with pytest.raises(WorkflowError, match="belong to no Server"):
             step.send()
+    with pytest.raises(WorkflowError, match=r"without members .*use server\.send_group"):
+        group().send()
 
 
 def test_a_workflow_is_sent_by_the_first_that_has_a_server() -> None:
