@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 TRIES = 3  # new processes that may end before they have read the task
+NEARLY = 0.8  # of the most memory: the next process is started then
 START_PAUSE = 5.0  # seconds until a task is tried again whose process could not start
 
 
@@ -68,7 +69,7 @@ class ProcessPool:
         setup: what they import. Raises ConfigError if that cannot be told.
         by_default: whether tasks that do not say where run in processes.
         max_tasks: jobs after which a process is renewed; 0: any number.
-        max_memory: bytes in memory after which it is renewed; 0: any.
+        max_memory: bytes in memory with which it gets no other task; 0: any.
 
     Attributes:
         calls: number of calls so far.
@@ -240,8 +241,15 @@ class ProcessPool:
 
     def _give_back(self, process: TaskProcess) -> None:
         """Make it idle, or end it if it was killed or is to be renewed."""
-        if 0 < self._max_memory < process.memory and process.successor is None:
+        if 0 < NEARLY * self._max_memory < process.memory and process.successor is None:
             self._warm_up(process)
+        if 0 < self._max_memory < process.memory and process.started == 1:
+            logger.warning(
+                "a task process has %d MB after its first task: it is renewed for each one "
+                "(max_memory_per_child is %d MB)",
+                process.memory // 2**20,
+                self._max_memory // 2**20,
+            )
         with self._lock:
             if not (self.is_closed or process.is_killed or self._is_worn(process)):
                 self._idle.append(process)
@@ -252,9 +260,13 @@ class ProcessPool:
         _end(process)
 
     def _is_worn(self, process: TaskProcess) -> bool:
-        """Return whether it is to be renewed: its pool is, it has run enough, or it is too large
-        and the next one is warm."""
+        """Return whether it is to be renewed.
+
+        Its pool is, it has run enough, it is too large, or nearly so and the next one is warm.
+        """
         if self._max_tasks and process.started >= self._max_tasks:
+            return True
+        if 0 < self._max_memory < process.memory:
             return True
         if process.generation < self._generation:
             return True

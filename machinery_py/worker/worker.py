@@ -203,7 +203,7 @@ class Worker(Engine):
 
     def _wait(self) -> None:
         while not self._stop_request.is_made:
-            self._stop_request.wait(0.1 if self.burst else 0.5)
+            self._stop_request.wait(0.1 if self.burst or self._max_per_child[1] else 0.5)
             if self._reconnect.given_up is not None:
                 raise self._reconnect.given_up
             failure = self._failure()

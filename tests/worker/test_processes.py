@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -567,6 +568,22 @@ def test_process_that_grew_is_renewed() -> None:
         wait_until(lambda: pooled.where.send().get(HANG) != first, HANG, "another process")
 
     assert children() == set()
+
+
+def test_process_with_too_much_memory_gets_no_other_task(caplog: pytest.LogCaptureFixture) -> None:
+    with server.new_worker("w", 1, max_memory_per_child=200 * 2**20):
+        first = pooled.grow.send(250 * 2**20).get(HANG)
+        assert pooled.where.send().get(HANG) != first
+
+    assert "MB after its first task: it is renewed for each one" in caplog.text
+
+
+def test_tasks_that_each_grow_a_little_share_the_bound() -> None:
+    size = 50 * 2**20
+    with server.new_worker("w", 1, max_memory_per_child=200 * 2**20):
+        pids = [pooled.grow.send(size).get(HANG) for _ in range(15)]
+
+    assert max(Counter(pids).values()) <= 4  # with the fourth, at the latest, it has too much
 
 
 def test_processes_of_a_server_that_no_module_has_are_refused() -> None:
