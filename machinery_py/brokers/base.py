@@ -175,6 +175,7 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The message counts of a queue.
 
     Attributes:
+        running: messages that consumers hold, prefetched ones, too.
         oldest_at: when its oldest waiting message was put there.
         paused: nothing is claimed from it.
     """

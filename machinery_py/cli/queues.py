@@ -33,7 +33,7 @@ def queues(server: Server, args: argparse.Namespace) -> int:
     columns: dict[str, Callable[[QueueReport], str]] = {
         "QUEUE": lambda one: f"{one.queue} (paused)" if one.paused else one.queue,
         "WAITING": lambda one: f"{one.waiting:,}",
-        "RUNNING": lambda one: f"{one.running:,}",
+        "HELD": lambda one: f"{one.running:,}",
         "DELAYED": lambda one: f"{one.delayed:,}",
         "FAILED": lambda one: f"{one.failed:,}",
         "OLDEST": lambda one: length(one.oldest) if one.oldest else NONE,

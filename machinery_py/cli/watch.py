@@ -179,7 +179,7 @@ def picture(
         ]
         for one in queues
     ]
-    heads = ["QUEUE", "WAITING", "RUNNING", "DELAYED", "DEAD", "RUNS/S"]
+    heads = ["QUEUE", "WAITING", "HELD", "DELAYED", "DEAD", "RUNS/S"]
     parts.append(table(heads, rows, range(1, 6)))
     parts.append(_workers(state, workers, now))
     parts += [text for text in (_tasks(state), _runs(state), _failures(state)) if text]

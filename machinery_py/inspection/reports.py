@@ -16,6 +16,8 @@ class QueueReport(msgspec.Struct, frozen=True, kw_only=True):
     """The state of one queue.
 
     Attributes:
+        running: messages that workers have: of tasks that run, and those that they have prefetched.
+            `server.control.workers().stats()` has the number that run.
         failed: tasks that failed and whose states are still kept.
         oldest: seconds that its oldest waiting message has waited.
         per_minute: tasks that ended in the last minute.

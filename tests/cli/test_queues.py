@@ -190,9 +190,9 @@ def test_queues_are_a_table_with_right_aligned_numbers(app: App) -> None:
     app.send("add", "1", "2", "--delay", "1h")
 
     head, line = app.run("queues", "tasks").stdout.splitlines()
-    assert head == "QUEUE            WAITING  RUNNING  DELAYED  FAILED  OLDEST  PER MIN"
+    assert head == "QUEUE            WAITING  HELD  DELAYED  FAILED  OLDEST  PER MIN"
     assert re.fullmatch(
-        r"machinery_tasks        2        0        1       0 +[\d.]+ \w+        0", line
+        r"machinery_tasks        2     0        1       0 +[\d.]+ \w+        0", line
     )
     (one,) = app.json("queues", "tasks")
     assert {

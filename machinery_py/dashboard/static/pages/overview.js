@@ -24,7 +24,7 @@ function Tiles({ overview: { queues, workers } }) {
   return html`<ul class="tiles">
     <${Tile} name="Waiting" value=${sum(queues, "waiting")} href="#/queues"
       note=${oldest ? `oldest ${duration(oldest)}` : "nothing waits"} />
-    <${Tile} name="Running" value=${sum(queues, "running")} note="right now"
+    <${Tile} name="Held" value=${sum(queues, "running")} note="running or prefetched"
       href=${tasks("RECEIVED", "STARTED")} />
     <${Tile} name="Delayed" value=${sum(queues, "delayed")} note="for a later time"
       href=${tasks("PENDING", "RETRY")} />

@@ -35,7 +35,7 @@ const tasksIn = (...state) => (one) => link("tasks", { queue: one.queue, state }
 export const COUNTS = [
   queueColumn,
   figure("Waiting", "waiting", tasksIn("PENDING")),
-  figure("Running", "running", tasksIn("RECEIVED", "STARTED")),
+  figure("Held", "running", tasksIn("RECEIVED", "STARTED")),
   figure("Delayed", "delayed"),
   figure("Failed", "failed", tasksIn("FAILURE")),
   figure("Dead", "dead", (one) => link("dead", { queue: one.queue })),
