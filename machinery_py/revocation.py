@@ -17,26 +17,34 @@ begins a task and the process that revokes it, one writes the final state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 from machinery_py.app import Application
-from machinery_py.backends.base import REVOKED_LIFE
+from machinery_py.backends.base import REVOKED_LIFE, SETTLED
+from machinery_py.brokers.base import PURGE_STEP, Message
 from machinery_py.errors import DecodeError, MachineryError
 from machinery_py.events import TaskFailed, TaskRevoked
 from machinery_py.names import check_encodable
 from machinery_py.registry.outcomes import REVOKED, Failed, broken, failing_of
-from machinery_py.stores.base import Firing, in_place_of
+from machinery_py.stores.base import Firing, change_of, in_place_of
 from machinery_py.tasks.context import on_behalf_of
 from machinery_py.tasks.plans import PREFIX
 from machinery_py.tasks.signature import Signature
 from machinery_py.tasks.states import State, TaskState
 from machinery_py.texts import get_logger
+from machinery_py.wire.signatures import decode_signature
 
 logger = get_logger(__name__)
 
 # Seconds after its ETA; a worker that gets the message makes it REVOKED_LIFE from then.
 WAITING_LIFE = 366 * 86400.0
+PURGED = Failed(
+    error="revoked: its message was deleted from its queue", error_type="Revoked", retryable=False
+)
+WAITED = frozenset((State.PENDING, State.RETRY))
+BEGUN = frozenset((State.RECEIVED, State.STARTED))
 
 
 def revoke(app: Application, uuids: Sequence[str]) -> bool:
@@ -76,6 +84,10 @@ def _ended(uuid: str) -> str:
     return f"ended {uuid}"
 
 
+def _both(uuids: Iterable[str]) -> list[str]:
+    return [name for uuid in uuids for name in (uuid, _ended(uuid))]
+
+
 def _end_waiting(app: Application, state: TaskState) -> bool:
     """Fail a task that has not begun. True: groups have an arrival."""
     try:
@@ -91,15 +103,19 @@ def _end_waiting(app: Application, state: TaskState) -> bool:
     if not fire(app, firing):
         return False  # it has begun, or ended
     app.report_sent(sent)
+    _report(app, signature, REVOKED)
+    return bool(firing.arrivals)
+
+
+def _report(app: Application, signature: Signature[Any], outcome: Failed) -> None:
     if TaskRevoked in app.events.wanted:
         app.events.emit(TaskRevoked(signature=signature, worker=""))
     if TaskFailed in app.events.wanted:
         app.events.emit(
             TaskFailed(
-                signature=signature, worker="", error=REVOKED.error, error_type=REVOKED.error_type
+                signature=signature, worker="", error=outcome.error, error_type=outcome.error_type
             )
         )
-    return bool(firing.arrivals)
 
 
 def end_unheld(
@@ -185,9 +201,88 @@ def revoked_among(app: Application, signatures: Sequence[Signature[Any]]) -> dic
 
 def let_go(app: Application, uuids: Iterable[str]) -> None:
     """Keep these revocations for a short time: the messages of their tasks are gone."""
-    names = [name for uuid in uuids for name in (uuid, _ended(uuid))]
+    names = _both(uuids)
     try:
         if names:
             app.store.backend.revoke(names, REVOKED_LIFE)
     except MachineryError as error:
         logger.debug("revocations are kept for longer than is needed: %s", error)
+
+
+# Purging a queue: each of its tasks is revoked, in steps of Broker.purge_each.
+#
+#     1  backend: the tasks are revoked; those that wait become FAILURE, with their follow-up
+#     2  broker:  the messages are deleted
+#     3  backend: tasks that had begun, and whose messages came back, become FAILURE as well; the
+#                 revocations of step 1 are forgotten
+#
+# After a crash behind 1 the messages are still there, and a worker drops them, as revoked ones.
+
+
+def purge(app: Application, queue: str, progress: Callable[[int], object] | None = None) -> int:
+    """Revoke the tasks that wait in a queue, and delete its messages; return how many.
+
+    Messages without a record of ours, as those of Go programs, are only deleted.
+
+    Args:
+        progress: called after each step with the number so far.
+
+    Raises:
+        BackendUnavailable, BrokerUnavailable, PublishRefused, PublishUnknown: some of it is done;
+            repeat it.
+    """
+    count = 0
+    for gone in app.store.broker.purge_each(queue, functools.partial(_end_purged, app, WAITED)):
+        count += len(gone)
+        _end_purged(app, BEGUN, gone)
+        if progress is not None:
+            progress(count)
+    return count
+
+
+def _end_purged(app: Application, which: Container[State], messages: Sequence[Message]) -> None:
+    """Fail those tasks of purged messages that are in one of these states.
+
+    With WAITED they are revoked before, with BEGUN this is forgotten.
+    """
+    backend = app.store.backend
+    if not backend.features.keeps:
+        return
+    known = [one for one in messages if one.uuid]
+    for start in range(0, len(known), PURGE_STEP):
+        some = known[start : start + PURGE_STEP]
+        names = _both(one.uuid for one in some)
+        if which is WAITED:
+            # Of messages that stay, after all: as of other revoked tasks.
+            due = max((one.eta for one in some if one.eta is not None), default=None)
+            ahead = (due - app.now()).total_seconds() if due is not None else 0.0
+            backend.revoke(names, max(0.0, ahead) + WAITING_LIFE)
+        _end_those(app, which, some)
+        if which is BEGUN:
+            backend.revoke(names, 0.0)
+
+
+def _end_those(app: Application, which: Container[State], messages: Sequence[Message]) -> None:
+    backend = app.store.backend
+    states = backend.get_states([one.uuid for one in messages])
+    ending = list[tuple[Signature[Any], Firing, Sequence[Signature[Any]]]]()
+    for message in messages:
+        state = states.pop(message.uuid, None)
+        if state is None or state.state not in which:
+            continue
+        try:
+            signature = decode_signature(message.body)
+        except DecodeError as error:
+            logger.error("what follows task %s cannot be decoded: %s", message.uuid, error)
+            continue
+        if signature.run == state.run or state.state is State.RETRY:
+            ending.append((signature, *end_unheld(app, signature, PURGED, state)))
+    # One step of the backend for all that send nothing: most do not.
+    quiet = [one for one in ending if not one[1].send]
+    changes = [change_of(firing) for _, firing, _ in quiet]
+    verdicts = backend.apply(changes) if changes else ()
+    ended = [one for one, verdict in zip(quiet, verdicts, strict=True) if verdict is SETTLED]
+    ended += [one for one in ending if one[1].send and fire(app, one[1])]
+    for signature, _, sent in ended:
+        app.report_sent(sent)
+        _report(app, signature, PURGED)

@@ -104,7 +104,7 @@ class Server(TaskRegistrar):
         self.before_task, self.after_task = hooks.before_task, hooks.after_task
         self.on_success, self.on_retry = hooks.on_success, hooks.on_retry
         self.on_failure, self.worker_part = hooks.on_failure, hooks.worker_part
-        self.inspect, self.events = Inspector(self.app), self.app.events
+        self.inspect, self.events = Inspector(self.app, settle_ready_groups), self.app.events
         limit = functools.partial(change_limit, self.app)
         self.control = Control(lambda: self.broker, self.app.lamport, self.revoke, limit)
         self.declared = Declared()

@@ -347,7 +347,10 @@ class Backend(RecordKeeper, StateLister, ABC):
 
     @abstractmethod
     def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
-        """Remember that these are not to be started, for so many seconds; the last call counts."""
+        """Remember that these are not to be started, for so many seconds; the last call counts.
+
+        0 forgets them, on some stores a second later.
+        """
 
     @abstractmethod
     def revoked(self, uuids: Sequence[str]) -> set[str]:

@@ -277,6 +277,9 @@ class MappingBackend(TransactionalBackend):
         until = self.now() + dt.timedelta(seconds=life)
         with self._transaction():
             self._tables.revoked.update(dict.fromkeys(uuids, until))
+            if life <= 0:
+                for uuid in uuids:
+                    del self._tables.revoked[uuid]
 
     def revoked(self, uuids: Sequence[str]) -> set[str]:
         with self._transaction():

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import datetime as dt
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -21,6 +22,10 @@ from machinery_py.connections.durability import Concern
 from machinery_py.errors import DecodeError, Unsupported
 from machinery_py.tasks.signature import Signature
 from machinery_py.wire.signatures import decode_signature
+
+UNLIMITED = 2**31 - 1
+PURGE_STEP = 200  # messages of one step of `Broker.purge_each`, at most
+PURGE_BYTES = 4_000_000  # bytes that such a step is kept to, as far as sizes are known before
 
 
 class BrokerFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -386,6 +391,26 @@ class Broker(ABC):
     @abstractmethod
     def purge(self, queue: str) -> int:
         """Delete the waiting and delayed messages of a queue; how many they were."""
+
+    def purge_each(
+        self, queue: str, before: Callable[[Sequence[Message]], object]
+    ) -> Iterator[Sequence[Message]]:
+        """Delete the messages of a queue as `purge` does, in steps; yield those that are gone.
+
+        What was put after the begin may stay. A message that a consumer claims meanwhile is not
+        yielded; messages of a broker that cannot list them are not seen by `before`.
+
+        Args:
+            before: called with the messages of each step before they are deleted; if it raises,
+                they stay.
+        """
+        found: list[Message] = []
+        with suppress(Unsupported):
+            found += self.pending(queue, UNLIMITED)
+            found += (one for one in self.delayed(UNLIMITED) if one.queue == queue)
+        before(found)
+        self.purge(queue)
+        yield found
 
     def pause(self, queue: str) -> None:
         """Let no consumer claim from this queue, from the return of this call until `resume`.

@@ -6,12 +6,14 @@ import datetime as dt
 import os
 import secrets
 import socket
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
 from machinery_py.brokers.base import (
+    PURGE_BYTES,
+    PURGE_STEP,
     WAITING,
     Consumer,
     DeadLetter,
@@ -21,6 +23,25 @@ from machinery_py.brokers.base import (
     WorkerInfo,
 )
 from machinery_py.errors import MachineryError
+
+Id = TypeVar("Id")
+
+
+def in_steps(sized: Iterable[tuple[Id, int]]) -> Iterator[list[Id]]:
+    """Divide messages into the steps of `Broker.purge_each`.
+
+    Args:
+        sized: their ids, each with the bytes of its message.
+    """
+    some, weight = list[Id](), 0
+    for id, size in sized:
+        if some and (len(some) == PURGE_STEP or weight + size > PURGE_BYTES):
+            yield some
+            some, weight = [], 0
+        some.append(id)
+        weight += size
+    if some:
+        yield some
 
 
 def new_letter(

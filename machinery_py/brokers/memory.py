@@ -10,7 +10,7 @@ import heapq
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -74,9 +74,12 @@ class _Waiting:
             found.append(heapq.heappop(turned if is_turned else others))
         return found
 
-    def clear(self) -> None:
+    def keep(self, entries: Iterable[_Entry]) -> None:
+        """Forget all but these."""
         self._turned.clear()
         self._others.clear()
+        for entry in entries:
+            self.add(entry)
 
 
 @dataclass(slots=True)
@@ -327,12 +330,33 @@ class MemoryBroker(Broker):
             waiting = self._queues.get(queue, _Waiting())
             kept = [item for item in self._delayed if item[1].message.queue != queue]
             count = len(waiting) + len(self._delayed) - len(kept)
-            waiting.clear()
-            for key in [key for key in self._turns if key[0] == queue]:
-                self._turns[key] = self._turns[key][0], {}
+            waiting.keep(())
+            self._forget_turns(queue)
             heapq.heapify(kept)
             self._delayed = kept
             return count
+
+    def _forget_turns(self, queue: str) -> None:
+        for key in [key for key in self._turns if key[0] == queue]:
+            self._turns[key] = self._turns[key][0], {}
+
+    def purge_each(
+        self, queue: str, before: Callable[[Sequence[Message]], object]
+    ) -> Iterator[Sequence[Message]]:
+        with self.hub.lock:
+            entries = [*sorted(self._queues.get(queue, ()))]
+            entries += (entry for _, entry in self._delayed if entry.message.queue == queue)
+            messages = [entry.message for entry in entries]
+            before(messages)
+            # What that has sent to this queue, for instance error callbacks, stays.
+            gone = set(map(id, entries))
+            waiting = [entry for entry in self._queues.get(queue, ()) if id(entry) not in gone]
+            self._delayed = [item for item in self._delayed if id(item[1]) not in gone]
+            heapq.heapify(self._delayed)
+            if not waiting:
+                self._forget_turns(queue)
+            self._queues.get(queue, _Waiting()).keep(waiting)
+        yield messages
 
     def pause(self, queue: str) -> None:
         with self.hub.lock:

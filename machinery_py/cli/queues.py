@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from machinery_py.control.answers import WorkerStats
     from machinery_py.inspection import QueueReport
     from machinery_py.server import Server
+
+TOLD_EVERY = 5.0  # seconds between two lines about a purge that takes long
 
 
 def queues(server: Server, args: argparse.Namespace) -> int:
@@ -92,9 +95,22 @@ def purge(server: Server, args: argparse.Namespace) -> int:
         raise MachineryError(f"no queue {queue!r} (there is: {', '.join(sorted(found)) or 'none'})")
     if found[queue] > 1:
         confirm(args, f"delete {many(found[queue], 'task')} that wait in {queue!r}?")
-    deleted = server.inspect.purge(queue)
+    deleted = server.inspect.purge(queue, progress=_told_of(found[queue]))
     text = f"deleted {many(deleted, 'task')} from {queue!r}"
     return answer(args, {"queue": queue, "deleted": deleted}, text)
+
+
+def _told_of(all: int) -> Callable[[int], None]:
+    """Return what tells on stderr, each TOLD_EVERY seconds, how far a purge is."""
+    told_at = time.monotonic()
+
+    def tell(count: int) -> None:
+        nonlocal told_at
+        if time.monotonic() - told_at >= TOLD_EVERY:
+            told_at = time.monotonic()
+            note(f"{count:,} of {max(all, count):,} deleted")
+
+    return tell
 
 
 def declare(server: Server, args: argparse.Namespace) -> int:

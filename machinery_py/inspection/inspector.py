@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from machinery_py.app import Application
 from machinery_py.async_twins import twin
@@ -36,6 +36,7 @@ from machinery_py.inspection.search import (
     summary,
 )
 from machinery_py.names import check_queue
+from machinery_py.revocation import purge
 from machinery_py.tasks.attempts import attempts_of
 from machinery_py.tasks.states import State, TaskState
 from machinery_py.texts import get_logger, quoted
@@ -91,8 +92,10 @@ def _module(app: Application) -> str:
 class Inspector:
     """The methods of `server.inspect`; any thread may call them, and each has an `_async` twin."""
 
-    def __init__(self, app: Application) -> None:
+    def __init__(self, app: Application, settle: Callable[[Application], object]) -> None:
+        """`settle`: settles the groups that are ready."""
         self._app = app
+        self._settle = settle
 
     def queues(self) -> list[QueueReport]:
         """Return a report for each queue that has ever been used.
@@ -357,10 +360,24 @@ class Inspector:
 
     retry_async = twin(retry)
 
-    def purge(self, queue: str) -> int:
-        """Delete all waiting and delayed messages of a queue, and return how many."""
+    def purge(self, queue: str, *, progress: Callable[[int], object] | None = None) -> int:
+        """Revoke the tasks that wait in a queue or are delayed for it; return how many messages.
+
+        Each ends as FAILURE (error type "Revoked"), with all that follows: error callbacks, chords
+        that end, keys that are free. Then its message is deleted. Tasks that other programs sent
+        without a record are only deleted. What is sent meanwhile may stay.
+
+        Args:
+            progress: called after each step, of some hundred messages, with the number so far.
+
+        Raises:
+            BackendUnavailable, BrokerUnavailable, PublishRefused, PublishUnknown: some of it is
+                done; repeat it.
+        """
         check_queue(queue)
-        return self._app.store.broker.purge(queue)
+        count = purge(self._app, queue, progress)
+        self._settle(self._app)
+        return count
 
     purge_async = twin(purge)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import datetime as dt
 import random
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TypeVar
 
 from machinery_py.backends.base import (
@@ -234,6 +234,11 @@ class FlakyBroker(Broker):
 
     def purge(self, queue: str) -> int:
         return self.inner.purge(queue)
+
+    def purge_each(
+        self, queue: str, before: Callable[[Sequence[Message]], object]
+    ) -> Iterator[Sequence[Message]]:
+        return self.inner.purge_each(queue, before)
 
     def pause(self, queue: str) -> None:
         self.faults.broker("pause", lambda: self.inner.pause(queue))

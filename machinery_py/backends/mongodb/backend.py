@@ -281,8 +281,10 @@ class MongoBackend(DriverUser, Backend, OutboxBackend):
     @step("revoking tasks")
     def revoke(self, store: Store, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
         until = self.driver.now() + int(life * 1e6)
-        writes = [
+        writes: list[UpdateOne | DeleteOne] = [
             UpdateOne({"_id": uuid}, {"$set": {"expires_at": until}}, upsert=True)
+            if life > 0
+            else DeleteOne({"_id": uuid})
             for uuid in dict.fromkeys(uuids)
         ]
         for start in range(0, len(writes), BATCH):

@@ -423,6 +423,10 @@ class SQLiteBackend(TransactionalBackend):
         return counts_of(self._read(_COUNTED, step * 1_000_000, step, micros(moment)))
 
     def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
+        if life <= 0:
+            return self._change(
+                "DELETE FROM revoked WHERE uuid IN (SELECT value FROM json_each(?))", as_json(uuids)
+            )
         until = self.driver.now() + int(life * 1e6)
         self._change(
             "INSERT OR REPLACE INTO revoked SELECT value, ? FROM json_each(?)",

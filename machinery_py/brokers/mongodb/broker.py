@@ -13,7 +13,7 @@ transactions a batch becomes visible message by message.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -26,7 +26,7 @@ from machinery_py.brokers.base import (
     QueueStats,
     WorkerInfo,
 )
-from machinery_py.brokers.entries import close_all
+from machinery_py.brokers.entries import close_all, in_steps
 from machinery_py.brokers.liveness import HeartbeatJudge, has_ended, log_loss, read_record
 from machinery_py.brokers.mongodb.consumer import KIND, ORDER, MongoConsumer, beat_in
 from machinery_py.brokers.mongodb.messages import (
@@ -60,6 +60,8 @@ LEASE = 10.0  # seconds without a heartbeat until a consumer is given up
 TOKEN_LIFE = 600 * 1_000_000  # µs; longer than anybody repeats a submission
 SWEEP = 60.0  # seconds between two looks for old tokens
 INTENTS = 100  # submissions of dead senders that are carried out in one step
+
+_PURGED = [Status.WAITING, Status.TAKEN, Status.DELAYED]
 
 MESSAGES = "messages"  # kind of a token whose intent is messages alone
 
@@ -411,9 +413,38 @@ class MongoBroker(DriverUser, Broker):
 
     @step("purging a queue")
     def purge(self, store: Store, queue: str) -> int:
-        gone = [Status.WAITING, Status.TAKEN, Status.DELAYED]
-        query = {"queue": queue, "status": {"$in": gone}}
+        query = {"queue": queue, "status": {"$in": _PURGED}}
         return store.machinery_messages.delete_many(query).deleted_count
+
+    def purge_each(
+        self, queue: str, before: Callable[[Sequence[Message]], object]
+    ) -> Iterator[Sequence[Message]]:
+        for ids in in_steps(self._purgeable(queue)):
+            before(self._queued(ids))
+            yield self._delete_queued(ids)
+
+    @step("purging a queue")
+    def _purgeable(self, store: Store, queue: str) -> list[tuple[str, int]]:
+        """Return the ids of the messages that wait in a queue, and the sizes of their bodies."""
+        found = store.machinery_messages.aggregate(
+            [
+                {"$match": {"queue": queue, "status": {"$in": _PURGED}}},
+                {"$sort": {"order": 1}},
+                {"$project": {"size": {"$binarySize": "$body"}}},
+            ]
+        )
+        return [(one["_id"], one["size"]) for one in found]
+
+    @step("purging a queue")
+    def _queued(self, store: Store, ids: Sequence[str]) -> list[Message]:
+        query = {"_id": {"$in": ids}, "status": {"$in": _PURGED}}
+        return [message_of(one) for one in store.machinery_messages.find(query)]
+
+    @step("purging a queue", again=False)
+    def _delete_queued(self, store: Store, ids: Sequence[str]) -> list[Message]:
+        query = {"status": {"$in": _PURGED}}
+        found = (store.machinery_messages.find_one_and_delete({"_id": id, **query}) for id in ids)
+        return [message_of(one) for one in found if one is not None]
 
     @step("pausing a queue")
     def pause(self, store: Store, queue: str) -> None:

@@ -17,7 +17,7 @@ import contextlib
 import time
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from machinery_py.brokers.base import (
     Broker,
@@ -220,6 +220,13 @@ class AMQPBroker(Broker, PutsAhead):
         queue = self.topology.queue_of(queue)
         with self._inspecting(f"purging {queue!r}") as inspection:
             return inspection.purge(queue)
+
+    def purge_each(
+        self, queue: str, before: Callable[[Sequence[Message]], object]
+    ) -> Iterator[Sequence[Message]]:
+        queue = self.topology.queue_of(queue)
+        with self._inspecting(f"purging {queue!r}") as inspection:
+            yield from inspection.purge_each(queue, before)
 
     def _queues(self) -> list[str]:
         with self._inspecting("listing queues") as inspection:

@@ -19,14 +19,20 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-from machinery_py.brokers.base import DeadLetter
+from machinery_py.brokers.base import PURGE_STEP, DeadLetter, Message
 from machinery_py.brokers.rabbitmq.fetch import Fetch, GetFetch, Getter, drain
-from machinery_py.brokers.rabbitmq.messages import LATE, QUEUE, ReceivedMessage, letter_of
+from machinery_py.brokers.rabbitmq.messages import (
+    LATE,
+    QUEUE,
+    ReceivedMessage,
+    letter_of,
+    message_of,
+)
 from machinery_py.brokers.rabbitmq.topology import LEVELS, Topology
 from machinery_py.connections.rabbitmq.client import LOCKED, NOT_FOUND, AmqpDriver
 from machinery_py.connections.rabbitmq.io_thread import Channel, ChannelLost, resolve
@@ -80,6 +86,25 @@ class Inspection:
         delayed = [one for one in self.delayed() if one.text(QUEUE) == queue]
         self.delete(delayed)
         return int(frame.method.message_count) + len(delayed)
+
+    def purge_each(
+        self, queue: str, before: Callable[[Sequence[Message]], object]
+    ) -> Iterator[Sequence[Message]]:
+        """Delete as `purge`; messages of each step are taken, shown to `before`, and deleted."""
+        left = self.count(queue) or 0
+        while left > 0 and (found := self._drained(queue, min(left, PURGE_STEP))):
+            left -= len(found)
+            messages = [message_of(one) for one in found]
+            before(messages)
+            self.delete(found)
+            yield messages
+        delayed = [one for one in self.delayed() if one.text(QUEUE) == queue]
+        for start in range(0, len(delayed), PURGE_STEP):
+            some = delayed[start : start + PURGE_STEP]
+            messages = [message_of(one, queue=queue) for one in some]
+            before(messages)
+            self.delete(some)
+            yield messages
 
     def queues(self) -> tuple[list[str], list[str]]:
         """Return all queues that were ever used, and those to which delayed messages were sent."""

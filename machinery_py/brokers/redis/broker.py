@@ -12,13 +12,15 @@ import itertools
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from machinery_py.bounds import STEP_BYTES, pieces
 from machinery_py.brokers.base import (
+    PURGE_BYTES,
+    PURGE_STEP,
     Broker,
     BrokerFeatures,
     DeadLetter,
@@ -27,7 +29,7 @@ from machinery_py.brokers.base import (
     WorkerInfo,
     size_of_message,
 )
-from machinery_py.brokers.entries import close_all
+from machinery_py.brokers.entries import close_all, in_steps
 from machinery_py.brokers.liveness import (
     HeartbeatJudge,
     SessionInfo,
@@ -46,11 +48,11 @@ from machinery_py.brokers.redis.messages import (
     letter_of,
     message_of,
     message_of_go,
+    message_parked,
     named,
     noted,
     packed_batch,
     packed_limits,
-    unwrapped,
 )
 from machinery_py.brokers.redis.mover import MOVE, DueMover
 from machinery_py.brokers.redis.topics import RedisSubscription, append_records
@@ -65,6 +67,7 @@ from machinery_py.errors import BrokerUnavailable, PublishRefused, PublishUnknow
 
 LEASE = 10.0  # seconds without a beat until a consumer is given up
 ROOM = MOVE  # messages in a list, to which house-keeping then brings no more that are due
+FIRST_STEP = 20  # messages of a purge's first step, whose sizes nobody knows
 COUNT = 2000  # delayed messages that are looked at in one step
 PATIENCE = 0.5  # seconds that one `tend` moves delayed messages: a million must not delay the beats
 OTHERS = 50  # queues of others that are looked at in one step: there may be ten thousand
@@ -253,10 +256,7 @@ class RedisBroker(Broker):
         found: list[tuple[int, Message]] = []
         for queue, due, member in rows:
             if queue:
-                priority, parks, label, body = unwrapped(member)
-                message = message_of(
-                    body, queue=queue.decode(), label=label, priority=priority, parks=parks, due=due
-                )
+                message = message_parked(member, queue.decode(), due)
             else:
                 message = message_of_go(member, due)
             found.append((due, message))
@@ -313,16 +313,57 @@ class RedisBroker(Broker):
         return list(found.values())
 
     def purge(self, queue: str) -> int:
-        delayed_key = self.driver.limits.delayed_key.encode()
-        ours: list[msgspec.Raw] = []
-        for start in itertools.count(0, COUNT):
-            place = b"%d" % start, b"%d" % (start + COUNT - 1)
-            members = self._ask(b"ZREVRANGE", delayed_key, *place, doing="purging a queue")
-            ours += map(raw, bodies_for(queue, members))
-            if len(members) < COUNT:
-                break
+        ours = list(map(raw, self._late_for(queue)))
         steps = [ours[start : start + COUNT] for start in range(0, len(ours), COUNT)] or [[]]
         return sum(int(self.driver.run(scripts.PURGE, queue_keys(queue), step)) for step in steps)
+
+    def purge_each(
+        self, queue: str, before: Callable[[Sequence[Message]], object]
+    ) -> Iterator[Sequence[Message]]:
+        keys = queue_keys(queue)
+        left, size = self.waiting(queue), FIRST_STEP
+        while left > 0 and (found := self.pending(queue, min(left, size))):
+            left -= len(found)
+            before(found)
+            yield self._without(keys, found)
+            weight = max(1, sum(len(one.body) for one in found))
+            size = max(1, min(PURGE_STEP, len(found) * PURGE_BYTES // weight))
+        yield from self._purge_delayed(keys, before)
+
+    def _purge_delayed(
+        self, keys: tuple[str, str], before: Callable[[Sequence[Message]], object]
+    ) -> Iterator[Sequence[Message]]:
+        parked = f"{keys[1]}z".encode()
+        members = self._ask(b"ZRANGE", parked, b"0", b"-1", b"WITHSCORES", doing="purging a queue")
+        found: list[tuple[Message, bytes, bool]] = []
+        for member, due in zip(members[::2], members[1::2], strict=True):
+            found.append((message_parked(member, keys[0], int(float(due))), member, True))
+        for member in self._late_for(keys[0]):
+            found.append((message_of_go(member, 0), member, False))
+        sized = [(place, len(member)) for place, (_, member, _) in enumerate(found)]
+        for places in in_steps(sized):
+            some = [found[place] for place in places]
+            before([message for message, _, _ in some])
+            rows = [(is_parked, raw(member)) for _, member, is_parked in some]
+            gone = self.driver.run(scripts.UNPARK, keys, rows, again=False)
+            yield [message for (message, _, _), one in zip(some, gone, strict=True) if one]
+
+    def _late_for(self, queue: str) -> list[bytes]:
+        """Return the members of Go's delayed set that are for this queue."""
+        key, found = self.driver.limits.delayed_key.encode(), list[bytes]()
+        for start in itertools.count(0, COUNT):
+            place = b"%d" % start, b"%d" % (start + COUNT - 1)
+            members = self._ask(b"ZREVRANGE", key, *place, doing="purging a queue")
+            found += bodies_for(queue, members)
+            if len(members) < COUNT:
+                break
+        return found
+
+    def _without(self, keys: tuple[str, str], messages: Sequence[Message]) -> list[Message]:
+        """Delete these messages, which were the first of a queue; return those that were there."""
+        bodies = [raw(one.body) for one in messages]
+        gone = self.driver.run(scripts.REMOVE, keys, bodies, again=False)
+        return [message for message, one in zip(messages, gone, strict=True) if one]
 
     def pause(self, queue: str) -> None:
         self._run_and_wake(scripts.PAUSE, queue_keys(queue))

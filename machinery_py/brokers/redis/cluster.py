@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -24,7 +24,7 @@ from machinery_py.brokers.base import (
     QueueStats,
     WorkerInfo,
 )
-from machinery_py.brokers.entries import close_all
+from machinery_py.brokers.entries import close_all, in_steps
 from machinery_py.brokers.liveness import log_loss
 from machinery_py.brokers.queue_limits import QueueLimit
 from machinery_py.brokers.redis import scripts
@@ -327,6 +327,22 @@ class ClusterBroker(Broker):
         if gos := bodies_for(queue, members):
             gone = self._ask(b"ZREM", self._go_key, *gos, doing=doing)
         return int(gone) + self._of(queue).purge(queue)
+
+    def purge_each(
+        self, queue: str, before: Callable[[Sequence[Message]], object]
+    ) -> Iterator[Sequence[Message]]:
+        yield from self._of(queue).purge_each(queue, before)
+        doing = "purging a queue"
+        members = self._ask(b"ZRANGE", self._go_key, b"0", b"-1", doing=doing)
+        gos = bodies_for(queue, members)
+        for places in in_steps([(place, len(body)) for place, body in enumerate(gos)]):
+            some = [gos[place] for place in places]
+            before([message_of_go(body, 0) for body in some])
+            yield [
+                message_of_go(body, 0)
+                for body in some
+                if self._ask(b"ZREM", self._go_key, body, doing=doing)
+            ]
 
     def pause(self, queue: str) -> None:
         self._register([queue])

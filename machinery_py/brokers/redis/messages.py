@@ -141,6 +141,12 @@ def priority_of(level: int) -> int:
     return level if level < FAIR // 2 else -(-level // FAIR) - 1
 
 
+def message_parked(member: bytes, queue: str, due: int) -> Message:
+    """Read one of our own delayed set that is due at this moment, in µs."""
+    priority, parks, label, body = unwrapped(member)
+    return message_of(body, queue=queue, label=label, priority=priority, parks=parks, due=due)
+
+
 # Messages in Go's delayed set
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sqlite3
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -26,7 +26,7 @@ from machinery_py.brokers.base import (
     QueueStats,
     WorkerInfo,
 )
-from machinery_py.brokers.entries import close_all
+from machinery_py.brokers.entries import close_all, in_steps
 from machinery_py.brokers.liveness import is_suspended
 from machinery_py.brokers.queue_limits import QueueLimit
 from machinery_py.brokers.sqlite.consumer import PROMOTE, RELEASE, SQLiteConsumer
@@ -69,6 +69,7 @@ _WAITING = (
 )
 _FORGET = "DELETE FROM tokens WHERE token IN (SELECT token FROM tokens WHERE used_at < ? LIMIT ?)"
 _NEXT_DUE = "SELECT min(due_at) FROM messages INDEXED BY messages_delayed WHERE status = 1"
+_MESSAGE = "uuid, name, queue, body, due_at, priority, parks, tenant"
 _LETTER = ("id", "uuid", "name", "queue", "body", "reason", "error", "strikes", "died_at")
 _DEAD = f"SELECT {', '.join(_LETTER)} FROM dead"
 _SESSIONS = "SELECT id, key, pid, place, beat_at, worker, host, queues, started_at FROM sessions"
@@ -256,23 +257,9 @@ class SQLiteBroker(Broker):
         )
 
     def _messages(self, index: str, where: str, parameters: Sequence[object]) -> list[Message]:
-        columns = "uuid, name, queue, body, due_at, priority, parks, tenant"
-        query = f"SELECT {columns} FROM messages INDEXED BY {index} WHERE {where}"
+        query = f"SELECT {_MESSAGE} FROM messages INDEXED BY {index} WHERE {where}"
         with self.driver.reading() as connection:
-            rows = connection.execute(query, parameters).fetchall()
-        return [
-            Message(
-                uuid=uuid,
-                name=name,
-                queue=queue,
-                body=body,
-                eta=None if due_at is None else moment_of(due_at),
-                priority=priority,
-                parks=parks,
-                tenant=tenant,
-            )
-            for uuid, name, queue, body, due_at, priority, parks, tenant in rows
-        ]
+            return [_message(row) for row in connection.execute(query, parameters)]
 
     def stats(self) -> list[QueueStats]:
         self._promote_due()
@@ -333,6 +320,31 @@ class SQLiteBroker(Broker):
                 ).rowcount
                 for status in (0, 1)
             )
+
+    def purge_each(
+        self, queue: str, before: Callable[[Sequence[Message]], object]
+    ) -> Iterator[Sequence[Message]]:
+        with self.driver.reading() as connection:
+            rows = connection.execute(
+                "SELECT id, length(body) FROM messages WHERE status IN (0, 1) AND queue = ?"
+                " ORDER BY id",
+                (queue,),
+            ).fetchall()
+        where = "WHERE status IN (0, 1) AND id IN (SELECT value FROM json_each(?))"
+        for ids in in_steps(rows):
+            with self.driver.reading() as connection:
+                found = connection.execute(
+                    f"SELECT {_MESSAGE} FROM messages {where}", (as_json(ids),)
+                ).fetchall()
+            before([_message(row) for row in found])
+            with self.driver.transaction() as connection:
+                found = connection.execute(
+                    f"DELETE FROM messages {where} RETURNING {_MESSAGE}", (as_json(ids),)
+                ).fetchall()
+            yield [_message(row) for row in found]
+        with self.driver.transaction() as connection:
+            if not connection.execute(_WAITING, (queue,)).fetchone()[0]:
+                forget_turns(connection, queue)
 
     def pause(self, queue: str) -> None:
         with self.driver.transaction() as connection:
@@ -405,6 +417,20 @@ def _row(message: Message, now: int) -> tuple[object, ...]:
         message.parks,
         now,
         message.body,
+    )
+
+
+def _message(row: Sequence[Any]) -> Message:
+    uuid, name, queue, body, due_at, priority, parks, tenant = row
+    return Message(
+        uuid=uuid,
+        name=name,
+        queue=queue,
+        body=body,
+        eta=None if due_at is None else moment_of(due_at),
+        priority=priority,
+        parks=parks,
+        tenant=tenant,
     )
 
 

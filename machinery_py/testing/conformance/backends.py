@@ -301,6 +301,12 @@ class BackendConformance(ListingConformance):
 
         assert backend.revoked(["year", "new"]) == {"year", "new"}
 
+    def test_revocation_can_be_taken_back(self, backend: Backend, clock: ManualClock) -> None:
+        backend.revoke(["a", "b"])
+        backend.revoke(["a"], 0.0)
+        clock.advance(2.0)
+        assert backend.revoked(["a", "b"]) == {"b"}
+
     def test_purged_state_is_gone(self, backend: Backend) -> None:
         write(backend, state_of("a", State.SUCCESS), state_of("b"))
         backend.purge_state("a")

@@ -21,6 +21,7 @@ import time
 import pytest
 
 from machinery_py.brokers.base import (
+    PURGE_STEP,
     WAITING,
     Broker,
     Consumer,
@@ -473,6 +474,36 @@ class BrokerConformance(
         assert consumer.dispose(back(held)) == [True]
         assert bodies(consumer.receive(5, 0)) == [b"held"]
         assert sorted(bodies(broker.consume(["r"], worker="w").receive(5, 0))) == [b"r", b"r late"]
+
+    def test_messages_are_seen_before_they_are_purged(
+        self, broker: Broker, consumer: Consumer, clock: ManualClock
+    ) -> None:
+        put(broker, b"held")
+        (held,) = consumer.receive(1, 0)
+        bodies_put = [b"%d" % number for number in range(PURGE_STEP + 1)]
+        put(broker, *bodies_put)
+        eta = seconds(clock.now(), 5.0)
+        broker.put([message(b"late", eta=eta), message(b"r", queue="r")], token="")
+
+        def refuse(_: object) -> None:
+            raise KeyError
+
+        with pytest.raises(KeyError):
+            list(broker.purge_each("q", refuse))
+        seen: list[Message] = []
+        gone = [one for step in broker.purge_each("q", seen.extend) for one in step]
+
+        assert sorted(one.body for one in gone) == sorted([*bodies_put, b"late"])
+        assert [one.body for one in seen] == [one.body for one in gone] or not (
+            broker.features.peeking
+        )
+        assert list(broker.purge_each("nobody", seen.extend)) in ([], [[]])
+        clock.advance(5.5)
+        broker.tend()
+        assert consumer.receive(5, 0) == []
+        assert consumer.dispose(back(held)) == [True]
+        assert bodies(consumer.receive(5, 0)) == [b"held"]
+        assert bodies(broker.consume(["r"], worker="w").receive(5, 0)) == [b"r"]
 
     def test_second_handle_sees_the_same_messages(self, open_broker: OpenBroker) -> None:
         one, two = open_broker(), open_broker()

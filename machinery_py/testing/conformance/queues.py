@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from machinery_py import Arg, QueueFull, Server, Signature, State, Unsupported, group
+from machinery_py import (
+    Arg,
+    QueueFull,
+    Server,
+    Signature,
+    State,
+    TaskFailed,
+    TaskState,
+    Unsupported,
+    chord,
+    group,
+)
+from machinery_py.brokers.base import PURGE_STEP, Delivery
+from machinery_py.stores.base import Mark
 from machinery_py.testing.conformance.application import App
 from machinery_py.testing.conformance.messages import MessageConformance
 from machinery_py.testing.waiting import HANG, together, wait_until
@@ -60,6 +73,63 @@ class QueueConformance(MessageConformance):
         assert after.running(burst=True).launch(signals=False) == 0
         assert waits.get(timeout=HANG) == 3
         after.close()
+
+    def test_purged_tasks_fail_and_what_follows_happens(self, idle: App) -> None:
+        queue = idle.server.config.default_queue
+        purged, late = idle.add.send(1, 2), idle.add.options(delay=3600.0).send(1, 2)
+        steps = (idle.add.signature(1, 2) | idle.add.partial(3)).send()
+        told = idle.server.send_task(
+            idle.add.signature(1, 2).replace(on_error=(idle.note.signature("told"),))
+        )
+        other = idle.echo.options(queue="other").send("stays")
+        joined = chord(
+            [idle.add.options(queue="other").signature(1, 1), idle.add.signature(2, 2)],
+            idle.total.partial(),
+        ).send()
+        seen: list[int] = []
+
+        assert idle.server.inspect.purge(queue, progress=seen.append) == 5
+
+        for result in (purged, late, steps, told, joined):
+            with pytest.raises(TaskFailed, match="its message was deleted from its queue"):
+                result.get(timeout=HANG)
+        assert purged.get_state().error_type == "Revoked"
+        assert seen[-1] == 5
+        assert seen == sorted(seen)
+        with idle.running(queues=[queue, "other"]):
+            assert other.get(timeout=HANG) == "stays"
+            assert ("told",) in [call[-1:] for call in idle.wait_for("told")]
+        backend, uuids = idle.server.backend, [purged.uuid, late.uuid, told.uuid]
+        wait_until(lambda: not backend.revoked(uuids), what="no revocation that is needed no more")
+
+    def test_purged_task_that_had_begun_fails(self, idle: App) -> None:
+        lost = idle.wait.send("lost")
+        session = idle.server.app.store.open_session(
+            [idle.server.config.default_queue], worker="dying"
+        )
+        deliveries: list[Delivery] = []
+        wait_until(lambda: deliveries.extend(session.receive(1, 0.1)) or bool(deliveries))
+        begun = TaskState(task_uuid=lost.uuid, task_name="wait", state=State.STARTED)
+        session.settle([], [Mark(delivery=deliveries[0], state=begun)])
+        session.close()  # gives the message back
+        wait_until(lambda: idle.server.inspect.queues()[0].waiting == 1)
+
+        assert idle.server.inspect.purge(idle.server.config.default_queue) == 1
+
+        with pytest.raises(TaskFailed, match="its message was deleted from its queue"):
+            lost.get(timeout=HANG)
+
+    def test_paused_queue_of_several_steps_is_purged(self, idle: App) -> None:
+        queue, inspect = idle.server.config.default_queue, idle.server.inspect
+        if idle.server.broker.features.pausing:
+            inspect.pause(queue)
+        many = group(idle.add.signature(1, 1) for _ in range(PURGE_STEP + 30)).send()
+
+        assert inspect.purge(queue) == len(many)
+
+        assert {one.get_state().state for one in many} == {State.FAILURE}
+        assert inspect.purge(queue) == 0
+        assert [one.waiting for one in inspect.queues() if one.queue == queue] == [0]
 
     def test_weighted_queue_does_not_starve_behind_a_full_one(self, idle: App) -> None:
         app = App(Server(idle.server.config.replace(prefetch=0)), idle)

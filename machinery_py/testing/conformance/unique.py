@@ -188,6 +188,7 @@ class UniqueConformance(AppCase):
             "expiry",
             "arguments",
             "purge",
+            "purged queue",
         ],
     )
     def test_key_is_free_however_a_task_ends(self, idle: App, end: str) -> None:
@@ -211,6 +212,10 @@ class UniqueConformance(AppCase):
             first = task.options(expires=-1.0 if end == "expiry" else HANG).send(1)
         if end == "revoke":
             first.revoke()
+            assert not task.send(1).duplicate
+            return
+        if end == "purged queue":
+            assert idle.server.inspect.purge(idle.server.config.default_queue) == 1
             assert not task.send(1).duplicate
             return
         if end == "purge":
