@@ -25,6 +25,7 @@ ON_TIME = 10.0, 60.0
 WINDOWS: dict[CatchUp, float] = {"skip": 0.0, "latest": 86400.0, "all": 3600.0}
 LONGEST_RUN = 86400.0  # seconds after which a run that has not ended holds the next one up no more
 MOST_WAITING = 100  # ticks that wait for the one before them; more are left out
+AHEAD = 60.0  # seconds that the last tick may lie ahead of the clock, however short the interval
 COUNTED = 1000  # missed ticks that are counted at once
 
 
@@ -130,6 +131,18 @@ def due(entry: ScheduleEntry, schedule: Schedule, now: dt.datetime) -> Due | Non
         last = _latest(schedule, entry.last, now) or first
         return Due(tick=None, last=last, missed=_count(schedule, entry.last, last) + 1)
     return Due(tick=wanted, last=wanted, missed=_count(schedule, entry.last, wanted))
+
+
+def is_ahead(entry: ScheduleEntry, schedule: Schedule, now: dt.datetime) -> bool:
+    """Return whether `last` is wrong: more than one tick, and AHEAD, behind `now`.
+
+    It was written while the store's clock was ahead. Nothing would be sent until that moment.
+    """
+    if (entry.last - now).total_seconds() <= AHEAD:
+        return False
+    first = schedule.next(now)
+    second = schedule.next(first) if first is not None else None
+    return second is not None and second <= entry.last
 
 
 def _first_wanted(entry: ScheduleEntry, schedule: Schedule, now: dt.datetime) -> dt.datetime | None:

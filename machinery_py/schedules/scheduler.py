@@ -34,6 +34,7 @@ from machinery_py.schedules.definition import (
     decode_entry,
     due,
     encode_entry,
+    is_ahead,
     is_over,
     run_of,
 )
@@ -174,6 +175,7 @@ class Scheduler:
         if records.bodies is not None:
             self._version = records.version
             self._take(records.bodies)
+        self._find_ahead()
         if records.era != self._era:
             gone = sorted(
                 self._declared.all().keys() - self._known.keys() - self._unreadable.keys()
@@ -221,6 +223,13 @@ class Scheduler:
             logger.error("schedule %s is left alone: %s", name, error)
             return
         self._known[name] = Known(body, entry, schedule, self._due_at(entry, schedule))
+
+    def _find_ahead(self) -> None:
+        """Let those be repaired at once whose last tick lies ahead: the clock was, at that look."""
+        now = self.now()
+        for known in self._known.values():
+            if known.entry.last > now and is_ahead(known.entry, known.schedule, now):
+                known.due_at = now
 
     def _due_at(self, entry: ScheduleEntry, schedule: Schedule) -> dt.datetime | None:
         if entry.paused:
@@ -284,6 +293,8 @@ class Scheduler:
     def _act(self, known: Known, now: dt.datetime) -> bool:
         """Do one step of one schedule. False: another scheduler was faster."""
         entry = known.entry
+        if is_ahead(entry, known.schedule, now):
+            return self._set_right(known, now)
         if entry.waiting and self._is_over(entry, now):
             tick, *rest = entry.waiting
             return self._send(known, entry.replace(waiting=tuple(rest)), tick)
@@ -292,6 +303,18 @@ class Scheduler:
             known.due_at = self._due_at(entry, known.schedule)
             return True
         return self._take_step(known, step, now)
+
+    def _set_right(self, known: Known, now: dt.datetime) -> bool:
+        entry = known.entry
+        logger.warning(
+            "schedule %s: its last tick is at %s, %.0f s from now: the store's clock was ahead, or "
+            "is behind now (is NTP running?); it goes on from now",
+            entry.name,
+            entry.last.isoformat(),
+            (entry.last - now).total_seconds(),
+        )
+        waiting = tuple(tick for tick in entry.waiting if tick <= now)
+        return self._amend(known, entry.replace(last=now, claimed=None, waiting=waiting))
 
     def _take_step(self, known: Known, step: Due, now: dt.datetime) -> bool:
         entry = known.entry.replace(last=step.last, missed=known.entry.missed + step.missed)
@@ -325,7 +348,7 @@ class Scheduler:
         following = known.schedule.next(tick) or tick + dt.timedelta(days=1)
         if following <= now:
             return self._amend(known, entry.replace(missed=entry.missed + 1))
-        if claimed is not None and (now - claimed).total_seconds() < CLAIM:
+        if claimed is not None and abs((now - claimed).total_seconds()) < CLAIM:
             known.due_at = claimed + dt.timedelta(seconds=CLAIM)
             return True
         if not self._amend(known, known.entry.replace(claimed=now)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import logging
+import pathlib
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -255,16 +256,47 @@ def test_every_stays_on_its_grid(app: App) -> None:
     assert (first, second) == ("03:04:05", "03:05:35")
 
 
-def test_a_clock_that_goes_back_fires_nothing_twice(app: App) -> None:
+def test_a_clock_that_goes_back_a_little_fires_nothing_twice(app: App) -> None:
     app.declare("* * * * *")
+    app.declare("@every 30m", "e")
     app.go(120)
     assert len(app.ticks()) == 2
-    app.clock._start -= dt.timedelta(minutes=10)
+    app.clock._start -= dt.timedelta(seconds=55)
     app.restart()
-    app.go(600)
+    app.go(55)
     assert len(app.ticks()) == 2
     app.go(60)
     assert app.ticks()[2:] == ["03:07:00"]
+
+
+@pytest.mark.parametrize("url", ["memory://", "sqlite"])
+@pytest.mark.parametrize("is_running", [True, False])
+def test_clock_that_was_ahead_once_stops_no_schedule(
+    clock: ManualClock,
+    url: str,
+    is_running: bool,
+    tmp_path: pathlib.Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    app = App(clock, f"sqlite:///{tmp_path}/store.db" if url == "sqlite" else url)
+    app.declare("* * * * *", catch_up="skip")
+    app.declare("@every 40s", "e")
+    app.declare("0 5 * * *", "daily")
+    app.go(120)
+    clock._start += dt.timedelta(days=1)
+    app.go(1)
+    clock._start -= dt.timedelta(days=1)
+    if not is_running:
+        app.restart()
+
+    app.go(120)
+
+    assert app.ticks()[-2:] == ["03:07:00", "03:08:00"]
+    assert app.ticks("e")[-2:] == ["03:06:47", "03:07:27"]
+    logged = [one.getMessage() for one in caplog.records]
+    found = [line for line in logged if "its last tick is at" in line]
+    assert sorted(line.split()[1].rstrip(":") for line in found) == ["e", "s"]
+    app.server.close()
 
 
 class _Wrong:
