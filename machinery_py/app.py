@@ -17,6 +17,7 @@ from machinery_py.brokers.queue_limits import QueueLimit
 from machinery_py.clock import Clock
 from machinery_py.config.config import Config
 from machinery_py.connections.forks import ForkLock
+from machinery_py.connections.server_clock import ServerClock
 from machinery_py.control.lamport import LamportClock
 from machinery_py.control.stream import ServerEvents
 from machinery_py.errors import (
@@ -183,7 +184,7 @@ class Application:
             return NOTHING
         for group in groups:
             check_uuid(group.group_uuid, self.config.default_queue)
-        now = self.clock.now()
+        now = self.now()
         messages: list[Message] = []
         states: list[TaskState] = []
         sent: list[Signature[Any]] = []
@@ -208,7 +209,7 @@ class Application:
         if RUNNING.get() is not None:
             signature = signature.replace(headers=self._inherited(signature))
         if not COUNTED.isdisjoint(signature.headers):
-            signature = counted(signature, self.clock.now())
+            signature = counted(signature, self.moment())
         if self.pre_publish is not None:
             signature = self.pre_publish(signature) or signature
         return signature
@@ -283,7 +284,7 @@ class Application:
 
     def refusal(self, message: Message, error: Exception) -> Refusal:
         """Return what replaces a message that is refused for good: the failure of its task."""
-        now, text = self.clock.now(), f"it cannot be sent: {error}"
+        now, text = self.now(), f"it cannot be sent: {error}"
         signature = decode_signature(message.body)
         outcome = Failed(error=text, error_type=type(error).__name__, retryable=False)
         then, out = self.failed_unheld(signature, outcome, queue=message.queue)
@@ -308,7 +309,7 @@ class Application:
         self, signature: Signature[Any], outcome: Failed, *, queue: str
     ) -> tuple[FollowUp, Outgoing]:
         """Return what follows when a task fails that no worker holds, and what is sent then."""
-        now = self.clock.now()
+        now = self.now()
         try:
             then = follow_up(signature, outcome, now=now)
         except DecodeError as error:
@@ -384,7 +385,7 @@ class Application:
         Raises:
             QueueFull: they are more than a limit, so that there will never be room for them.
         """
-        now, limits = self.clock.now(), self.config.queue_limits
+        now, limits = self.now(), self.config.queue_limits
         adds = Counter(one.queue for one in messages if one.eta is None or one.eta <= now)
         found = [QueueLimit(one, limits[one], adds[one]) for one in adds if one in limits]
         for limit in found:
@@ -504,4 +505,12 @@ class Application:
         return found
 
     def now(self) -> dt.datetime:
-        return self.clock.now()
+        """Return the moment by the store's clock, as it was last measured."""
+        return self.stores.clock.now()
+
+    def moment(self) -> dt.datetime:
+        """Return the moment from which a delay is counted; asks the store's clock at first."""
+        clock = self.stores.clock
+        if isinstance(clock, ServerClock):
+            clock.ask()
+        return clock.now()

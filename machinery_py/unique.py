@@ -124,7 +124,7 @@ class UniqueSending:
             headers[HEADER_UNIQUE_START] = "keep"
         eta = signature.eta
         if settings.debounce is not None and eta is None:
-            eta = app.now() + dt.timedelta(seconds=settings.debounce)
+            eta = app.moment() + dt.timedelta(seconds=settings.debounce)
         self.signature = app.stamped(signature.replace(headers=headers, eta=eta))
         self.holder = signature.uuid
         self._token = new_uuid("")

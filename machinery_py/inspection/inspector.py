@@ -102,7 +102,7 @@ class Inspector:
 
         `failed` and `per_minute` are 0 with a backend that cannot list its states.
         """
-        store, now = self._app.store, self._app.clock.now()
+        store, now = self._app.store, self._app.now()
 
         def ended(seconds: float) -> dict[str, tuple[int, int]]:
             if not store.backend.features.listing:
@@ -252,7 +252,7 @@ class Inspector:
         The steps are those of unix time; one in which nothing ended is left out. Redis knows the
         last hour, other stores what they still keep.
         """
-        moment = self._app.clock.now() - dt.timedelta(seconds=seconds)
+        moment = self._app.now() - dt.timedelta(seconds=seconds)
         return self._app.store.backend.finished_since(moment, max(1, step))
 
     history_async = twin(history)

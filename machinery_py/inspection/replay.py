@@ -58,7 +58,7 @@ def replay(app: Application, pairs: Sequence[Sent], mended: Sequence[TaskState] 
 def _replay_batch(
     app: Application, pairs: Sequence[Sent], mended: Sequence[TaskState] = ()
 ) -> list[str]:
-    now = app.clock.now()
+    now = app.now()
     submission = Submission(
         token=new_uuid(""),
         messages=[

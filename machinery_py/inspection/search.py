@@ -89,7 +89,7 @@ def moment(app: Application, given: dt.datetime | float | None) -> dt.datetime |
     if isinstance(given, dt.datetime) and given.tzinfo is None:
         raise ArgumentError(f"{given!r} has no time zone (give an aware datetime, or seconds)")
     if isinstance(given, int | float):
-        return app.clock.now() - dt.timedelta(seconds=given)
+        return app.now() - dt.timedelta(seconds=given)
     return given
 
 

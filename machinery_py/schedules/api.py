@@ -293,7 +293,7 @@ class Schedules:
     def _report(self, entry: ScheduleEntry) -> ScheduleReport:
         definition = entry.definition
         schedule = definition.schedule(entry.name)
-        start = entry.last if schedule.every else max(entry.last, self._app.clock.now())
+        start = entry.last if schedule.every else max(entry.last, self._app.now())
         return ScheduleReport(
             name=entry.name,
             spec=definition.spec,

@@ -439,7 +439,7 @@ def sending(
     Raises:
         ArgumentError, DecodeError: it cannot be sent.
     """
-    plan = link(unpack_step(entry.definition.work), now=app.clock.now())
+    plan = link(unpack_step(entry.definition.work), now=app.now())
     headers = {HEADER_SCHEDULE: entry.name, HEADER_TICK: tick.isoformat()}
     first = [signature.with_headers(**headers) for signature in plan.first]
     run = run_of(plan.steps) if entry.definition.overlap != "allow" else ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from machinery_py.backends.memcached.backend import MemcacheBackend
+from machinery_py.clock import Clock
 from machinery_py.config.server_urls import parse_memcache_url
 from machinery_py.connections.memcached.client import TIMEOUT, MemcacheDriver
 from machinery_py.stores.open import Family, FamilyOptions
@@ -19,6 +20,9 @@ class MemcacheFamily(Family):
 
     def backend(self) -> MemcacheBackend:
         return MemcacheBackend(self._driver, expire_in=self.options.expire_in)
+
+    def go_by(self, clock: Clock) -> None:
+        self._driver.clock = clock
 
     def close(self) -> None:
         self._driver.close()

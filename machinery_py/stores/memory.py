@@ -48,6 +48,8 @@ _naming = ForkLock()
 class MemoryFamily(Family):
     """Stores under one lock."""
 
+    keeps_time = True
+
     def __init__(self, url: str, options: FamilyOptions) -> None:
         super().__init__(url, options)
         name = StoreUrl.parse(url).name

@@ -79,6 +79,8 @@ _messages = msgspec.msgpack.Decoder(list[Message]).decode
 class MongoDBFamily(Family):
     """Stores in one database, connected at the first use."""
 
+    keeps_time = True
+
     def __init__(self, url: str, options: FamilyOptions) -> None:
         super().__init__(url, options)
         self._driver = MongoDriver(
@@ -88,6 +90,7 @@ class MongoDBFamily(Family):
             database=options.mongodb.database,
             strict=options.strict_durability,
         )
+        self.clock = self._driver.clock
 
     def broker(self) -> MongoBroker:
         return MongoBroker(self._driver, lease=self.options.lease)

@@ -48,20 +48,28 @@ class FamilyOptions(msgspec.Struct, frozen=True, kw_only=True):
     own: Section | None = None  # of a plug-in: its `section`, made of `stores`
 
 
-class Family(ABC):  # noqa: B024 - a family need not be able to do all of it
+class Family(ABC):
     """The stores behind one URL, opened lazily; `close` closes what they share.
 
     Attributes:
         roles: of a plug-in: those that its URLs can be.
         section: of a plug-in: its own options.
+        keeps_time: `clock` is that of the server, or of the one machine; else it is this
+            machine's, and the stores go by the clock that `go_by` gives them.
     """
 
+    keeps_time: ClassVar[bool] = False
+    clock: Clock
     roles: ClassVar[Iterable[Role]] = ("broker", "result backend")
     section: ClassVar[type[Section] | None] = None
 
     def __init__(self, url: str, options: FamilyOptions) -> None:
         self.url = url
         self.options = options
+        self.clock = options.clock
+
+    def go_by(self, clock: Clock) -> None:  # noqa: B027 - most have no use for it
+        """Take the moments of this clock from now on."""
 
     def broker(self) -> Broker:
         raise Unsupported(f"{redact(self.url)} is no broker")
@@ -254,6 +262,12 @@ class Stores:
                 self._families[url] = open_family(url, options)
         broker = self._families[config.broker]
         backend = self._families[config.backend_url]
+        timed = [family for family in (broker, backend) if family.keeps_time]
+        #: Whose moments the application uses: for messages that the broker compares, if it can.
+        self.clock: Clock = timed[0].clock if timed else clock
+        for family in (broker, backend):
+            if not family.keeps_time:
+                family.go_by(self.clock)
         together = broker.together() if broker is backend else None
         self.store: Store = together or TwoStores(broker.broker(), backend.backend(), clock)
         features = self.store.broker.features

@@ -5,6 +5,7 @@ from __future__ import annotations
 from machinery_py.backends.rabbitmq.backend import AMQPBackend
 from machinery_py.brokers.rabbitmq.broker import AMQPBroker
 from machinery_py.brokers.rabbitmq.topology import Topology
+from machinery_py.clock import Clock
 from machinery_py.config.server_urls import BadUrl
 from machinery_py.config.urls import redact, split_urls
 from machinery_py.connections.failover import strategy_named
@@ -37,6 +38,9 @@ class AMQPFamily(Family):
 
     def backend(self) -> AMQPBackend:
         return AMQPBackend(self._driver, expire_in=self.options.expire_in)
+
+    def go_by(self, clock: Clock) -> None:
+        self._driver.clock = clock
 
     def close(self) -> None:
         self._driver.close()

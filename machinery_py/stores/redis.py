@@ -330,6 +330,8 @@ def open_redis(url: str, options: FamilyOptions) -> Family:
 class RedisFamily(Family):
     """Stores on one server, connected at the first use."""
 
+    keeps_time = True
+
     def __init__(self, url: str, options: FamilyOptions) -> None:
         super().__init__(url, options)
         self._driver = RedisDriver(
@@ -339,6 +341,7 @@ class RedisFamily(Family):
             strict=options.strict_durability,
             limits=_limits_of(options.redis),
         )
+        self.clock = self._driver.clock
 
     def broker(self) -> RedisBroker:
         return RedisBroker(self._driver, lease=self.options.lease)
@@ -362,6 +365,8 @@ class RedisFamily(Family):
 class RedisClusterFamily(Family):
     """Stores in one cluster, connected at the first use."""
 
+    keeps_time = True
+
     def __init__(self, url: str, options: FamilyOptions) -> None:
         super().__init__(url, options)
         redis = options.redis
@@ -374,6 +379,7 @@ class RedisClusterFamily(Family):
             strict=options.strict_durability,
             limits=_limits_of(redis),
         )
+        self.clock = self._cluster.clock
 
     def broker(self) -> ClusterBroker:
         return ClusterBroker(self._cluster, lease=self.options.lease)

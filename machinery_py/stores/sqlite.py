@@ -15,6 +15,8 @@ from machinery_py.stores.transactional import OneStore
 class SQLiteFamily(Family):
     """Stores in one file, opened at the first use."""
 
+    keeps_time = True
+
     def __init__(self, url: str, options: FamilyOptions) -> None:
         super().__init__(url, options)
         parsed = StoreUrl.parse(url)
@@ -24,6 +26,7 @@ class SQLiteFamily(Family):
             synchronous=parsed.synchronous.upper(),
             busy_timeout=parsed.busy_timeout,
         )
+        self.clock = self._driver.clock
 
     def broker(self) -> SQLiteBroker:
         return SQLiteBroker(self._driver, lease=self.options.lease)

@@ -245,10 +245,10 @@ class ExecutionGuard:
         state = self._app.store.backend.get_states([signature.uuid]).get(signature.uuid)
         moments = (state.created_at if state is not None else None, signature.eta)
         known = [moment for moment in moments if moment is not None]
-        return max(0.0, (self._app.clock.now() - max(known)).total_seconds()) if known else 0.0
+        return max(0.0, (self._app.now() - max(known)).total_seconds()) if known else 0.0
 
     def _later(self, pause: float) -> Settlement:
-        eta = self._app.clock.now() + dt.timedelta(seconds=pause)
+        eta = self._app.now() + dt.timedelta(seconds=pause)
         return self._settlement(fate=Fate.LATER, eta=eta, reason=WAITING)
 
     def _settlement(self, **more: Any) -> Settlement:

@@ -395,7 +395,7 @@ class Execution:
     def _ended(self, outcome: Outcome, *, fate: Fate, reason: str) -> Settlement:
         """Return the settlement of this outcome; of a failure if its follow-up cannot be sent."""
         try:
-            now = self.app.clock.now()
+            now = self.app.now()
             then = follow_up(
                 self.signature,
                 outcome,
@@ -412,7 +412,7 @@ class Execution:
 
     def _ended_in_failure(self, outcome: Failed, *, fate: Fate, reason: str) -> Settlement:
         """Return the settlement of a failure, with as much of its follow-up as can be sent."""
-        now = self.app.clock.now()
+        now = self.app.now()
         for signature in (self.signature, self.signature.replace(on_success=())):
             try:
                 return self._settlement(
@@ -520,7 +520,7 @@ class Execution:
                 attempt=signature.attempt,
                 queue=self.delivery.queue,
                 worker=self.worker,
-                created_at=self.app.clock.now(),
+                created_at=self.app.now(),
                 started_at=self.started_at,
                 progress=self.progress,
                 notes_json=notes_json(self.noted) if self.noted else "",

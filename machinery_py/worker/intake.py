@@ -105,7 +105,7 @@ def accept(execution: Execution, revoked: Mapping[str, bool]) -> bool:
         _poison(execution)
     elif signature.uuid in revoked:
         execution.withdraw(is_over=revoked[signature.uuid])
-    elif headers and _is_expired(signature, execution.app.clock.now()):
+    elif headers and _is_expired(signature, execution.app.now()):
         execution.finish(
             Failed(error="expired before it was started", error_type="Expired", retryable=False)
         )
@@ -186,7 +186,7 @@ def _unknown(execution: Execution) -> None:
         pause,
         extra={"task_uuid": signature.uuid},
     )
-    eta = execution.app.clock.now() + dt.timedelta(seconds=pause)
+    eta = execution.app.now() + dt.timedelta(seconds=pause)
     execution.settle(execution.end_of_delivery(Fate.LATER, eta=eta))
 
 

@@ -118,7 +118,7 @@ def _begin_all(batch: Sequence[Execution]) -> list[Execution]:
             states = _states_of(batch)
             batch = [one for one in batch if not _end_if_begun_by_another(one, states)]
         for one in batch:
-            one.started_at, one.phase = app.clock.now(), State.STARTED
+            one.started_at, one.phase = app.now(), State.STARTED
         marked = [(one, mark) for one in batch if (mark := one.mark()) is not None]
         batch = [one for one, _ in marked]  # without those that have ended while they waited
         if not batch:
@@ -192,7 +192,7 @@ def end_if_begun(execution: Execution) -> bool:
         state = _states_of([execution]).get(execution.signature.uuid)
     except MachineryError as error:
         logger.warning("whether task %s has begun is unknown: %s", execution.signature.uuid, error)
-        eta = execution.app.clock.now() + dt.timedelta(seconds=PAUSE)
+        eta = execution.app.now() + dt.timedelta(seconds=PAUSE)
         return execution.settle(execution.end_of_delivery(Fate.LATER, eta=eta, reason=WAITING))
     if state is None:
         return settings.ack == "early" and execution.lose(

@@ -218,7 +218,7 @@ class ProcessPool:
         if execution.runs_once:  # its start may be stored
             execution.lose(str(error))
             return
-        eta = execution.app.clock.now() + dt.timedelta(seconds=START_PAUSE)
+        eta = execution.app.now() + dt.timedelta(seconds=START_PAUSE)
         if execution.settle(execution.end_of_delivery(Fate.LATER, eta=eta, reason=WAITING)):
             logger.error(
                 "task %s is put back for %g s: %s",

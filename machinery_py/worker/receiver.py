@@ -420,7 +420,7 @@ class Receiver:
         settlement = execution.settlement
         if settlement is not None and settlement.fate is Fate.LATER and settlement.eta is not None:
             self._backoff.expect(
-                time.monotonic() + (settlement.eta - self._app.clock.now()).total_seconds()
+                time.monotonic() + (settlement.eta - self._app.now()).total_seconds()
             )
 
     def _revoked(self, executions: list[Execution]) -> dict[str, bool]:

@@ -246,7 +246,7 @@ def _call_pre_task(run: Execution) -> None:
 
 def _has_started(execution: Execution, report: Report | None) -> None:
     # The phase last: the settler takes a run that is STARTED for one that has a moment.
-    execution.started_at = execution.started_at or execution.app.clock.now()
+    execution.started_at = execution.started_at or execution.app.now()
     execution.phase = State.STARTED
     if isinstance(execution, BatchRun):
         for one in execution.listed:

@@ -64,7 +64,7 @@ class Both:
     """A store by the pure rules and one by Lua, with the same clock. Each call asks both."""
 
     def __init__(self, driver: RedisDriver) -> None:
-        assert isinstance(driver.clock, ManualClock)
+        assert isinstance(driver.clock.host, ManualClock)
         self.clock = driver.clock
         self.pure, self.lua = MemoryLimits(MemoryHub(self.clock)), RedisLimits(driver)
         self.scope = f"scope {next(_scopes)}"

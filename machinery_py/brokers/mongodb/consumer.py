@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Sequence
 
-import msgspec
 from pymongo import DeleteOne, ReturnDocument
 
 from machinery_py.bounds import ClaimLimit
@@ -291,13 +290,12 @@ class MongoConsumer(DriverUser, Consumer):
 
     @step("ending deliveries", again=False)
     def _end(self, store: Store, disposal: Disposal) -> bool:
-        end = msgspec.structs.replace(disposal, eta=self.driver.by_server(disposal.eta))
-        update = update_at_end(end, self.driver.now())
-        if end.fate is Fate.LATER:
+        update = update_at_end(disposal, self.driver.now())
+        if disposal.fate is Fate.LATER:
             later = update["$set"]
             if receipt_of(disposal.delivery).order >= FAIR:
                 later["status"] = Status.DELAYED  # it gets its next turn when it is due
-            elif end.reason == WAITING:
+            elif disposal.reason == WAITING:
                 later["order"] = later["due_at"] - HEAD
         return (
             store.machinery_messages.update_one(held(disposal.delivery), update).matched_count > 0

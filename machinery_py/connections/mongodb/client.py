@@ -12,7 +12,6 @@ import functools
 import logging
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
@@ -34,6 +33,7 @@ from machinery_py.connections.mongodb.errors import (
     is_unknown,
     may_be_repeated,
 )
+from machinery_py.connections.server_clock import ServerClock
 from machinery_py.errors import BackendUnavailable, MachineryError, StoreUnusable
 from machinery_py.texts import get_logger
 
@@ -106,7 +106,9 @@ class MongoDriver:
         strict: bool = False,
     ) -> None:
         self.url = url
-        self.clock = clock
+        self.clock = ServerClock(
+            clock, lambda: self.run(lambda _: None, doing="looking at its clock")
+        )
         self.place = redact(url)
         self._timeout = timeout
         self._name = database
@@ -116,14 +118,12 @@ class MongoDriver:
         self._store: Store | None = None
         self._pid = os.getpid()
         self._places, self._orders = _GrowingNumbers(), _GrowingNumbers()
-        self._ahead = 0  # µs that the server's clock is ahead of ours
-        self._measured = -CLOCK_LIFE
 
     # Time
 
     def now(self) -> int:
         """Return µs since 1970, by the server's clock (by `clock`, if that is not the system's)."""
-        return micros(self.clock.now()) + self._ahead
+        return micros(self.clock.now())
 
     def moment(self) -> dt.datetime:
         return moment_of(self.now())
@@ -141,25 +141,22 @@ class MongoDriver:
 
         The places of several drivers must not be the same.
         """
-        return self._orders.take(count, micros(SYSTEM_CLOCK.now()) + self._ahead)
+        return self._orders.take(count, micros(SYSTEM_CLOCK.now() + self.clock.ahead))
 
-    def by_server(self, moment: dt.datetime | None) -> dt.datetime | None:
-        """Return a moment of our clock as the server's clock will show it."""
-        return None if moment is None else moment + dt.timedelta(microseconds=self._ahead)
+    def _look(self) -> None:
+        self.run(lambda _: None, doing="looking at its clock")
 
     def _measure(self, store: Store) -> None:
-        """Learn how far the server's clock is ahead. Half of the round trip is its error."""
-        if self.clock is not SYSTEM_CLOCK or time.monotonic() - self._measured < CLOCK_LIFE:
+        """Compare the clocks."""
+        if not self.clock.is_due:
             return
-        before = micros(self.clock.now())
-        told = store.client.admin.command("ismaster").get("localTime")
-        after = micros(self.clock.now())
-        if isinstance(told, dt.datetime):
+
+        def read() -> dt.datetime | None:
+            told = store.client.admin.command("ismaster").get("localTime")
             # A command's reply is decoded without the client's options.
-            ahead = micros(told.replace(tzinfo=dt.timezone.utc)) - (before + after) // 2
-            # The server tells milliseconds: what is less than a few of them is no difference.
-            self._ahead = ahead if abs(ahead) > 5000 + (after - before) else 0
-        self._measured = time.monotonic()
+            return told.replace(tzinfo=dt.timezone.utc) if isinstance(told, dt.datetime) else None
+
+        self.clock.measure(read)
 
     # Asking
 

@@ -10,6 +10,7 @@ its own.
 
 from __future__ import annotations
 
+import datetime as dt
 import logging
 import os
 import time
@@ -18,7 +19,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from machinery_py.clock import SYSTEM_CLOCK, Clock, micros
+from machinery_py.clock import SYSTEM_CLOCK, Clock, micros, moment_of
 from machinery_py.config.urls import without_secrets
 from machinery_py.connections.durability import Concern
 from machinery_py.connections.forks import ForkLock
@@ -36,6 +37,7 @@ from machinery_py.connections.redis.errors import TRANSIENT, ErrorKind, as_ours,
 from machinery_py.connections.redis.keys import DELAYED
 from machinery_py.connections.redis.pool import NO_LIMITS, PoolLimits, Quota
 from machinery_py.connections.redis.scripts import Script, pack, with_delayed_key
+from machinery_py.connections.server_clock import ServerClock
 from machinery_py.errors import BackendUnavailable, MachineryError, PublishUnknown, StoreUnusable
 from machinery_py.texts import get_logger
 
@@ -68,7 +70,7 @@ class RedisDriver:
     ) -> None:
         """`servers`: in place of the URL's. `strict`: refuse one that may lose what it stores."""
         self.servers = servers or Servers([url], timeout=timeout)
-        self.clock = clock
+        self.clock = clock if isinstance(clock, ServerClock) else ServerClock(clock, self._ping)
         self.limits = limits
         self._timeout = min(timeout, limits.read)
         self._write_timeout = limits.write if limits.write < self._timeout else 0.0
@@ -79,12 +81,14 @@ class RedisDriver:
         self._strict = strict
         self._checked = -1  # the server whose settings were checked
         self._reporting = ForkLock()
-        self._uses_server_time = clock is SYSTEM_CLOCK
         self._guards: tuple[bytes, ...] = ()  # keys that scripts name
 
     def now(self) -> str:
         """Return the time as scripts take it: "" is the server's own clock."""
-        return "" if self._uses_server_time else str(micros(self.clock.now()))
+        return "" if self.clock.is_system else str(micros(self.clock.now()))
+
+    def _ping(self) -> None:
+        self.ask(b"PING", doing="looking at its clock")
 
     # Connections
 
@@ -127,6 +131,25 @@ class RedisDriver:
         return link.server != self.servers.number
 
     def _take(self) -> RedisConnection:
+        link = self._take_any()
+        if self.clock.is_due:
+            try:
+                self._measure(link)
+            except BaseException:
+                link.close()
+                raise
+        return link
+
+    def _measure(self, link: RedisConnection) -> None:
+        """Compare the clocks."""
+
+        def read() -> dt.datetime | None:
+            told = _ask_if_allowed(link, b"TIME")
+            return None if told is None else moment_of(int(told[0]) * 1_000_000 + int(told[1]))
+
+        self.clock.measure(read)
+
+    def _take_any(self) -> RedisConnection:
         if os.getpid() != self._pid:
             self._idle, self._subscribers = [], []
             self._quota, self._pid = Quota(self.limits), os.getpid()
@@ -181,17 +204,16 @@ class RedisDriver:
         for one in found:
             level = logging.WARNING if one.is_certain else logging.INFO
             logger.log(level, "Redis at %s: %s", place, one.text)
-        time_there = _ask_if_allowed(link, b"TIME") if self._uses_server_time else None
-        if time_there is None:
-            return
-        ahead = self.clock.now().timestamp() - (int(time_there[0]) + int(time_there[1]) / 1e6)
-        if abs(ahead) > SKEW:
+        if self.clock.is_system:
+            self._measure(link)
+        behind = self.clock.ahead.total_seconds()
+        if abs(behind) > SKEW:
             logger.warning(
-                "Redis at %s: this host's clock is %.0f s %s: its retries and delayed tasks come "
-                "at the wrong time (set the clock; is NTP running?)",
+                "Redis at %s: this host's clock is %.0f s %s: ours goes by the server's, but an "
+                "`eta` that programs compute here comes at the wrong time (is NTP running?)",
                 place,
-                abs(ahead),
-                "ahead" if ahead > 0 else "behind",
+                abs(behind),
+                "behind" if behind > 0 else "ahead",
             )
 
     def _is_news(self, link: RedisConnection) -> bool:

@@ -42,6 +42,7 @@ from machinery_py.connections.redis.requests import (
 )
 from machinery_py.connections.redis.scripts import Script, pack
 from machinery_py.connections.redis.slots import clustered, guard, local_key, slot_of
+from machinery_py.connections.server_clock import ServerClock
 from machinery_py.errors import BackendUnavailable, MachineryError
 from machinery_py.texts import get_logger
 
@@ -71,7 +72,7 @@ class RedisClusterDriver:
             BadUrl: the URL makes no sense.
         """
         self.nodes = Nodes(url, timeout=min(timeout, connect_timeout), client_name=client_name)
-        self.clock = clock
+        self.clock = ServerClock(clock, self._look)
         self.timeout = timeout
         self.limits = limits
         self.strict = strict
@@ -84,7 +85,10 @@ class RedisClusterDriver:
 
     def now(self) -> str:
         """Return the time as scripts take it: "" is the server's own clock."""
-        return "" if self.clock is SYSTEM_CLOCK else str(micros(self.clock.now()))
+        return "" if self.clock.is_system else str(micros(self.clock.now()))
+
+    def _look(self) -> None:
+        self.command(b"EXISTS", b"{}", doing="looking at a clock")
 
     def at(self, prefix: bytes) -> SlotDriver:
         """Return the driver of this prefix's slot; the same each time."""

@@ -19,6 +19,7 @@ shrinks it). One process writes at a time: more processes run more tasks, but do
 
 from __future__ import annotations
 
+import datetime as dt
 import os
 import random
 import sqlite3
@@ -26,7 +27,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from machinery_py.clock import SYSTEM_CLOCK, Clock, micros
+from machinery_py.clock import SYSTEM_CLOCK, Clock, micros, moment_of
+from machinery_py.connections.server_clock import ServerClock
 from machinery_py.connections.sqlite import wakeup
 from machinery_py.connections.sqlite.errors import Unavailable, busy, is_busy, translate, unusable
 from machinery_py.connections.sqlite.fork_safety import Handles
@@ -50,7 +52,9 @@ class SQLiteDriver:
         busy_timeout: float = 5.0,
     ) -> None:
         self.path = os.path.abspath(os.fspath(path))
-        self.clock = clock
+        self.clock = ServerClock(clock)
+        if self.clock.is_system:
+            self.clock.measure(_machines_moment)
         self.synchronous = synchronous.upper()
         if self.synchronous not in ("FULL", "NORMAL"):
             raise ConfigError(
@@ -335,3 +339,13 @@ class Reading:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._lent is not None:
             self._driver.give_back(*self._lent, error)
+
+
+def _machines_moment() -> dt.datetime:
+    """Return the moment by SQLite's own clock: processes whose clocks were shifted agree on it."""
+    connection = sqlite3.connect(":memory:")
+    try:
+        (days,) = connection.execute("SELECT julianday('now') - 2440587.5").fetchone()
+        return moment_of(round(days * 86400e6))
+    finally:
+        connection.close()

@@ -108,7 +108,12 @@ class QueueConformance(MessageConformance):
             [idle.server.config.default_queue], worker="dying"
         )
         deliveries: list[Delivery] = []
-        wait_until(lambda: deliveries.extend(session.receive(1, 0.1)) or bool(deliveries))
+
+        def claimed() -> bool:
+            deliveries.extend(session.receive(1, 0.1))
+            return bool(deliveries)
+
+        wait_until(claimed)
         begun = TaskState(task_uuid=lost.uuid, task_name="wait", state=State.STARTED)
         session.settle([], [Mark(delivery=deliveries[0], state=begun)])
         session.close()  # gives the message back
@@ -127,7 +132,8 @@ class QueueConformance(MessageConformance):
 
         assert inspect.purge(queue) == len(many)
 
-        assert {one.get_state().state for one in many} == {State.FAILURE}
+        states = idle.server.backend.get_states([one.uuid for one in many.results])
+        assert {one.state for one in states.values()} == {State.FAILURE}
         assert inspect.purge(queue) == 0
         assert [one.waiting for one in inspect.queues() if one.queue == queue] == [0]
 
