@@ -110,11 +110,21 @@ class MongoSubscription(DriverUser, KeptSubscription):
             self._gap_at, self._active_at = 0.0, now
             first = found[0][1]  # up to the next gap
             return [one for number, one in enumerate(found, first) if one[1] == number]
+        if wait and not self._gap_at:
+            self._follow_new_topic()
         if wait:
             pause = 0.0 if self._gap_at else (now - self._active_at) / 10
             self._notifier.wait(min(max(SOONEST, pause), LATEST, wait))
             self._notifier.clear()
         return []
+
+    @step("reading a topic")
+    def _follow_new_topic(self, store: Store) -> None:
+        """Go back if the topic was forgotten, and born anew by a clock that was ahead before."""
+        counter = store.machinery_topics.find_one({"_id": self._topic}) or {}
+        born, number = int(counter.get("born", 0)), int(counter.get("number", 0))
+        if 0 < born + number < self._after:
+            self._after, self._next = born, 1
 
     @step("reading a topic")
     def _look(self, store: Store) -> list[KeptRecord]:

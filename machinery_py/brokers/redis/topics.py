@@ -45,13 +45,17 @@ class RedisSubscription(KeptSubscription):
         self._reading = ForkLock()
         self._after = b"0-0"
         self._next = 1
-        if since > 0:
-            now = driver.now() or _micros(self._ask_once(b"TIME"))
-            self._after = b"%d-0" % max(0, int(now) // 1000 - int(since * 1000) - 1)
-            self._next = 0
-        elif last := self._ask_once(b"XREVRANGE", self._key, b"+", b"-", b"COUNT", b"1"):
+        if last := self._ask_once(*self._last()):
             self._after = last[0][0]
             self._next = _number(self._after) + 1
+            if since > 0:
+                now = driver.now() or _micros(self._ask_once(b"TIME"))
+                begin = b"%d-0" % max(0, int(now) // 1000 - int(since * 1000) - 1)
+                self._after, self._next = min(self._after, begin, key=_place), 0
+
+    def _last(self) -> tuple[bytes, ...]:
+        """Return the question for the last entry."""
+        return b"XREVRANGE", self._key, b"+", b"-", b"COUNT", b"1"
 
     def _ask_once(self, *parts: bytes) -> Any:
         return self._driver.ask(*parts, doing="subscribing to a topic", away=BrokerUnavailable)
@@ -87,6 +91,12 @@ class RedisSubscription(KeptSubscription):
         finally:
             self._asleep = b""
         time_there = _micros(link.read())
+        if not streams and self._after != b"0-0":
+            # Its ids are moments: a stream that begins anew may begin before what we have read,
+            # if the server's clock was ahead then.
+            last = link.ask(*self._last())
+            if not last or _place(last[0][0]) < _place(self._after):
+                self._after, self._next = b"0-0", 1
         return streams, int(self._driver.now() or time_there) // 1000
 
     def wake(self) -> None:
@@ -102,6 +112,11 @@ class RedisSubscription(KeptSubscription):
         link, self._link = self._link, None
         if link is not None:
             link.close()
+
+
+def _place(id: bytes) -> tuple[int, int]:
+    moment, _, number = id.partition(b"-")
+    return int(moment), int(number)
 
 
 def _number(id: bytes) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -118,3 +119,31 @@ def test_key_of_another_type_is_named(
     server.cli("DEL", KEY)
     broker.broadcast("t", [b"x"], ttl=LONG)
     assert taken(subscription, 1) == [b"x"]
+
+
+@pytest.mark.parametrize("since", [0.0, 60.0])
+@pytest.mark.parametrize("end", ["DEL", "XDEL", "stays"])
+def test_stream_whose_last_id_was_ahead_makes_no_reader_deaf(
+    server: RedisServer, broker: RedisBroker, since: float, end: str
+) -> None:
+    server.cli("XADD", KEY, "1000000000000-7", "r", "old", "u", "1")
+    subscription = broker.subscribe("t", since=since)
+    tomorrow = f"{(int(time.time()) + 86400) * 1000}-8"
+    server.cli("XADD", KEY, tomorrow, "r", "1")  # as by a server's clock that is ahead
+    assert taken(subscription, 1) == [b"1"]
+    if end == "DEL":  # as when it expires
+        server.cli("DEL", KEY)
+    elif end == "XDEL":
+        server.cli("XDEL", KEY, "1000000000000-7", tomorrow)
+    assert subscription.read(SHORT) == []
+
+    for number in (b"2", b"3"):
+        broker.broadcast("t", [number], ttl=LONG)
+
+    assert taken(subscription, 2) == [b"2", b"3"]
+    assert subscription.missed == 0
+    later = broker.subscribe("t")
+    broker.broadcast("t", [b"4"], ttl=LONG)
+    assert taken(later, 1) == taken(subscription, 1) == [b"4"]
+    for one in (later, subscription):
+        one.close()

@@ -11,6 +11,8 @@ local last = call('XREVRANGE', key, '+', '-', 'COUNT', 1)[1]
 if last then
   local before, count = string.match(last[1], '(%d+)-(%d+)')
   ms, number = math.max(now, tonumber(before)), tonumber(count)
+elseif call('EXISTS', key) == 1 then
+  call('DEL', key) -- it is empty, and remembers a last id, which may be any
 end
 local over = int(now + ttl)
 for _, record in ipairs(records) do
