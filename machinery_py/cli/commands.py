@@ -29,6 +29,7 @@ from machinery_py.cli.options import (
     STATE,
     TERMINATE,
     TOP,
+    UNDECLARED,
     WAIT,
     WORKER,
     YES,
@@ -357,9 +358,9 @@ _MODULES: Mapping[str, Sequence[Command]] = {
         Command(
             "periodic remove",
             "forget a schedule that no code declares any more",
-            words="NAME …",
-            options=YES,
-            examples=("tasks digest",),
+            words="[NAME …]",
+            options=UNDECLARED + YES,
+            examples=("tasks digest", "tasks --undeclared"),
         ),
     ),
     "doctor": (

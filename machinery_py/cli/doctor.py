@@ -86,7 +86,18 @@ def _report(args: argparse.Namespace) -> int:
         findings.append(
             ("app", OK, text) if names else ("app", NOTE, f"{text}; is their module imported?")
         )
-        checks = (_settings, _file, _tasks, _broker, _backend, _clock, _workers, _queues, _dead)
+        checks = (
+            _settings,
+            _file,
+            _tasks,
+            _broker,
+            _backend,
+            _clock,
+            _workers,
+            _queues,
+            _schedules,
+            _dead,
+        )
         for check in checks:
             findings += _guarded(check, server)
     if args.json:
@@ -287,6 +298,17 @@ def _queues(server: Server) -> Iterator[tuple[Grade, str]]:
         else:
             advice = f"start one: {typed(server.app, 'worker', f'-Q {queue}')}"
             yield WRONG, f"{text}; no worker on this queue ({advice})"
+
+
+def _schedules(server: Server) -> Iterator[tuple[Grade, str]]:
+    if not server.backend.features.schedules:
+        return
+    if names := server.schedules.undeclared():
+        yield (
+            NOTE,
+            f"this code does not declare, and its workers do not send: {', '.join(names)} "
+            "(machinery periodic remove APP --undeclared, if no other code does)",
+        )
 
 
 def _dead(server: Server) -> Iterator[tuple[Grade, str]]:

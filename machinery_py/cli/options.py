@@ -143,6 +143,9 @@ APP: Options = (
     _text("--app-dir", "folder to import the app from; default: the working directory", "DIR"),
 )
 JSON: Options = (_switch("--json", "print JSON instead of a table"),)
+UNDECLARED: Options = (
+    _switch("--undeclared", "instead of names: all that this application's code has dropped"),
+)
 YES: Options = (_switch("--yes -y", "do not ask"),)
 ANSWERS = _time("--timeout", "longest wait for answers; default: 2 s", 2.0)
 TERMINATE: Options = (

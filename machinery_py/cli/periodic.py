@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def periodic(server: Server, args: argparse.Namespace) -> int:
     """Run `machinery periodic`."""
-    found = server.schedules.list()
+    found = server.schedules.list(dropped=True)
     now = server.now()
     columns: dict[str, Callable[[ScheduleReport], str]] = {
         "NAME": lambda one: one.name,
@@ -39,6 +39,8 @@ def _state(report: ScheduleReport) -> str:
         return "paused"
     if not report.stored:
         return "no worker yet"
+    if report.dropped:
+        return "nobody sends it"
     return f"{report.waiting} waiting" if report.waiting else "on"
 
 
@@ -72,6 +74,14 @@ def periodic_run(server: Server, args: argparse.Namespace) -> int:
 
 def periodic_remove(server: Server, args: argparse.Namespace) -> int:
     """Run `machinery periodic remove`."""
+    if args.undeclared:
+        if args.rest:
+            raise ArgumentError("periodic remove: say names or --undeclared (found both)")
+        args.rest = server.schedules.undeclared()
+        if not args.rest:
+            return answer(args, [], "the code declares all that it ever declared")
+    elif not args.rest:
+        raise ArgumentError("periodic remove: say the names of schedules, or --undeclared")
     return _each(server, args, server.schedules.remove, "remove", "removed")
 
 

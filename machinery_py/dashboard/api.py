@@ -397,7 +397,7 @@ class Api:
     @route("GET", "schedules", "schedules")
     def schedules(self) -> Sequence[ScheduleReport]:
         """Return the schedules."""
-        return self._fleet.schedules.list()
+        return self._fleet.schedules.list(dropped=True)
 
     @route("POST", "schedules/pause")
     def pause_schedule(self, name: str) -> Changed:

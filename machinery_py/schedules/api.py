@@ -22,12 +22,20 @@ from machinery_py.schedules.definition import (
     decode_entry,
     encode_entry,
 )
-from machinery_py.schedules.scheduler import Declared, amend, new_entry, redefined, sending
+from machinery_py.schedules.scheduler import (
+    Declared,
+    amend,
+    new_entry,
+    owner_of,
+    redefined,
+    sending,
+)
 from machinery_py.schedules.timetable import Dst
 from machinery_py.tasks.signature import Step
 from machinery_py.wire.steps import pack_step, task_names, unpack_step
 
 NEXT = 3  # times that a listing shows
+UNSENT = 3.0  # seconds after which a tick that nobody has sent tells that nobody will
 TRIES = 100  # at a change that others are always faster with
 
 
@@ -54,7 +62,10 @@ class ScheduleReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         declared: by code of any program; False: added at run time.
+        owner: the application whose code declared it.
         stored: False: this code declares it, and no worker of it has started yet.
+        dropped: its last tick is late by UNSENT and nobody has sent it: no worker's code declares
+            it any more, or no such worker runs.
         last_run: the last tick that was sent.
         next_runs: the next three ticks; none while it is paused.
         waiting: ticks that wait for the run before them.
@@ -68,7 +79,9 @@ class ScheduleReport(msgspec.Struct, frozen=True, kw_only=True):
     tasks: Sequence[str]
     paused: bool
     declared: bool
+    owner: str = ""
     stored: bool = True
+    dropped: bool = False
     catch_up: str
     window: float
     overlap: str
@@ -125,23 +138,30 @@ class Schedules:
         self._app = app
         self._declared = declared
 
-    def list(self) -> list[ScheduleReport]:
-        """Return all that are stored or declared by this program, by name."""
+    def list(self, *, dropped: bool = False) -> list[ScheduleReport]:
+        """Return all that are in force, or declared by this program, by name.
+
+        Args:
+            dropped: those as well that code has declared and no worker sends any more.
+        """
         records = self._app.store.backend.records()
-        found = {
-            name: self._report(decode_entry(body)) for name, body in (records.bodies or {}).items()
-        }
+        reports = [
+            self._report(decode_entry(body), records.now)
+            for body in (records.bodies or {}).values()
+        ]
+        found = {one.name: one for one in reports if dropped or not one.dropped}
         for name, definition in self._declared.all().items():
             if name not in found:
-                entry = new_entry(name, definition, records.now, declared=definition.digest)
-                found[name] = msgspec.structs.replace(self._report(entry), stored=False)
+                entry = self._new(name, definition, records.now)
+                report = self._report(entry, records.now)
+                found[name] = msgspec.structs.replace(report, stored=False)
         return [found[name] for name in sorted(found)]
 
     list_async = twin(list)
 
     def get(self, name: str) -> ScheduleReport:
         """Return one of them."""
-        return self._report(self._find(name)[1])
+        return self._report(self._find(name)[1], self._app.now())
 
     get_async = twin(get)
 
@@ -241,7 +261,40 @@ class Schedules:
 
     change_async = twin(change)
 
+    def undeclared(self) -> Sequence[str]:
+        """Return the names of those that code of this application declared, and this code does not.
+
+        Of programs that share a store, each has an `application` or a `default_queue` of its own.
+        """
+        declared, owner = self._declared.all(), owner_of(self._app)
+        entries = [decode_entry(body) for body in self._bodies().values()]
+        return sorted(
+            one.name
+            for one in entries
+            if one.declared and one.owner in ("", owner) and one.name not in declared
+        )
+
+    undeclared_async = twin(undeclared)
+
+    def remove_undeclared(self) -> Sequence[str]:
+        """Remove those of `undeclared`, and return their names.
+
+        A worker whose code declares one stores it anew when it starts: so do it when the last one
+        of the old code has ended.
+        """
+        names = self.undeclared()
+        for name in names:
+            with suppress(ScheduleNotFound):
+                self.remove(name)
+        return names
+
+    remove_undeclared_async = twin(remove_undeclared)
+
     # Inside
+
+    def _new(self, name: str, definition: Definition, now: dt.datetime) -> ScheduleEntry:
+        digest, owner = definition.digest, owner_of(self._app)
+        return new_entry(name, definition, now, declared=digest, owner=owner)
 
     def _bodies(self) -> dict[str, bytes]:
         return dict(self._app.store.backend.records().bodies or {})
@@ -255,7 +308,7 @@ class Schedules:
         if name not in bodies and definition is not None:
             # No worker has started yet: store it, so that it can be paused before one does.
             now = self._app.store.backend.records().now
-            entry = new_entry(name, definition, now, declared=definition.digest)
+            entry = self._new(name, definition, now)
             amend(self._app, name, None, encode_entry(entry))
             bodies = self._bodies()
         if name not in bodies:
@@ -290,9 +343,12 @@ class Schedules:
     ) -> bool:
         return amend(self._app, entry.name, body, encode_entry(after), entry.id, out, tick)
 
-    def _report(self, entry: ScheduleEntry) -> ScheduleReport:
+    def _report(self, entry: ScheduleEntry, now: dt.datetime) -> ScheduleReport:
         definition = entry.definition
         schedule = definition.schedule(entry.name)
+        following = schedule.next(entry.last)
+        is_late = following is not None and (now - following).total_seconds() > UNSENT
+        may_drop = entry.declared and not entry.paused and entry.name not in self._declared.all()
         start = entry.last if schedule.every else max(entry.last, self._app.now())
         return ScheduleReport(
             name=entry.name,
@@ -302,6 +358,8 @@ class Schedules:
             tasks=task_names(unpack_step(definition.work)),
             paused=entry.paused,
             declared=bool(entry.declared),
+            owner=entry.owner,
+            dropped=bool(may_drop and is_late),
             catch_up=definition.catch_up,
             window=definition.window or WINDOWS[definition.catch_up],
             overlap=definition.overlap,

@@ -61,6 +61,7 @@ class ScheduleEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     Attributes:
         id: random; one that is made anew under the same name is another.
         declared: digest of the definition that code brought; "" for one that was added at run time.
+        owner: the application whose code brought it; "" if nobody has noted it.
         last: the last tick that was decided on, or the moment from which it counts.
         ran: the last tick that was sent.
         run: its tasks, step by step; empty if it does not matter whether they are over.
@@ -74,6 +75,7 @@ class ScheduleEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     definition: Definition
     last: dt.datetime
     declared: str = ""
+    owner: str = ""
     paused: bool = False
     ran: dt.datetime | None = None
     run: tuple[tuple[str, ...], ...] = ()

@@ -116,6 +116,7 @@ class Scheduler:
         self._read_at = 0.0
         self._read_now = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)  # the store's time then
         self._warned = False
+        self._others = frozenset[str]()  # that code has declared, and not this program's
 
     # The round
 
@@ -228,11 +229,20 @@ class Scheduler:
         """Let those be repaired at once whose last tick lies ahead: the clock was, at that look."""
         now = self.now()
         for known in self._known.values():
+            if not self._is_ours(known.entry):
+                continue
             if known.entry.last > now and is_ahead(known.entry, known.schedule, now):
                 known.due_at = now
 
+    def _is_ours(self, entry: ScheduleEntry) -> bool:
+        """Return whether this worker sends it: what code declares is sent where that code runs.
+
+        So a schedule ends with the last worker whose code has it, and its record keeps its place.
+        """
+        return not entry.declared or entry.name in self._declared.all()
+
     def _due_at(self, entry: ScheduleEntry, schedule: Schedule) -> dt.datetime | None:
-        if entry.paused:
+        if entry.paused or not self._is_ours(entry):
             return None
         following = schedule.next(entry.last)
         if not entry.waiting:
@@ -250,22 +260,30 @@ class Scheduler:
             while name not in self._unreadable and not self._bring(name, definition):
                 self._version = ""
                 self._take(self._app.store.backend.records().bodies or {})
-        for name, known in self._known.items():
-            if known.entry.declared and name not in declared:
-                logger.info("schedule %s is stored, and not declared by this program", name)
+        others = [name for name, known in self._known.items() if not self._is_ours(known.entry)]
+        told, self._others = self._others, frozenset(others)
+        if left := sorted(self._others - told):
+            logger.warning(
+                "this program's code does not declare what code has declared once: %s; this worker "
+                "does not send it (machinery periodic remove APP --undeclared, if no code does)",
+                ", ".join(left),
+            )
 
     def _bring(self, name: str, definition: Definition) -> bool:
         known = self._known.get(name)
         digest = definition.digest
         if known is None:
-            entry = new_entry(name, definition, self.now(), declared=digest)
+            owner = owner_of(self._app)
+            entry = new_entry(name, definition, self.now(), declared=digest, owner=owner)
             return self._amend(None, entry)
         before = known.entry
         if before.declared == digest:
+            known.due_at = self._due_at(before, known.schedule)
             return True
         text = "schedule %s is changed by this program's code: %r (was %r)"
         logger.warning(text, name, definition.spec, before.definition.spec)
-        after = redefined(before, definition, self.now()).replace(declared=digest)
+        after = redefined(before, definition, self.now())
+        after = after.replace(declared=digest, owner=owner_of(self._app))
         return self._amend(known, after)
 
     # What is due
@@ -413,11 +431,21 @@ class Scheduler:
         return True
 
 
+def owner_of(app: Application) -> str:
+    """Return the name under which the code of this application declares schedules."""
+    return app.config.application or app.config.default_queue
+
+
 def new_entry(
-    name: str, definition: Definition, now: dt.datetime, *, declared: str = ""
+    name: str, definition: Definition, now: dt.datetime, *, declared: str = "", owner: str = ""
 ) -> ScheduleEntry:
     return ScheduleEntry(
-        name=name, id=_uuid.uuid4().hex, definition=definition, last=now, declared=declared
+        name=name,
+        id=_uuid.uuid4().hex,
+        definition=definition,
+        last=now,
+        declared=declared,
+        owner=owner,
     )
 
 

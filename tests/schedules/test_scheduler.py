@@ -573,6 +573,52 @@ def test_a_changed_spec_counts_from_now(app: App) -> None:
     assert app.ticks() == []
 
 
+@pytest.mark.parametrize("knows_the_task", [True, False])
+def test_dropped_schedule_ends_with_the_code_that_declares_it(
+    clock: ManualClock, knows_the_task: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"memory://dropped-{knows_the_task}"
+    old, new = App(clock, url), App(clock, url)
+    task = "note" if knows_the_task else "gone"
+    old.server.register_periodic_task("* * * * *", "s", Signature(name=task))
+    old.server.schedules.add("* * * * *", "added", old.task.signature())
+    old.scheduler.step()
+    new.scheduler.step()
+    assert "code has declared once: s; this worker does not send it" in caplog.text
+
+    old.go(60)  # both codes are deployed
+    new.go(120)  # only the new one is
+
+    assert new.ticks() == ["03:05:00"]
+    assert new.ticks("added") == ["03:05:00", "03:06:00", "03:07:00"]
+    schedules = new.server.schedules
+    assert [one.name for one in schedules.list()] == ["added"]
+    assert [(one.name, one.dropped) for one in schedules.list(dropped=True)] == [
+        ("added", False),
+        ("s", True),
+    ]
+    old.server.schedules.pause("s")
+    old.restart()
+    old.go(60)
+    assert old.ticks() == ["03:05:00"]  # the code came back, and its pause is still there
+    old.server.schedules.resume("s")
+    old.go(60)
+    assert old.ticks() == ["03:05:00", "03:09:00"]
+
+    assert (old.server.schedules.undeclared(), schedules.undeclared()) == ([], ["s"])
+    assert schedules.remove_undeclared() == ["s"]
+    assert [one.name for one in schedules.list(dropped=True)] == ["added"]
+
+
+def test_schedules_of_another_application_are_not_removed(clock: ManualClock) -> None:
+    app = App(clock, "memory://of-another-application")
+    app.declare("* * * * *")
+    other = Server(app.server.config.replace(application="other"), clock=clock)
+
+    assert other.schedules.undeclared() == other.schedules.remove_undeclared() == []
+    assert [one.owner for one in app.server.schedules.list()] == ["machinery_tasks"]
+
+
 def test_schedule_declared_while_a_worker_runs_is_sent(app: App) -> None:
     app.scheduler.step()
     app.server.register_periodic_task("* * * * *", "late", Signature(name="note"))
