@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import math
 import os
 import secrets
 import socket
@@ -22,9 +23,28 @@ from machinery_py.brokers.base import (
     Message,
     WorkerInfo,
 )
+from machinery_py.clock import Clock
 from machinery_py.errors import MachineryError
+from machinery_py.tasks.signature import HEADER_RUN
 
 Id = TypeVar("Id")
+
+
+SET_BACK = 60.0  # seconds; a smaller step of a clock delays retries by so much
+RETRY_MARK = f'"{HEADER_RUN}":'.encode()  # in the bytes of a retry: its ETA was a delay
+
+
+class ClockWatch:
+    """Notice of a wall clock that was set back, as seen by one that never is."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._off = math.inf
+
+    def was_set_back(self) -> bool:
+        """Return whether it was since the last call; of what was before the first one, True."""
+        before, self._off = self._off, self._clock.now().timestamp() - self._clock.monotonic()
+        return self._off < before - SET_BACK
 
 
 def in_steps(sized: Iterable[tuple[Id, int]]) -> Iterator[list[Id]]:

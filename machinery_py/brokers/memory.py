@@ -28,7 +28,14 @@ from machinery_py.brokers.base import (
     QueueStats,
     WorkerInfo,
 )
-from machinery_py.brokers.entries import Entry, new_letter, new_worker
+from machinery_py.brokers.entries import (
+    RETRY_MARK,
+    SET_BACK,
+    ClockWatch,
+    Entry,
+    new_letter,
+    new_worker,
+)
 from machinery_py.brokers.queue_limits import QueueLimit
 from machinery_py.brokers.topics import TOPIC_LENGTH, PushedSubscription
 from machinery_py.clock import micros
@@ -141,6 +148,7 @@ class MemoryBroker(Broker):
         #: Of fair queues, by name and priority: the turn that is served, the last of each tenant.
         self._turns: dict[tuple[str, int], tuple[int, dict[str, int]]] = {}
         self._topics: dict[str, _Topic] = {}
+        self._watch = ClockWatch(hub.clock)
 
     def put(self, messages: Sequence[Message], *, token: str) -> bool:
         with self.hub.lock:
@@ -189,10 +197,25 @@ class MemoryBroker(Broker):
 
     def tend(self) -> float:
         with self.hub.lock:
+            if self._watch.was_set_back():
+                self._count_again()
             promoted = self._promote()
             if self._reap() or promoted:
                 self.hub.notify()
             return self.next_due()
+
+    def _count_again(self) -> None:
+        """Let delays of retries that began in the future, by a clock that was ahead, begin now."""
+        now, delayed = self.hub.clock.now(), list[tuple[dt.datetime, _Entry]]()
+        for eta, entry in self._delayed:
+            ahead = entry.sent_at - now
+            if ahead.total_seconds() > SET_BACK and RETRY_MARK in entry.message.body:
+                entry.sent_at = now
+                delayed.append((eta - ahead, entry))
+            else:
+                delayed.append((eta, entry))
+        heapq.heapify(delayed)
+        self._delayed = delayed
 
     def _promote(self) -> bool:
         now = self.hub.clock.now()

@@ -108,7 +108,7 @@ class Scheduler:
         self._app = app
         self._stopping = stopping
         self._declared = declared
-        self._synced = 0  # how many declarations the store has been told
+        self._synced = -1  # how many declarations the store has been told; -1: not yet
         self._known: dict[str, Known] = {}
         self._unreadable: dict[str, bytes] = {}
         self._version = self._era = ""
@@ -278,7 +278,8 @@ class Scheduler:
             return self._amend(None, entry)
         before = known.entry
         if before.declared == digest:
-            known.due_at = self._due_at(before, known.schedule)
+            if known.due_at is None:  # it was not ours when it was read
+                known.due_at = self._due_at(before, known.schedule)
             return True
         text = "schedule %s is changed by this program's code: %r (was %r)"
         logger.warning(text, name, definition.spec, before.definition.spec)

@@ -26,7 +26,7 @@ from machinery_py.brokers.base import (
     QueueStats,
     WorkerInfo,
 )
-from machinery_py.brokers.entries import close_all, in_steps
+from machinery_py.brokers.entries import RETRY_MARK, SET_BACK, ClockWatch, close_all, in_steps
 from machinery_py.brokers.liveness import is_suspended
 from machinery_py.brokers.queue_limits import QueueLimit
 from machinery_py.brokers.sqlite.consumer import PROMOTE, RELEASE, SQLiteConsumer
@@ -91,6 +91,7 @@ class SQLiteBroker(Broker):
         self._suspects: set[int] = set()
         self._consumers: weakref.WeakSet[SQLiteConsumer] = weakref.WeakSet()
         self._next_sweep = 0.0
+        self._watch = ClockWatch(driver.clock)
 
     def put(self, messages: Sequence[Message], *, token: str) -> bool:
         driver = self.driver
@@ -157,6 +158,8 @@ class SQLiteBroker(Broker):
     def tend(self) -> float:
         self.driver.check()
         self.reap()
+        if self._watch.was_set_back():
+            self._count_again()
         due = self._promote_due()
         monotonic = self.driver.clock.monotonic()
         if monotonic >= self._next_sweep:
@@ -186,6 +189,23 @@ class SQLiteBroker(Broker):
             self.driver.notify("q")
             due = connection.execute(_NEXT_DUE).fetchone()[0]
         return due
+
+    def _count_again(self) -> None:
+        """Let delays of retries that began in the future, by a clock that was ahead, begin now."""
+        now = self.driver.now()
+        begun = "status = 1 AND sent_at > ? AND instr(body, ?)"
+        ahead = now + int(SET_BACK * 1e6)
+        with self.driver.reading() as connection:
+            found = connection.execute(
+                f"SELECT 1 FROM messages INDEXED BY messages_delayed WHERE {begun} LIMIT 1",
+                (ahead, RETRY_MARK),
+            ).fetchone()
+        if found:
+            with self.driver.claiming() as connection:
+                connection.execute(
+                    f"UPDATE messages SET due_at = due_at - sent_at + ?, sent_at = ? WHERE {begun}",
+                    (now, now, ahead, RETRY_MARK),
+                )
 
     def reap(self) -> int:
         """Give back what dead consumers held; return how many were dead. `tend` does it too."""
