@@ -64,7 +64,8 @@ class Both:
     """A store by the pure rules and one by Lua, with the same clock. Each call asks both."""
 
     def __init__(self, driver: RedisDriver) -> None:
-        assert isinstance(clock := driver.clock.host, ManualClock)
+        clock = driver.clock.host
+        assert isinstance(clock, ManualClock)
         self.clock = clock
         self.pure, self.lua = MemoryLimits(MemoryHub(self.clock)), RedisLimits(driver)
         self.scope = f"scope {next(_scopes)}"

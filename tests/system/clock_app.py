@@ -1,4 +1,4 @@
-"""The app of test_clocks.py: a worker, or with `send` a sender, whose clock is AHEAD seconds off."""
+"""The app of test_clocks.py: a worker, or with `send` a sender; its clock is AHEAD seconds off."""
 
 from __future__ import annotations
 
