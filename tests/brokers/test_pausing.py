@@ -75,11 +75,11 @@ def test_blocked_client_is_woken_when_its_queue_is_resumed(
     waiter = threading.Thread(target=lambda: found.extend(consumer.receive(5, HANG)))
     waiter.start()
     wait_until(lambda: blocked(driver) > others, what="asleep at the open queue")
-    place = queue_keys("q")[1].encode() + b"u"
+    prefix = queue_keys("q")[1].encode()
     # Pausing wakes it, and then it sleeps elsewhere: it has noted itself where `resume` finds it.
     broker.pause("q")
     wait_until(
-        lambda: driver.ask(b"SCARD", place, doing="looking") == 2,
+        lambda: driver.ask(b"SCARD", prefix + b"v", doing="looking") == 1,
         what="noted beside the paused queue",
     )
     put(broker, b"a", b"b")
@@ -90,7 +90,7 @@ def test_blocked_client_is_woken_when_its_queue_is_resumed(
 
     waiter.join(HANG / 2)
     assert bodies(found) == [b"a", b"b"]
-    assert driver.ask(b"EXISTS", place, doing="looking") == 0
+    assert driver.ask(b"EXISTS", prefix + b"u", doing="looking") == 0
     consumer.close()
 
 

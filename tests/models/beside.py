@@ -169,11 +169,11 @@ class Beside:
         self._after, expires = self.dump()
         rung = [part for part in reply if isinstance(part, list)] if isinstance(reply, list) else []
         self._rung = [
-            one
+            one.partition(".")[0]
             for part in [reply, *rung]
             if isinstance(part, list)
             for one in part
-            if isinstance(one, str)
+            if isinstance(one, str)  # a client without the life of its server
         ]
         before = self.model.saved()
         self.model.begin()

@@ -12,6 +12,7 @@ from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.wire.decode import known_fields
 from tests.models.messages import (
     DELAYED,
+    SOON,
     Entry,
     Message,
     Queue,
@@ -29,6 +30,7 @@ from tests.models.messages import (
     has_waiting,
     is_spoilt,
     list_of,
+    note_idle,
     put,
     return_arrivals,
     unpark,
@@ -119,7 +121,7 @@ def claim(
     limit: int,
     claim: int,
     lost: Sequence[int],
-    number: str,
+    client: str,
     will_sleep: bool,
     noted: bool,
     apart: bool,
@@ -132,6 +134,7 @@ def claim(
     queues = [queues[place] for place in places]
     for _, prefix in queues:
         if noted:
+            number = client.partition(".")[0]
             redis.remove(prefix + "v", number)
             if apart or len(queues) > 1:
                 redis.remove(prefix + "w", number)
@@ -164,15 +167,18 @@ def claim(
             most = limit - len(found)
             found += from_lists(redis, place, queue, session, claim, most, moment, timed)
     if will_sleep and not found:
-        for place, (_, prefix) in enumerate(queues):
-            redis.add(prefix + ("u" if paused[place] else "v"), number)
-            if not paused[place] and (apart or place + 1 != blocking_queue):
-                redis.add(prefix + "w", number)
+        for place, queue in enumerate(queues):
+            away = not paused[place] and (apart or place + 1 != blocking_queue)
+            note_idle(redis, queue, client, away=away)
     rows = [(places[place], *rest) for place, *rest in found]
     blocking_queue = places[blocking_queue - 1] + 1 if blocking_queue else 0
+    due = due_in(redis, queues, moment)
+    for place, queue in enumerate(queues if len(found) >= limit else ()):
+        if not paused[place] and (0 <= due < SOON or has_waiting(redis, queue)):
+            wake(redis, queue, "v")
     return [
         1,
-        due_in(redis, queues, moment),
+        due,
         len(redis.scores("mpy:revoked")),
         redis.woken,
         rows,
@@ -333,6 +339,7 @@ def condemn(
             continue
         redis.unscore(prefix + "s", session)
         redis.delete(f"{prefix}b:{session}")
+        wake(redis, queue, "v", 100_000)
         held += empty(redis, queue, session, began[place] if began else None, int(now))
         redis.score(prefix + "t", session, int(now) + tombstone)
     return [held, redis.woken]
@@ -416,7 +423,6 @@ def pause(redis: Redis, queue: Queue) -> object:
 
 
 def resume(redis: Redis, queue: Queue) -> object:
-    redis.woken += redis.members(queue[1] + "u") - {""}
     redis.delete(queue[1] + "u")
     wake(redis, queue, "v", 100_000)
     return redis.woken

@@ -19,7 +19,7 @@ from tests.support.servers import RedisServer
 
 QUEUES = ("jobs", "{mail}.low")
 SESSIONS = ("s1", "s2")
-CONNECTIONS = ("11", "12", "13")
+CONNECTIONS = ("11.a", "12.a", "13.a", "12.b")  # one of another life of the server
 BODIES = (
     b'{"RoutingKey":"jobs"}',
     b'{"RoutingKey":"{mail}.low","ETA":null}',

@@ -18,6 +18,7 @@ Message = tuple[int, int, int, str, int, str]
 
 DELAYED = "delayed_tasks"
 SOON = 1_100_000  # µs; who sleeps longer is to be told of what is due before
+IDLE_LIFE = 60  # seconds
 NOTE_EVERY = 250_000  # µs
 NOTES = 4096
 SECOND = 1_000_000
@@ -56,7 +57,21 @@ def digest(body: str) -> str:
 
 def wake(redis: Redis, queue: Queue, blocked: str, count: int = 1) -> None:
     """Wake as many who sleep as there are messages for them."""
-    redis.woken += redis.take_any(queue[1] + blocked, count)
+    life = redis.get(queue[1] + "life")
+    for client in redis.take_any(queue[1] + blocked, count):
+        redis.remove(queue[1] + ("w" if blocked == "v" else "v"), client)
+        redis.woken.append(f"{client}.{life}" if life else client)
+
+
+def note_idle(redis: Redis, queue: Queue, client: str, *, away: bool) -> None:
+    number, _, life = client.partition(".")
+    v, w = queue[1] + "v", queue[1] + "w"
+    if redis.get(queue[1] + "life") != life:
+        redis.delete(v, w)
+    redis.keep(queue[1] + "life", life, seconds=IDLE_LIFE)
+    for key in (v, w)[: 1 + away]:
+        redis.add(key, number)
+        redis.expire(key, IDLE_LIFE)
 
 
 def give(
@@ -66,12 +81,13 @@ def give(
     name, prefix = queue
     was_empty = not redis.items(list_of(queue, level))
     (redis.push_first if first else redis.push)(list_of(queue, level), body)
-    wake(redis, queue, "w")
     if level > 0:
         redis.add("mpy:queues", name)
         redis.score(prefix + "l", str(level), level)
         wake(redis, queue, "v")
-    elif not first:
+        return
+    wake(redis, queue, "w")
+    if not first:
         place = redis.count(prefix + "c") - 1
         if place == 0:
             redis.add("mpy:queues", name)

@@ -145,7 +145,7 @@ class RedisBroker(Broker):
         return self.driver.ask(*parts, doing=doing, away=BrokerUnavailable)
 
     def _run_and_wake(self, script: Script, *values: object) -> None:
-        """Run a script that returns the connections to be woken."""
+        """Run a script that returns the clients to be woken."""
         self.driver.unblock(self.driver.run(script, *values))
 
     def _queues(self) -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ several, `receive` repeats this until something was found:
     2  BLMOVE at the blocking queue, and the claim behind it
 
 The blocking queue is the first whose node is there and which is not paused. The blocked client is
-the number of the connection there, as `number@queue`: when something is put into another queue,
+the connection there, as `client@queue`: when something is put into another queue,
 that unblocks it. At the end it is taken out of the sets. Where all queues are paused, it blocks at
 the arrivals of the first, where nothing comes.
 
@@ -18,6 +18,7 @@ Limits: what a Go program puts on another queue than the blocking queue is notic
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -27,7 +28,7 @@ from typing import Any
 from machinery_py.brokers.base import Consumer, Delivery, Disposal
 from machinery_py.brokers.entries import close_all
 from machinery_py.brokers.redis import scripts
-from machinery_py.brokers.redis.consumer import KIND, RedisConsumer
+from machinery_py.brokers.redis.consumer import KIND, RedisConsumer, client_of
 from machinery_py.brokers.redis.mover import DueMover
 from machinery_py.connections.redis.client import TIMEOUT
 from machinery_py.connections.redis.cluster import PAUSE, RedisClusterDriver, SlotDriver
@@ -112,22 +113,23 @@ class QueueConsumer(RedisConsumer):
         return self._blocking_queue is None
 
     def blocked_client(self) -> str:
-        """Return `number@queue`, by which other processes can wake its connection."""
+        """Return `client@queue`, by which other processes can wake its connection."""
         try:
             link = self._open_link()
         except MachineryError:
             raise
         except Exception as error:  # redis-py's, sorted by `fail`
             self.driver.fail(error, doing="preparing to block", away=BrokerUnavailable)
-        return f"{link.number.decode()}@{queue_keys(self.queue)[1]}"
+        client = client_of(link)
+        return f"{client}@{queue_keys(self.queue)[1]}" if client else ""
 
     def removal_of(self, client: str) -> list[Request]:
         """Return requests that take a client out of the sets to which the last claim added it."""
-        if not self._noted:
+        if not self._noted or not client:
             return []
         self._noted = False
         prefix = queue_keys(self.queue)[1]
-        return [command_at(b"SREM", f"{prefix}{set_}".encode(), client.encode()) for set_ in "uvw"]
+        return [command_at(b"SREM", f"{prefix}{set_}".encode(), client.encode()) for set_ in "vw"]
 
     def claim_now(self, limit: int, *, will_sleep: bool = False) -> list[Delivery]:
         """Claim what is there now; nothing while the queue's node is away (see `failure`)."""
@@ -149,9 +151,10 @@ class QueueConsumer(RedisConsumer):
         self.failure = None
         return deliveries
 
-    def claim_blocking(self, limit: int, seconds: float) -> list[Delivery]:
-        """Block at the queue for so long, and claim."""
-        sleep = min(seconds, self._block)
+    def claim_blocking(self, limit: int, seconds: float, *, due_in: float) -> list[Delivery]:
+        """Block at the queue until something is due in any, for so long at most, and claim."""
+        self._due_at = time.monotonic() + due_in if due_in < self._block else math.inf
+        sleep = min(seconds, due_in, self._block)
         return self._claim(limit, self._queues, sleep=sleep, will_sleep=False)[0]
 
 
@@ -223,8 +226,8 @@ class ClusterConsumer(Consumer):
                 blocking_part = self._prepare_to_block()
                 found = self._claim(limit, parts, will_sleep=True)
                 if not found and not self._woken and blocking_part is self._choose_part():
-                    due_in = (part.due_in for part in parts if part.failure is None)
-                    found = blocking_part.claim_blocking(limit, min(left, *due_in, left))
+                    due = (part.due_in for part in parts if part.failure is None)
+                    found = blocking_part.claim_blocking(limit, left, due_in=min(due, default=left))
         finally:
             self._remove_client()
         self._woken = False

@@ -4,6 +4,12 @@ It has a connection of its own for claims. When nothing is to be had, that block
 first queue that is not paused, with the next claim behind it in the same packet; `wake` unblocks
 it. Where all queues are paused, it blocks at its own list of arrivals, where nothing comes.
 
+A claim that finds nothing notes the client as idle. Who puts something that BLMOVE does not see
+takes it out of the idle ones and wakes it, perhaps before the BLMOVE. So the packet begins with a
+look whether the client is still noted; Redis does nothing for others in between. If it is not, the
+client wakes itself. It does so, too, when something is due: Redis ends timed blocks at its next
+tick, up to 0.1 s late.
+
 Limits: a Go program's message on the second queue of a blocked client is noticed within BLOCK.
 """
 
@@ -11,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import os
 import threading
 import time
@@ -41,6 +48,9 @@ logger = get_logger(__name__)
 BLOCK = 1.0  # seconds of one sleep; shorter than half a lease
 LINK_TIMEOUT = 3.0  # seconds for the reply to a claim, beyond its sleep
 REFUSED_PAUSE = 0.1  # seconds between claims where Redis lets nobody block: it is full
+STILL_IDLE = (
+    0.05  # seconds after a claim that noted the client, in which the next one may be left out
+)
 LOST_LIFE = 30.0  # seconds that a claim without a reply is asked for
 KIND = "redis"  # of the files that say what consumers run
 
@@ -82,7 +92,9 @@ class RedisConsumer(Consumer):
         self._link: RedisConnection | None = None
         self._woken = False
         self._asleep = b""  # the number of the connection while it blocks
-        self._noted = False  # whether Redis may have it among the blocked clients
+        self._noted = False  # whether the last claim has noted it as idle
+        self._noted_at = 0.0  # monotonic second of the last claim
+        self._due_at = math.inf  # and when something is due, by that claim
         self._closed = False
         self._pid = os.getpid()
         self._starting = threading.Lock()
@@ -115,8 +127,11 @@ class RedisConsumer(Consumer):
         return host_file(KIND)
 
     def _blocked_client(self, link: RedisConnection) -> tuple[str, bool]:
-        """Return the client to be woken, and whether it blocks at none of these queues."""
-        return link.number.decode(), False
+        """Return the client to be woken, and whether it blocks at none of these queues.
+
+        Empty where the server does not say who it is: then nobody can wake it.
+        """
+        return client_of(link), False
 
     def _is_timed(self) -> bool:
         return self.is_timed
@@ -146,16 +161,19 @@ class RedisConsumer(Consumer):
             return []
         served = self._served
         queues = [queue for queue in order if queue in served] or served
-        deliveries, due_in = self._claim(limit, queues, sleep=0.0, will_sleep=timeout > 0)
-        deadline = time.monotonic() + timeout
+        deliveries: list[Delivery] = []
+        now = time.monotonic()
+        deadline = now + timeout
+        # Who still counts as idle has claimed just now, and would have been told of anything new.
+        if not self._noted or timeout <= 0 or self._woken or now - self._noted_at > STILL_IDLE:
+            deliveries, _ = self._claim(limit, queues, sleep=0.0, will_sleep=timeout > 0)
         while not deliveries and not self._woken and not self._closed:
-            left = deadline - time.monotonic()
+            now = time.monotonic()
+            left, due_in = deadline - now, max(0.0, self._due_at - now)
             if left <= 0:
                 break
-            sleep = min(left, max(0.0, due_in), self._block)
-            deliveries, due_in = self._claim(
-                limit, queues, sleep=sleep, will_sleep=not sleep or left > self._block
-            )
+            sleep = min(left, due_in, self._block)
+            deliveries, _ = self._claim(limit, queues, sleep=sleep, will_sleep=True)
         self._woken = False
         return deliveries
 
@@ -183,8 +201,9 @@ class RedisConsumer(Consumer):
                 before, since = self._before, self._since
                 values.append([(before.get(one, 0), since.get(one, ())) for one in queues])
             argument = pack(values)
+            looks = self._looks(client, keys) if sleep else []
             self._noted = True  # until the reply says that it is not
-            reply = self._ask(link, argument, sleep, move_of)
+            reply = self._ask(link, argument, sleep, move_of, looks)
         except MachineryError:
             raise
         except Exception as error:  # redis-py's, sorted by `fail`
@@ -205,16 +224,19 @@ class RedisConsumer(Consumer):
         ]
         if to_wake:
             self._driver.unblock(to_wake)
+        now = time.monotonic()
         if not alive:
+            self._noted, self._due_at = False, math.inf
             return [], self._block  # the next beat starts a new session
         self.none_revoked = not revoked
         deliveries = self._deliveries(session, queues, rows, bodies)
-        self._noted = (will_sleep or bool(sleep)) and not deliveries
+        self._noted, self._noted_at = (will_sleep or bool(sleep)) and not deliveries, now
         if self._refused and not deliveries:
             time.sleep(min(sleep, REFUSED_PAUSE))
         self._is_due, self._has_found = due_in == 0, bool(deliveries)
         if move_of and not self._moved(move_of, deliveries) and due_in == 0:
             due_in = 10_000  # what is due still cannot be moved now, or another mover is at it
+        self._due_at = math.inf if due_in < 0 else now + due_in / 1e6
         return deliveries, self._block if due_in < 0 else due_in / 1e6
 
     def _moved(self, count: int, deliveries: Sequence[Delivery]) -> int:
@@ -229,7 +251,21 @@ class RedisConsumer(Consumer):
                 logger.exception("due messages could not be moved")
             return 0  # these deliveries are ours now; the next mover does its part
 
-    def _ask(self, link: RedisConnection, argument: bytes, sleep: float, move_of: int) -> Any:
+    def _looks(self, client: str, keys: Sequence[tuple[str, str]]) -> list[bytes]:
+        """Return commands that tell whether the client is still noted; none if it was not."""
+        if not self._noted or not client:
+            return []
+        member = (client if "@" in client else client.partition(".")[0]).encode()
+        return [command(b"SISMEMBER", f"{prefix}v".encode(), member) for _, prefix in keys]
+
+    def _ask(
+        self,
+        link: RedisConnection,
+        argument: bytes,
+        sleep: float,
+        move_of: int,
+        looks: Sequence[bytes],
+    ) -> Any:
         packet = self._driver.packed_script(scripts.CLAIM, argument)
         if move_of:
             link.send(self._mover.packet(move_of) + packet)
@@ -237,10 +273,12 @@ class RedisConsumer(Consumer):
         elif not sleep:
             link.send(packet)
         else:
-            self._sleep(link, packet, sleep)
+            self._sleep(link, packet, sleep, looks)
         return self._driver.read_script(link, scripts.CLAIM, argument)
 
-    def _sleep(self, link: RedisConnection, packet: bytes, seconds: float) -> None:
+    def _sleep(
+        self, link: RedisConnection, packet: bytes, seconds: float, looks: Sequence[bytes]
+    ) -> None:
         """Send the claim with a blocking move in front of it, and wait for the end of that."""
         name, prefix = self._blocking_queue or self.keys[0]
         arrivals = f"{prefix}i:{self.session}".encode()
@@ -252,7 +290,11 @@ class RedisConsumer(Consumer):
             else:
                 timeout = b"%.3f" % max(seconds, 0.001)
                 move = command(b"BLMOVE", source, arrivals, b"LEFT", b"RIGHT", timeout)
-                link.send(move + packet)
+                is_due = self._due_at <= time.monotonic() + seconds
+                link.send(b"".join((*looks, move, packet)))
+                noted = [_read_before(link) != 0 for _ in looks]
+                if not all(noted) or (is_due and not link.has_news(seconds)):
+                    self._driver.end_block(link)
                 self._refused = _read_before(link, refused=_REFUSED) is _REFUSED
         finally:
             self._asleep = b""
@@ -419,6 +461,12 @@ def give_up(
         if not given or not left:
             break
     return bool(held >= 0)
+
+
+def client_of(link: RedisConnection) -> str:
+    """Return `number.life`; empty if the server does not tell both."""
+    life = link.life() if link.number else b""
+    return f"{link.number.decode()}.{life.decode()}" if life else ""
 
 
 def series_of(queue: str) -> int:

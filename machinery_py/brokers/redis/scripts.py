@@ -19,9 +19,11 @@ CLOSED = 60_000_000  # µs that a closed one is
 MARK_EVERY = 250_000  # µs between two notes of when a place of a queue was filled
 MARKS = 4096  # of these notes
 MOVE_PATIENCE = 10_000_000  # µs; what has been due for so long is moved to a long list as well
+SOON = 1_100_000  # µs; who blocks may sleep longer: it is told of what is due before
+IDLE_LIFE = 60  # seconds that idle clients are remembered; each says so again every second
 MOVE_LIFE = 1800  # seconds that a cluster remembers the name under which a message was put once
 
-#: Constants of putting.lua and messages.lua.
+#: Constants of putting.lua, messages.lua and waking.lua.
 CONSTANTS: dict[str, object] = {
     "DELAYED": DELAYED,
     "EVERY": MARK_EVERY,
@@ -29,6 +31,8 @@ CONSTANTS: dict[str, object] = {
     "FAIR": FAIR,
     "BYTES": STEP_BYTES,
     "AT_ONCE": AT_ONCE,
+    "SOON": SOON,
+    "IDLE_LIFE": IDLE_LIFE,
 }
 
 _lua = Folder("brokers/redis/lua", CONSTANTS, away=BrokerUnavailable)

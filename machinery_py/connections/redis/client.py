@@ -10,6 +10,7 @@ its own.
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import logging
 import os
@@ -378,7 +379,7 @@ class RedisDriver:
         return read_script(link, self.adapted(script), argument, *self._guards)
 
     def numbered(self, link: RedisConnection | None, *, timeout: float) -> RedisConnection:
-        """Return a connection that knows its number: this one, or else a new one.
+        """Return a connection that knows its number, if it may: this one, or else a new one.
 
         A new one is opened if there is none, or if it leads to a server that is not used any more.
         """
@@ -389,11 +390,12 @@ class RedisDriver:
             link = None
         if link is None:
             link = self.open(timeout=timeout)
-            link.number = b"%d" % link.ask(b"CLIENT", b"ID")
+            number = _ask_if_allowed(link, b"CLIENT", b"ID")
+            link.number = b"" if number is None else b"%d" % number
         return link
 
     def unblock_while(self, asleep: Callable[[], bytes], *, doing: str) -> None:
-        """Wake a connection of another thread; `asleep` returns its number while it blocks."""
+        """Wake a connection of this process; `asleep` returns its number while it blocks."""
         for _ in range(WAKE_TRIES):
             number = asleep()
             if not number:
@@ -404,13 +406,27 @@ class RedisDriver:
             except MachineryError:
                 return  # then it wakes by itself
 
-    def unblock(self, numbers: Sequence[bytes]) -> None:
-        """Wake these connections. Failing does no harm: none blocks longer than a second."""
-        for number in numbers:
-            try:
-                self.ask(b"CLIENT", b"UNBLOCK", number, doing="waking a worker")
-            except MachineryError:
-                return
+    def unblock(self, clients: Sequence[bytes]) -> None:
+        """Wake clients, `number.life` each, in one round trip.
+
+        Failing does no harm: none blocks longer than a second. One of another life of the server is
+        left out: its number may be another program's by now.
+        """
+
+        def ask(link: RedisConnection) -> None:
+            life = link.life()
+            named = (client.partition(b".") for client in clients)
+            link.ask_all([_unblock(number) for number, _, its in named if life and its == life])
+
+        if clients:
+            with contextlib.suppress(MachineryError):
+                self._attempt(ask, doing="waking a worker", away=BackendUnavailable)
+
+    def end_block(self, link: RedisConnection) -> None:
+        """Wake a connection of this thread, as far as that is possible."""
+        if link.number:
+            with contextlib.suppress(MachineryError):
+                self.ask(b"CLIENT", b"UNBLOCK", link.number, doing="waking a worker")
 
     def close(self) -> None:
         """Close what is idle. May be called twice; the next use opens anew."""
@@ -430,6 +446,10 @@ def _ask_if_allowed(link: RedisConnection, *parts: bytes) -> Any:
         if isinstance(error, NoPermissionError) or "unknown" in str(error).lower():
             return None
         raise
+
+
+def _unblock(number: bytes) -> bytes:
+    return command(b"CLIENT", b"UNBLOCK", number)
 
 
 def evalsha(script: Script, argument: bytes, *keys: bytes) -> bytes:

@@ -221,6 +221,14 @@ class RedisClusterDriver:
                     self.fail(attempt.trouble, doing=doing, away=lost if unknown else away)
         return [request.reply for request in requests]
 
+    def unblock(self, slot: int, clients: Sequence[bytes]) -> None:
+        """Wake clients of the node that serves this slot."""
+        try:
+            address = self.nodes.address_of(slot)
+        except Exception:  # no node serves it now, so nobody blocks there
+            return
+        self._driver(address).unblock(clients)
+
     def _look_again(self) -> None:
         time.sleep(PAUSE)
         try:
@@ -360,9 +368,12 @@ class SlotDriver(_PartDriver):
         except Exception:  # then no node answers, and `error` is reason enough
             logger.debug("%s cannot be asked for its slots", self.cluster.nodes.place)
 
-    def unblock(self, numbers: Sequence[bytes]) -> None:
-        """As the base class; one that blocks at another queue is `number@prefix of that queue`."""
-        for number in numbers:
-            digits, _, elsewhere = number.partition(b"@")
-            driver = self.cluster.at(elsewhere) if elsewhere else self
-            super(SlotDriver, driver).unblock([digits])
+    def unblock(self, clients: Sequence[bytes]) -> None:
+        """As the base class; one that blocks at another queue is `client@prefix of that queue`."""
+        by_slot: dict[int, list[bytes]] = {}
+        for client in clients:
+            there, _, elsewhere = client.partition(b"@")
+            slot = slot_of(elsewhere) if elsewhere else self._slot
+            by_slot.setdefault(slot, []).append(there)
+        for slot, ours in by_slot.items():
+            self.cluster.unblock(slot, ours)

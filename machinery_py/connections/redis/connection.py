@@ -6,13 +6,16 @@ a script.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from ssl import SSLWantReadError
 from typing import Any
 
+LIFE = 12  # characters of the server's random `run_id`
 CHUNK = 65536  # bytes that are asked for at once
 CLOSED = "Connection closed by server."  # redis-py's words
 
+_LIFE = re.compile(rb"^run_id:(\S+)", re.MULTILINE)
 _ARRAY, _BYTES, _NUMBER, _TEXT, _ERROR = b"*$:+-"
 
 
@@ -34,13 +37,47 @@ class RedisConnection:
         self._timeout = self._socket.gettimeout()  # of replies
         self._on_close: Callable[[], object] | None = on_close
         self.server = server  # as the driver's `servers` counted when it was opened
-        self.number = b""
+        self.number = b""  # as CLIENT ID says, where it was asked for
+        self._life: bytes | None = None
         self.used_at = 0.0
 
     def ask(self, *parts: bytes) -> Any:
         """Send one command and return its reply. Any exception of redis-py, or OSError."""
         self.send(command(*parts))
         return self.read()
+
+    def ask_all(self, packets: Sequence[bytes]) -> list[Any]:
+        """Send encoded commands in one packet, and return their replies; raise the first error."""
+        self.send(b"".join(packets))
+        replies: list[Any] = []
+        failed: Exception | None = None
+        for _ in packets:
+            try:
+                replies.append(self.read())
+            except Exception as error:  # redis-py's; the connection is closed if it is not a reply
+                failed = failed or error
+        if failed is not None:
+            raise failed
+        return replies
+
+    def life(self) -> bytes:
+        """Return what names the server's process, in whose life numbers of clients are given once.
+
+        Asked for at the first call. Empty if the server does not tell.
+        """
+        if self._life is None:
+            self._life = self._ask_life()
+        return self._life
+
+    def _ask_life(self) -> bytes:
+        from redis.exceptions import ResponseError
+
+        try:
+            text = self.ask(b"INFO", b"server")
+        except ResponseError:  # forbidden
+            return b""
+        found = _LIFE.search(text)
+        return found[1][:LIFE] if found else b""
 
     def send(self, packet: bytes) -> None:
         try:

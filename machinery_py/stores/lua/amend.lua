@@ -1,6 +1,6 @@
 -- In: now, seconds that finished states are kept, name, expected, body, life, C of nothing or one
 -- change, S, queues, messages, token and number of the steps that are staged for it, or "" and 0.
--- Out: nothing if the record held something else, else connections to be woken.
+-- Out: nothing if the record held something else, else clients to be woken.
 --! include brokers/redis/lua/putting.lua
 --! include backends/redis/lua/changes.lua
 --! include backends/redis/lua/records/swap.lua

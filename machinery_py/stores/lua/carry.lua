@@ -1,5 +1,5 @@
 -- In: now, token, or "" for a submission that nobody has gone on with for so long, µs. Out: nothing
--- if no step is left; else connections to be woken, the token, and why its next step is not carried
+-- if no step is left; else clients to be woken, the token, and why its next step is not carried
 -- out now, or "". The first write is a removal, which a full Redis allows, and lets the rest pass.
 --! include stores/lua/step.lua
 --! include stores/lua/staged.lua

@@ -1,5 +1,5 @@
 -- In: now, seconds, queues, messages, C of one change that fires a group or ends a task, S. Out:
--- nothing if that was done before, else connections to be woken.
+-- nothing if that was done before, else clients to be woken.
 --! include brokers/redis/lua/putting.lua
 --! include backends/redis/lua/changes.lua
 

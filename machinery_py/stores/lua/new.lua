@@ -3,7 +3,7 @@
 -- In: now, seconds that finished states are kept, token, queue, how many states, how many groups.
 -- Then, each as an argument of its own, since to take a packed array apart would cost more than all
 -- else: the items of plain.lua; UUID and document of each group; the bodies.
--- Out: connections to be woken; or nothing, if something lies there. Then nothing was written, and
+-- Out: clients to be woken; or nothing, if something lies there. Then nothing was written, and
 -- submit.lua says what is to be done.
 --! include stores/lua/plain.lua
 

@@ -2,7 +2,7 @@
 --   settlement: queue, receipt, fate, place of its change or 0, false or (µs until it is due, head
 --               of a dead letter, messages)
 --   mark:       queue, receipt, place of its change
--- Out: a letter for each settlement: s, a or f; connections to be woken. All are decided first;
+-- Out: a letter for each settlement: s, a or f; clients to be woken. All are decided first;
 -- then the deliveries are removed, which a full Redis allows, and lets the rest pass; then all is
 -- written. Marks come last, and are dropped when they cannot be written: they must not keep what is
 -- over from being settled. What cannot come back, wait or die, since something else lies under a

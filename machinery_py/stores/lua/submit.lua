@@ -1,6 +1,6 @@
 -- In: now, seconds that finished states are kept, token, limits, queues, messages, C of nothing or
 -- one change, S. Out: 0 if the token was used before; what `full` says, if a limit is passed; else
--- connections to be woken.
+-- clients to be woken.
 --! include brokers/redis/lua/putting.lua
 --! include brokers/redis/lua/room.lua
 --! include backends/redis/lua/changes.lua

@@ -1,9 +1,9 @@
--- In: now, session, queues, limit, number of this claim, numbers of lost ones, connection, true if
+-- In: now, session, queues, limit, number of this claim, numbers of lost ones, client (see waking.lua) or "", true if
 -- it will block, true if it may be noted as a blocked client, true if it blocks at none of these
 -- queues, true if it is to say how long messages have waited; if there are lost claims, for each queue
 -- (the highest receipt before them, those that were reported since), which are not looked at again.
 -- Out: what is left of the session (1, or 0 if it was given up); µs until something is due (-1:
--- nothing is); how many tasks are revoked; connections to be woken; msgpack of (queue, first
+-- nothing is); how many tasks are revoked; clients to be woken; msgpack of (queue, first
 -- receipt, fence, strikes, parks, priority, µs waited or -1, how many), in which the receipts
 -- follow each other; which queue the client is to block at, from 1 on (0: all are paused or spoilt); texts
 -- that name keys under which something else lies; the bodies in that order, since to pack them would
@@ -11,7 +11,7 @@
 --! include brokers/redis/lua/plain_claim.lua
 --! include brokers/redis/lua/messages.lua
 
-local text, session, queues, limit, claim, lost, number, will_sleep, noted, apart, timed, known = unpack(unpacked)
+local text, session, queues, limit, claim, lost, client, will_sleep, noted, apart, timed, known = unpack(unpacked)
 local now, to_wake, found, given, with_notes, places, problems, left = now_of(text), {}, {}, {}, {}, {}, {}, nil
 local function report(index, receipt, fence, strikes, parks, level, wait, body)
   if level > 255 then level = math.ceil(level / $FAIR) - 1 end
@@ -97,10 +97,7 @@ for place, q in ipairs(all) do
   end
 end
 for _, q in ipairs(queues) do
-  if noted then
-    try('SREM', q[2] .. 'v', number)
-    if apart or #queues > 1 then try('SREM', q[2] .. 'w', number) end  -- the order may have been another
-  end
+  if noted then forget_idle(q, client, apart or #queues > 1) end
 end
 local function return_arrivals(q, bodies)
   for i = #bodies, 1, -1 do give(q, 0, {bodies[i]}, true, now, to_wake) end
@@ -193,8 +190,11 @@ for index, q in ipairs(queues) do
 end
 if will_sleep and #given == 0 then
   for index, q in ipairs(queues) do
-    try('SADD', q[2] .. (stopped[index] and 'u' or 'v'), number)
-    if (apart or index ~= blocking_queue) and not stopped[index] then try('SADD', q[2] .. 'w', number) end
+    note_idle(q, client, (apart or index ~= blocking_queue) and not stopped[index])
   end
 end
-return {1, due_in(queues, now), revoked, to_wake, cmsgpack.pack(found), places[blocking_queue] or 0, problems, given, left}
+local due = due_in(queues, now)
+local open = {}
+for index, q in ipairs(queues) do open[#open + 1] = not stopped[index] and q or nil end
+pass_on(open, #given >= limit or claimed >= $BYTES, due, to_wake)
+return {1, due, revoked, to_wake, cmsgpack.pack(found), places[blocking_queue] or 0, problems, given, left}

@@ -1,6 +1,6 @@
 -- In: now, session, queues, disposals (index of the queue, receipt, fate, µs until it is due, head of
 -- the dead letter).
--- Out: a letter each, s or f; connections to be woken.
+-- Out: a letter each, s or f; clients to be woken.
 --! include brokers/redis/lua/messages.lua
 
 local text, session, queues, disposals = unpack(unpacked)

@@ -1,4 +1,4 @@
--- In: now, most, room. Out: connections to be woken; how many messages were moved; bodies that are
+-- In: now, most, room. Out: clients to be woken; how many messages were moved; bodies that are
 -- due and stay, since only Python can say where they belong.
 -- Moves what is due in Go's set to the queues: of the first `most`, the first due first, those whose
 -- list holds less than `room`. Once the first has waited for $PATIENCE µs, there is room for all.

@@ -4,7 +4,7 @@
 -- moves fewer than $BYTES; few at once, since their sizes are not known before.
 -- give: puts bodies on a queue's list, at its head or tail, and marks when; the first that a queue
 -- ever gets, that it is there. What comes back to an empty list has a mark only if none is left.
---! include connections/redis/lua/prelude.lua
+--! include brokers/redis/lua/waking.lua
 
 local moved_bytes = 0
 local function due_in_set(key, now, most)
@@ -24,9 +24,6 @@ end
 local function list_of(q, level)
   if level > 0 then return q[2] .. 'p:' .. int(level) end
   return q[1]
-end
-local function wake(q, set, count, to_wake)
-  for _, number in ipairs(try('SPOP', q[2] .. set, count) or {}) do to_wake[#to_wake + 1] = number end
 end
 local function give(q, level, bodies, at_head, now, to_wake)
   local list, p = list_of(q, level), q[2]
@@ -48,5 +45,5 @@ local function give(q, level, bodies, at_head, now, to_wake)
   elseif length == #bodies and call('EXISTS', p .. 'o') == 0 then
     try('RPUSH', p .. 'o', int((tonumber(try('GET', p .. 'c') or '') or 0) - length) .. ' ' .. int(now))
   end
-  wake(q, 'w', #bodies, to_wake)
+  if level == 0 then wake(q, 'w', #bodies, to_wake) end
 end

@@ -1,5 +1,5 @@
 -- In: now, queues, lease in µs. Out: µs until something is due (-1); late sessions (queue, session,
--- beat); all sessions (queue, session); connections to be woken; 1 if sessions that are given up have
+-- beat); all sessions (queue, session); clients to be woken; 1 if sessions that are given up have
 -- more that is to be given back.
 --! include brokers/redis/lua/messages.lua
 

@@ -1,4 +1,4 @@
--- In: now, queues, messages whose bodies are members of Go's set. Out: connections to be woken.
+-- In: now, queues, messages whose bodies are members of Go's set. Out: clients to be woken.
 -- Each is taken out by one mover.
 --! include brokers/redis/lua/messages.lua
 

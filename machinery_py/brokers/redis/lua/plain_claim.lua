@@ -9,7 +9,10 @@
 -- pop: takes up to so many from the head of a list, while fewer than $BYTES are claimed; few at once,
 -- since their sizes are not known before.
 -- fly: brings messages of which nothing is noted into flight, and adds them to `found` and `given`.
---! include connections/redis/lua/prelude.lua
+-- note_idle, forget_idle: adds a client to those that are woken, takes it out.
+-- pass_on: who has claimed all that it may does not look again soon, so another one is told of what
+-- waits, or is due before it looks by itself.
+--! include brokers/redis/lua/waking.lua
 
 local claimed = 0
 local function pop(list, most)
@@ -25,6 +28,30 @@ local function pop(list, most)
     step = math.min(2 * step, $AT_ONCE)
   end
   return bodies
+end
+local function pass_on(queues, is_full, due, to_wake)
+  if not is_full then return end
+  local soon = due >= 0 and due < $SOON
+  for _, q in ipairs(queues) do
+    if soon or call('EXISTS', q[1], q[2] .. 'l') > 0 then wake(q, 'v', 1, to_wake) end
+  end
+end
+local function note_idle(q, client, is_away)
+  if client == '' then return end
+  local v, w = q[2] .. 'v', q[2] .. 'w'
+  local number, life = string.match(client, '^(%d+)%.(%w+)$')
+  if life and try('SET', q[2] .. 'life', life, 'EX', '$IDLE_LIFE', 'GET') ~= life then call('DEL', v, w) end
+  try('SADD', v, number or client)
+  try('EXPIRE', v, '$IDLE_LIFE')
+  if is_away then
+    try('SADD', w, number or client)
+    try('EXPIRE', w, '$IDLE_LIFE')
+  end
+end
+local function forget_idle(q, client, was_away)
+  client = string.match(client, '^(%d+)%.%w+$') or client
+  try('SREM', q[2] .. 'v', client)
+  if was_away then try('SREM', q[2] .. 'w', client) end  -- the order may have been another
 end
 local function waits_of(q, taken, has_arrived, now)
   local marks, left, waits = q[2] .. 'o', call('LLEN', q[1]), {}
@@ -68,7 +95,7 @@ local function fly(found, given, place, q, session, claim, level, bodies, waits)
   rows('HSET', q[2] .. 'f:' .. session, entries)
 end
 do
-  local text, session, queues, limit, claim, lost, number, will_sleep, noted, apart, timed = unpack(unpacked)
+  local text, session, queues, limit, claim, lost, client, will_sleep, noted, apart, timed = unpack(unpacked)
   local now, least, revoked, lengths, arrived = now_of(text), math.huge, 0, {}, {}
   local function is_due(key, unit)
     local first = call('ZRANGE', key, 0, 0, 'WITHSCORES')[2]
@@ -82,7 +109,7 @@ do
         return false
       end
       lengths[i], arrived[i] = call('LLEN', q[1]), call('LRANGE', p .. 'i:' .. session, 0, -1)
-      counter(p .. 'n')
+      if lengths[i] > 0 or #arrived[i] > 0 then counter(p .. 'n') end
     end
     is_due('$DELAYED', 1000)
     revoked = call('ZCARD', 'mpy:revoked')
@@ -97,10 +124,6 @@ do
       fly(found, given, i - 1, queues[i], session, claim, 0, bodies, waits)
     end
     for i, q in ipairs(queues) do
-      if noted then
-        try('SREM', q[2] .. 'v', number)
-        if apart or #queues > 1 then try('SREM', q[2] .. 'w', number) end  -- the order may have been another
-      end
       if #arrived[i] > 0 then
         call('DEL', q[2] .. 'i:' .. session)
         for _, body in ipairs(arrived[i]) do claimed = claimed + #body end
@@ -113,13 +136,15 @@ do
         if #bodies > 0 then deliver(i, bodies) end
       end
     end
-    if will_sleep and #given == 0 then
-      for i, q in ipairs(queues) do
-        try('SADD', q[2] .. 'v', number)
-        if apart or i > 1 then try('SADD', q[2] .. 'w', number) end
+    local due, to_wake = least < math.huge and math.max(0, math.floor(least)) or -1, {}
+    for i, q in ipairs(queues) do
+      if will_sleep and #given == 0 then
+        note_idle(q, client, apart or i > 1)
+      elseif noted then
+        forget_idle(q, client, apart or #queues > 1)
       end
     end
-    local due = least < math.huge and math.max(0, math.floor(least)) or -1
-    return {1, due, revoked, {}, cmsgpack.pack(found), 1, {}, given}
+    pass_on(queues, #given >= limit or claimed >= $BYTES, due, to_wake)
+    return {1, due, revoked, to_wake, cmsgpack.pack(found), 1, {}, given}
   end
 end

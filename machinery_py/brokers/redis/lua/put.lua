@@ -1,5 +1,5 @@
 -- In: now, token, limits, queues, messages. Out: 0 if the token was used before; what `full` says, if
--- a limit is passed; else the connections to be woken.
+-- a limit is passed; else the clients to be woken.
 --! include brokers/redis/lua/messages.lua
 --! include brokers/redis/lua/room.lua
 

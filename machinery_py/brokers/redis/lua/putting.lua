@@ -14,7 +14,7 @@
 --
 -- check: raises, before anything is written, if a key that these messages come to is something
 -- else.
--- put: stores messages; returns connections of blocked clients that must be woken.
+-- put: stores messages; returns clients to be woken.
 --! include brokers/redis/lua/giving.lua
 
 local DELAYED = '$DELAYED'
@@ -47,12 +47,11 @@ local function place(q, m, at_head, now, to_wake)
   call('ZADD', p .. 'l', 0, 'fair')
   try('SADD', 'mpy:queues', q[1])
   wake(q, 'v', 1, to_wake)
-  wake(q, 'w', 1, to_wake)
 end
 local function park(q, due, m, to_wake, now)
   local number = int(call('INCR', q[2] .. 'n'))
   call('ZADD', q[2] .. 'z', due, wrap(number, m.level, m.fence, m.strikes, m.parks, m.label, m.body))
-  if due < now + 1100000 then wake(q, 'v', 1, to_wake) end
+  if due < now + $SOON then wake(q, 'v', 1, to_wake) end
 end
 local parkable = {}
 local function can_give(q, level)
@@ -102,7 +101,7 @@ local function put(queues, messages, now, to_wake)
     elseif label == '' and parks == 0 then
       try('SADD', 'mpy:queues', q[1])
       call('ZADD', '$DELAYED', int(due) .. '000', body)
-      if due < now + 1100000 then wake(q, 'v', 1, to_wake) end
+      if due < now + $SOON then wake(q, 'v', 1, to_wake) end
     else
       try('SADD', 'mpy:queues', q[1])
       park(q, due, {level = level, fence = 0, strikes = 0, parks = parks, label = label, body = body}, to_wake, now)

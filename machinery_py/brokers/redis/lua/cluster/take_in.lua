@@ -1,5 +1,5 @@
 -- In: now, queue, (name of the move, message) of each, until when in µs. Out: 0 if it is too late,
--- else connections to be woken.
+-- else clients to be woken.
 --! include brokers/redis/lua/messages.lua
 
 local text, q, moves, latest = unpack(unpacked)

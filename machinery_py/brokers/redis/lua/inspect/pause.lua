@@ -1,4 +1,4 @@
--- In: queue. Out: connections to be woken: clients blocked at the queue's list are to block at
+-- In: queue. Out: clients to be woken: clients blocked at the queue's list are to block at
 -- another.
 --! include brokers/redis/lua/messages.lua
 
