@@ -235,8 +235,14 @@ class OutboxBackend(ABC):
         """Forget these published outboxes. One that was written for a key since then stays."""
 
     @abstractmethod
-    def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
-        """Outboxes not cleared for that many seconds: their owner died between two stores."""
+    def unsent(
+        self, limit: int, *, older_than: float, skip: int = 0
+    ) -> list[tuple[str, Sequence[bytes]]]:
+        """Return outboxes not cleared for that many seconds: their owner died between two stores.
+
+        Args:
+            skip: leave out so many of the first ones. The order is the same each time.
+        """
 
     @abstractmethod
     def settled_by(self, uuids: Sequence[str]) -> list[str]:

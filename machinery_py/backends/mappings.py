@@ -151,7 +151,9 @@ class MappingBackend(TransactionalBackend):
                 if self._outbox(key) == tuple(bodies):
                     self._tables.outboxes.pop(key, None)
 
-    def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
+    def unsent(
+        self, limit: int, *, older_than: float, skip: int = 0
+    ) -> list[tuple[str, Sequence[bytes]]]:
         before = self.now() - dt.timedelta(seconds=older_than)
         with self._transaction():
             found: list[tuple[str, Sequence[bytes]]] = [
@@ -159,7 +161,7 @@ class MappingBackend(TransactionalBackend):
                 for key, (kept_at, bodies) in self._tables.outboxes.items()
                 if kept_at <= before
             ]
-            return found[:limit]
+            return found[skip : skip + limit]
 
     def _swap_record(self, name: str, expected: bytes | None, body: bytes | None) -> bool:
         tables = self._tables

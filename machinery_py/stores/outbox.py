@@ -86,6 +86,8 @@ from machinery_py.wire.signatures import decode_signature
 logger = get_logger(__name__)
 
 OUTBOX_AGE = 5.0  # seconds; by then its publisher is dead or in trouble; publishing twice is safe
+SWEEP = 100  # old outboxes that are read at once
+SWEEPS = 10  # times in one `tend`
 WARN_EVERY = 60.0  # seconds between two warnings that a queue is full
 MOST_PARKED = 1000  # settlements of a session that wait for room; then it claims one by one
 
@@ -120,6 +122,7 @@ class TwoStores(Store):
         self._swept = clock.monotonic()
         self._submitter = Submitter(broker, backend, self.outbox, clock)
         self._buried = RecentTokens(clock)  # by step 2a, and their outbox is not cleared yet
+        self._waiting = 0  # old outboxes, the first ones, that found no room in this round
         self.parked: set[str] = set()  # outboxes that a session of this process waits to publish
 
     def submit(self, submission: Submission) -> None:
@@ -252,9 +255,19 @@ class TwoStores(Store):
     def tend(self) -> float:
         if self.clock.monotonic() - self._swept >= OUTBOX_AGE:
             self._swept = self.clock.monotonic()
-            old = self.outbox.unsent(100, older_than=OUTBOX_AGE)
-            self.publish([Outbox(key, bodies) for key, bodies in old if key not in self.parked])
+            self._sweep()
         return min(self.broker.tend(), self.backend.tend(), OUTBOX_AGE)
+
+    def _sweep(self) -> None:
+        """Publish old outboxes; skip those that wait for room until the last one was tried."""
+        for _ in range(SWEEPS):
+            old = self.outbox.unsent(SWEEP, older_than=OUTBOX_AGE, skip=self._waiting)
+            ours = [Outbox(key, bodies) for key, bodies in old if key not in self.parked]
+            left = self.publish(ours).left
+            self._waiting += len(old) - len(ours) + len(left)
+            if len(old) < SWEEP:
+                self._waiting = 0
+                return
 
 
 @dataclass(slots=True)

@@ -326,9 +326,11 @@ class FlakyBackend(Backend, OutboxBackend):
     def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
         self.faults.backend("clear_outbox", lambda: self._outbox.clear_outbox(sent))
 
-    def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
+    def unsent(
+        self, limit: int, *, older_than: float, skip: int = 0
+    ) -> list[tuple[str, Sequence[bytes]]]:
         return self.faults.backend(
-            "unsent", lambda: self._outbox.unsent(limit, older_than=older_than)
+            "unsent", lambda: self._outbox.unsent(limit, older_than=older_than, skip=skip)
         )
 
     def records(self, known: str = "") -> Records:

@@ -96,9 +96,9 @@ def partial(redis: Redis, now: str, limit: int) -> object:
     return found
 
 
-def unsent(redis: Redis, now: str, limit: int, age: int) -> object:
+def unsent(redis: Redis, now: str, skip: int, limit: int, age: int) -> object:
     old = [key for key, since in redis.scores("mpy:outbox").in_order() if since <= int(now) - age]
-    return [[key, redis.get(f"mpy:o:{{{key}}}") or ""] for key in old[:limit]]
+    return [[key, redis.get(f"mpy:o:{{{key}}}") or ""] for key in old[skip : skip + limit]]
 
 
 def clear(redis: Redis, sent: Sequence[tuple[str, str]]) -> None:

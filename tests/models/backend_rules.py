@@ -217,7 +217,7 @@ class BackendMachine(StateRules):
         self.run(redis_scripts.MARKS, backend.marks, TASKS)
         self.run(redis_scripts.READY, backend.ready, limit, reading=ready)
         self.run(redis_scripts.PARTIAL, backend.partial, now, limit)
-        self.run(redis_scripts.UNSENT, backend.unsent, now, limit, 1_000_000)
+        self.run(redis_scripts.UNSENT, backend.unsent, now, limit - 1, limit, 1_000_000)
         self.run(
             redis_scripts.RATES, backend.rates, now, self.now // 1_000_000 + since, 2, "mpy:rate:"
         )

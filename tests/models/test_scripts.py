@@ -242,7 +242,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "backend READY": (10,),
     "backend PARTIAL": (str(START + 60_000_000), 10),
     "backend BOXES": (["mpy:o:{task_1}"],),
-    "backend UNSENT": (NOW, 10, 0),
+    "backend UNSENT": (NOW, 0, 10, 0),
     "backend CLEAR": ([("task_2", raw(b"out")), ("task_1", raw(b"out"))],),
     "backend NEWEST": (["mpy:open", "mpy:done"], "", "", 0, 10),
     "backend FIND": (["mpy:open", "mpy:done"], "", "", 0, 10, 10, ["PENDING"], '"add"'),

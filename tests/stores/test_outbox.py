@@ -6,10 +6,11 @@ import pathlib
 import threading
 from collections.abc import Callable, Sequence
 
+import msgspec
 import pytest
 
 from machinery_py import Server, StateNotFound, Unsupported, group
-from machinery_py.backends.base import SETTLED
+from machinery_py.backends.base import SETTLED, Change
 from machinery_py.backends.memory import MemoryBackend
 from machinery_py.backends.sqlite.backend import SQLiteBackend
 from machinery_py.brokers.base import Message
@@ -19,7 +20,7 @@ from machinery_py.connections.recent_tokens import TOKEN_LIFE
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.errors import BrokerUnavailable, PublishRefused
 from machinery_py.stores.base import Submission
-from machinery_py.stores.outbox import TwoStores
+from machinery_py.stores.outbox import OUTBOX_AGE, TwoStores
 from machinery_py.tasks.states import State, TaskState
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.fencing import drain, settlement, submit, uuid_of
@@ -212,6 +213,45 @@ def test_settlement_is_parked_once_when_its_first_try_failed(clock: ManualClock)
     assert backend.unsent(9, older_than=0.0) == []
     session.close()
     assert drain(store, "q") == []
+
+
+class PartlyFull(Full):
+    """Puts all that is for other queues."""
+
+    def put(self, messages: Sequence[Message], *, token: str) -> bool:
+        waiting = [place for place, one in enumerate(messages) if one.queue == "c"]
+        if not self.is_full or not waiting:
+            return MemoryBroker.put(self, messages, token=token)
+        MemoryBroker.put(self, [one for one in messages if one.queue != "c"], token=token)
+        error = PublishRefused("full")
+        error.left = frozenset(waiting)
+        raise error
+
+
+def test_left_outbox_is_sent_though_a_thousand_wait_for_room(clock: ManualClock) -> None:
+    broker, backend = PartlyFull(MemoryHub(clock)), MemoryBackend(MemoryHub(clock))
+    store = TwoStores(broker, backend, clock)
+
+    def leave(key: str, queue: str) -> None:
+        body = msgspec.json.encode(Message(uuid=key, name="n", queue=queue, body=b"{}"))
+        backend.apply([Change(key=key, mark="m", outbox=[body])])
+
+    for number in range(1234):
+        leave(f"waiting_{number}", "c")
+    leave("other", "free")
+
+    for _ in range(2):
+        clock.advance(OUTBOX_AGE + 1)
+        store.tend()
+
+    assert len(broker.pending("free", 9)) == 1
+    assert len(backend.unsent(9999, older_than=0.0)) == 1234
+    broker.is_full = False
+    for _ in range(3):
+        clock.advance(OUTBOX_AGE + 1)
+        store.tend()
+    assert backend.unsent(9, older_than=0.0) == []
+    assert len(broker.pending("c", 9999)) == 1234
 
 
 @pytest.mark.parametrize("call", ["put", "dispose"])

@@ -278,14 +278,16 @@ class MemcacheBackend(Backend, OutboxBackend):
         self._records.clear(bodies_of.items())
         self._index.drop(outboxes=[key for key in bodies_of if key not in kept])
 
-    def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
+    def unsent(
+        self, limit: int, *, older_than: float, skip: int = 0
+    ) -> list[tuple[str, Sequence[bytes]]]:
         before = micros(self.now()) - int(older_than * 1e6)
         segments = self._index.segments().values()
         keys = sorted({key for segment in segments for key in segment.outboxes})
         found: list[tuple[str, Sequence[bytes]]] = []
         for key, commits in self._commits(keys).items():
             is_young = any(commit.kept_at > before for commit in commits)
-            if not commits or is_young or len(found) >= limit:
+            if not commits or is_young or len(found) >= skip + limit:
                 continue
             self._carry_out([one for commit in commits for one in commit.todo])
             bodies = [body for commit in commits for body in commit.outbox]
@@ -293,7 +295,7 @@ class MemcacheBackend(Backend, OutboxBackend):
                 found.append((key, bodies))
             else:
                 self.clear_outbox([(key, ())])
-        return found
+        return found[skip:]
 
     def records(self, known: str = "") -> Records:
         return self._records.records(known, self.now())

@@ -167,14 +167,14 @@ class MongoBackend(DriverUser, Backend, OutboxBackend):
 
     @step("looking for outboxes")
     def unsent(
-        self, store: Store, limit: int, *, older_than: float
+        self, store: Store, limit: int, *, older_than: float, skip: int = 0
     ) -> list[tuple[str, Sequence[bytes]]]:
         query = {"outbox_at": {"$gt": 0, "$lte": self.driver.now() - int(older_than * 1e6)}}
         return [
             (one["_id"], unpacked_outbox(bytes(one["outbox"])))
             for place in (store.tasks, store.machinery_chords, store.machinery_outboxes)
-            for one in place.find(query, {"outbox": 1}).limit(limit)
-        ][:limit]
+            for one in place.find(query, {"outbox": 1}).sort("outbox_at").limit(skip + limit)
+        ][skip : skip + limit]
 
     def settled_by(self, uuids: Sequence[str]) -> list[str]:
         marks = self._marks(uuids) if uuids else {}

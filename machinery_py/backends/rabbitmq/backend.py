@@ -306,10 +306,13 @@ class AMQPBackend(TransactionalBackend):
 
         self._run((), "clearing outboxes", step)
 
-    def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
+    def unsent(
+        self, limit: int, *, older_than: float, skip: int = 0
+    ) -> list[tuple[str, Sequence[bytes]]]:
         before = micros(self.now()) - int(older_than * 1e6)
         entries = self._run((), "reading outboxes", lambda _: self._entries())
-        return [(entry.key, entry.bodies) for entry in entries if entry.kept_at <= before][:limit]
+        old = [(entry.key, entry.bodies) for entry in entries if entry.kept_at <= before]
+        return old[skip : skip + limit]
 
     # Records and claims
 

@@ -130,8 +130,11 @@ class RedisBackend(Backend, OutboxBackend):
         rows = [(key, raw(_pack_outbox(tuple(bodies)))) for key, bodies in sent]
         self.driver.run(scripts.CLEAR, rows)
 
-    def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
-        found = self.driver.run(scripts.UNSENT, self.driver.now(), limit, int(older_than * 1e6))
+    def unsent(
+        self, limit: int, *, older_than: float, skip: int = 0
+    ) -> list[tuple[str, Sequence[bytes]]]:
+        values = (self.driver.now(), skip, limit, int(older_than * 1e6))
+        found = self.driver.run(scripts.UNSENT, *values)
         return [(key.decode(), _outbox(box) if box else ()) for key, box in found]
 
     def records(self, known: str = "") -> Records:

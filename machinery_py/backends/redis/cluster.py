@@ -167,8 +167,10 @@ class ClusterBackend(Backend, OutboxBackend):
             [(name, framed(bodies)) for key, bodies in sent for name in names_of(key)]
         )
 
-    def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
-        found = self._steps.noted(limit, older_than)
+    def unsent(
+        self, limit: int, *, older_than: float, skip: int = 0
+    ) -> list[tuple[str, Sequence[bytes]]]:
+        found = self._steps.noted(skip + limit, older_than)
         records = self._records([name for name, _, _ in found])
         self._steps.drop(
             [
@@ -188,7 +190,7 @@ class ClusterBackend(Backend, OutboxBackend):
             for (name, _), outbox in zip(names, outboxes, strict=True)
             if outbox
         ]
-        return unsent[:limit]
+        return unsent[skip : skip + limit]
 
     def records(self, known: str = "") -> Records:
         slot = SCHEDULES.decode()

@@ -260,12 +260,16 @@ class SQLiteBackend(TransactionalBackend):
         with self._transaction() as connection:
             connection.executemany("DELETE FROM outbox WHERE key = ? AND bodies = ?", rows)
 
-    def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
+    def unsent(
+        self, limit: int, *, older_than: float, skip: int = 0
+    ) -> list[tuple[str, Sequence[bytes]]]:
         before = self.driver.now() - int(older_than * 1e6)
         found = self._read(
-            "SELECT key, bodies FROM outbox WHERE kept_at <= ? ORDER BY kept_at LIMIT ?",
+            "SELECT key, bodies FROM outbox WHERE kept_at <= ?"
+            " ORDER BY kept_at, key LIMIT ? OFFSET ?",
             before,
             limit,
+            skip,
         )
         return [(key, decode_bodies(bodies)) for key, bodies in found]
 
