@@ -8,6 +8,7 @@
     ├── ArgumentError (TypeError)             a value cannot be sent, or does not fit the task
     ├── ScheduleError (ValueError)            a schedule that cannot be read, or would never be due
     ├── ScheduleNotFound (LookupError)        no schedule has this name
+    ├── QueueNotFound (LookupError)           this is no queue of ours
     ├── LockNotAcquired (TimeoutError)        somebody else has the lock
     ├── LockLost                              a lock is not held any more
     ├── LimitNotAcquired (TimeoutError)       the turn under a limit did not come in time
@@ -138,6 +139,17 @@ class ScheduleNotFound(MachineryError, LookupError):
         known = sorted(known)
         super().__init__(
             f"no schedule {name!r} (there are: {', '.join(known) or 'none'}{nearest(name, known)})"
+        )
+
+
+class QueueNotFound(MachineryError, LookupError):
+    """No task was sent to this queue and no worker has served it; it may be another program's."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        self.name = name
+        known = sorted(known)
+        super().__init__(
+            f"no queue {name!r} (there is: {', '.join(known) or 'none'}{nearest(name, known)})"
         )
 
 

@@ -18,6 +18,7 @@ MADE: tuple[MachineryError, ...] = (
     errors.NameRefused("queue '' is empty", "mail"),
     errors.ResultExpired("task_1", kept_for=60.0),
     errors.RetryTaskLater("too early", 5.0),
+    errors.QueueNotFound("mial", ["mail"]),
     errors.ScheduleNotFound("digest", ["report"]),
     errors.StateNotFound("task_1"),
     errors.TaskFailed("task_1", "add", "no", error_type="shop.Closed", traceback="…"),

@@ -91,9 +91,7 @@ def purge(server: Server, args: argparse.Namespace) -> int:
     """Run `machinery purge`."""
     queue = args.rest[0]
     found = {stats.queue: stats.waiting + stats.delayed for stats in server.broker.stats()}
-    if queue not in found:
-        raise MachineryError(f"no queue {queue!r} (there is: {', '.join(sorted(found)) or 'none'})")
-    if found[queue] > 1:
+    if found.get(queue, 0) > 1:
         confirm(args, f"delete {many(found[queue], 'task')} that wait in {queue!r}?")
     deleted = server.inspect.purge(queue, progress=_told_of(found[queue]))
     text = f"deleted {many(deleted, 'task')} from {queue!r}"

@@ -4,7 +4,8 @@ It costs nothing while it is off: it subscribes to no event, so none is made, an
 clock. When it is on, emitters only put their event into a queue; one thread sends what gathers in
 GATHER seconds with one call.
 
-    queue full, store away    events are lost, and counted: `lost`, told with each WorkerHeartbeat
+    queue full, store away    events are lost, and counted: `lost`, told with each WorkerHeartbeat,
+                              and with the next events to all streams, in `EventStream.missed`
     broker without topics     the same; one warning a minute
     fork                      the child has a queue and a thread of its own
     end of the process        the last GATHER seconds are lost, unless `close` is called
@@ -27,7 +28,14 @@ from machinery_py.brokers.base import Broker
 from machinery_py.connections import proc
 from machinery_py.connections.forks import ForkLock
 from machinery_py.control.lamport import LamportClock
-from machinery_py.control.records import EVENTS, EVENTS_TTL, clock_of, line_of, packed
+from machinery_py.control.records import (
+    EVENTS,
+    EVENTS_TTL,
+    clock_of,
+    line_of,
+    lost_line,
+    packed,
+)
 from machinery_py.errors import MachineryError
 from machinery_py.events import Event, EventBus, TaskReceived, TaskSent, WorkerHeartbeat
 from machinery_py.tasks.signature import HEADER_CLOCK, Signature
@@ -72,6 +80,7 @@ class EventPublisher:
         self._warn_at = 0.0
         self.is_on = False
         self.lost = 0
+        self._untold = 0  # of the lost ones; streams hear of them with the next events
 
     def enable(self) -> None:
         """Send events from now on. Opens nothing before the first one. May be called twice."""
@@ -172,6 +181,7 @@ class EventPublisher:
             if self._pid != os.getpid():  # what the parent had is sent by the parent
                 self._host, self._pid = socket.gethostname(), os.getpid()
                 self._lines, self._news, self._loop = deque(), threading.Event(), None
+                self._untold = 0
             if self._loop is None:
                 loop = LoopThread("machinery-events", lambda: self._work(loop), wake=self._news.set)
                 loop.start()
@@ -189,9 +199,14 @@ class EventPublisher:
             with suppress(IndexError):  # the thread that `close` has left takes some, too
                 while len(lines) < QUEUE:
                     lines.append(self._lines.popleft())
+            untold = self._untold
+            told = [lost_line(untold)] if untold else []
             try:
-                if lines:
-                    self._broker().broadcast(EVENTS, [*packed(lines)], ttl=EVENTS_TTL)
+                if lines or told:
+                    records = [*packed([*told, *lines])]
+                    self._broker().broadcast(EVENTS, records, ttl=EVENTS_TTL)
+                    with self._lock:
+                        self._untold -= untold
             except MachineryError as error:
                 self._lose(len(lines), str(error))
             except Exception as error:  # the loop must live on, or no event is sent any more
@@ -201,6 +216,7 @@ class EventPublisher:
     def _lose(self, count: int, why: str) -> None:
         with self._lock:
             self.lost += count
+            self._untold += count
             if time.monotonic() < self._warn_at:
                 return
             self._warn_at = time.monotonic() + WARN_EVERY

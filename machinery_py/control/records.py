@@ -20,6 +20,9 @@ EVENTS_TTL = 600.0  # seconds
 MAX_RECORD_EVENTS = 200
 MAX_RECORD_BYTES = 60_000
 
+_LOST = "events-lost"  # kind of a line that is no event: its process could not send so many
+_LOST_LINE = b'{"kind":"%b",' % _LOST.encode()  # the beginning of such a line
+
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(dict[str, Any])
 
@@ -42,6 +45,19 @@ def line_of(event: Event, where: Mapping[str, Any]) -> bytes:
     if len(line) > MAX_RECORD_BYTES:
         raise ValueError(f"{event.kind} has {len(line):,} bytes (at most {MAX_RECORD_BYTES:,})")
     return line
+
+
+def lost_line(count: int) -> bytes:
+    """Return the line that tells readers of events which their process could not send."""
+    return _encoder.encode({"kind": _LOST, "count": count})
+
+
+def lost_in(line: bytes) -> int:
+    """Return how many lost events this line tells of; 0 if it is another one."""
+    if not line.startswith(_LOST_LINE):
+        return 0
+    count = _decoder.decode(line).get("count")
+    return count if isinstance(count, int) and count > 0 else 0
 
 
 def packed(lines: Iterable[bytes]) -> Iterator[bytes]:

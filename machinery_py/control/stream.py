@@ -15,7 +15,7 @@ from machinery_py.brokers.topics import Subscription
 from machinery_py.control.fleet import FleetState
 from machinery_py.control.lamport import LamportClock
 from machinery_py.control.publisher import EventPublisher
-from machinery_py.control.records import EVENTS, event_of
+from machinery_py.control.records import EVENTS, event_of, lost_in
 from machinery_py.errors import MachineryError, Unsupported
 from machinery_py.events import Event, EventBus, kinds_of
 from machinery_py.texts import get_logger
@@ -37,7 +37,8 @@ class EventStream(Generic[E]):
     waits. One thread or coroutine reads it; `close` may be called from any, and ends the iteration.
 
     Attributes:
-        missed: records, of up to 200 events, that this reader was too slow for.
+        missed: what was lost: events that their process could not send, and records, of up to 200
+            events, that this reader was too slow for.
         since: seconds of the past that it begins with; 0 where the broker keeps none.
     """
 
@@ -51,6 +52,7 @@ class EventStream(Generic[E]):
         self.since = since
         self._subscription: Subscription | None = None
         self._found: deque[E] = deque()
+        self._lost = 0  # by their processes
         self._lock = threading.Lock()  # of the thread that reads
         self._closed = threading.Event()
         self._is_away = False
@@ -58,7 +60,8 @@ class EventStream(Generic[E]):
 
     @property
     def missed(self) -> int:
-        return self._subscription.missed if self._subscription is not None else 0
+        slow = self._subscription.missed if self._subscription is not None else 0
+        return slow + self._lost
 
     def open(self) -> None:
         """Begin to listen; `with` and the first read do it.
@@ -147,6 +150,9 @@ class EventStream(Generic[E]):
 
     def _read(self, line: bytes) -> Any:
         try:
+            if lost := lost_in(line):
+                self._lost += lost
+                return None
             return event_of(line, self._kinds) if line else None
         except (ValueError, RecursionError) as error:
             if time.monotonic() >= self._warn_at:

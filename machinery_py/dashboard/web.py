@@ -41,6 +41,7 @@ from machinery_py.errors import (
     NameRefused,
     PublishRefused,
     PublishUnknown,
+    QueueNotFound,
     ScheduleNotFound,
     StateNotFound,
     StoreUnusable,
@@ -67,7 +68,7 @@ SECURITY = {
 #: The first that fits; a MachineryError that is none of them is a 409.
 _STATUS: tuple[tuple[int, tuple[type[MachineryError], ...]], ...] = (
     (400, (ArgumentError, NameRefused)),
-    (404, (StateNotFound, ScheduleNotFound)),
+    (404, (StateNotFound, ScheduleNotFound, QueueNotFound)),
     (503, (BackendUnavailable, PublishRefused, PublishUnknown, StoreUnusable)),
 )
 _BODILESS = (204, 304)

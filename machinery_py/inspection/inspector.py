@@ -14,6 +14,7 @@ from machinery_py.errors import (
     BackendUnavailable,
     BrokerUnavailable,
     MachineryError,
+    QueueNotFound,
     StateNotFound,
     Unsupported,
 )
@@ -371,15 +372,23 @@ class Inspector:
             progress: called after each step, of some hundred messages, with the number so far.
 
         Raises:
+            QueueNotFound: it is no queue of ours; nothing was deleted.
             BackendUnavailable, BrokerUnavailable, PublishRefused, PublishUnknown: some of it is
                 done; repeat it.
         """
         check_queue(queue)
+        self._must_be_ours(queue)
         count = purge(self._app, queue, progress)
         self._settle(self._app)
         return count
 
     purge_async = twin(purge)
+
+    def _must_be_ours(self, queue: str) -> None:
+        check_queue(queue)
+        known = [stats.queue for stats in self._app.store.broker.stats()]
+        if queue not in known:
+            raise QueueNotFound(queue, known)
 
     def pause(self, queue: str) -> None:
         """Let no worker take tasks from this queue until `resume`, also after a restart.

@@ -440,6 +440,42 @@ def test_emitter_never_waits_and_what_does_not_fit_is_counted(
     assert [one.lost for one in until(bare.stream, WorkerHeartbeat)] == [3]
 
 
+def test_stream_counts_what_its_senders_could_not_send(
+    bare: Bare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sender has no heartbeat that could tell."""
+    monkeypatch.setattr(publisher, "QUEUE", 5)
+    bare.broker.may_answer.clear()
+    bare.emit("0")
+    wait_until(lambda: not bare.publisher._lines)  # its thread hangs in the store
+    bare.emit(*"12345678")
+    bare.broker.may_answer.set()
+    assert bare.names(6) == list("012345")
+    assert bare.stream.missed == 3
+
+    bare.broker.is_away, bare.broker.fault = True, BrokerUnavailable("away")
+    bare.emit("a", "b")
+    wait_until(lambda: bare.publisher.lost == 5)
+    bare.broker.is_away = False
+    bare.emit("c")
+    assert bare.names(1) == ["c"]
+    assert bare.stream.missed == 5
+
+
+def test_stream_hears_of_lost_events_when_their_sender_ends(
+    bare: Bare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare.broker.is_away, bare.broker.fault = True, BrokerUnavailable("away")
+    bare.emit("a", "b")
+    wait_until(lambda: bare.publisher.lost == 2)
+    bare.broker.is_away = False
+
+    bare.publisher.close()
+
+    assert bare.stream.read(1.0) == []
+    assert bare.stream.missed == 2
+
+
 @pytest.mark.parametrize("fault", [BrokerUnavailable("away"), OverflowError("away")], ids=repr)
 def test_store_that_is_away_costs_events_and_nothing_else(
     bare: Bare, caplog: pytest.LogCaptureFixture, fault: Exception

@@ -80,8 +80,8 @@ class Inspection:
 
     def purge(self, queue: str) -> int:
         """Delete what waits in a queue, and what is delayed for it."""
-        if self.count(queue) is None:
-            return 0
+        if self.count(queue) is None or queue not in self.queues()[0]:
+            return 0  # or it is another program's
         frame = self._channel.rpc("queue_purge", queue=queue, timeout=self._timeout)
         delayed = [one for one in self.delayed() if one.text(QUEUE) == queue]
         self.delete(delayed)

@@ -7,6 +7,7 @@ import pytest
 from machinery_py import (
     Arg,
     QueueFull,
+    QueueNotFound,
     Server,
     Signature,
     State,
@@ -56,6 +57,14 @@ class QueueConformance(MessageConformance):
 
             assert (waits.get(timeout=HANG), later.get(timeout=HANG)) == (3, 7)
         assert not any(one.paused for one in inspect.queues())
+
+    def test_purge_refuses_a_queue_that_is_none_of_ours(self, app: App) -> None:
+        queue = app.server.config.default_queue
+        assert app.add.send(1, 2).get(timeout=HANG) == 3
+
+        with pytest.raises(QueueNotFound, match="no queue 'jobs-of-others'"):
+            app.server.inspect.purge("jobs-of-others")
+        assert app.server.inspect.purge(queue) == 0
 
     def test_later_worker_obeys_a_pause_and_a_burst_ends(self, idle: App) -> None:
         if not idle.server.broker.features.pausing:

@@ -131,37 +131,23 @@ def test_message_wakes_a_blocked_consumer(
     assert len(waiter.found) == 1
 
 
-def wait_and_put(
-    driver: RedisDriver, broker: RedisBroker, queues: list[str], messages: list[Message]
-) -> None:
-    """Put the messages one by one while as many consumers wait; each gets one of them."""
-    others = blocked(driver)
-    consumers = [broker.consume(queues, worker=f"w{number}") for number in range(len(messages))]
-    waiters = [Waiter(consumer, limit=1) for consumer in consumers]
-    wait_until_asleep(driver, others, len(messages))
-    for one in messages:
-        broker.put([one], token="")
-    assert all(waiter.has_ended() for waiter in waiters)
-    assert [len(waiter.found) for waiter in waiters] == [1] * len(messages)
-    for consumer in consumers:
-        consumer.dispose([Disposal(delivery=one) for one in waiters.pop(0).found])
-        consumer.close()
-
-
 @pytest.mark.usefixtures("long_block")
 def test_messages_on_two_queues_wake_two_consumers(
     driver: RedisDriver, broker: RedisBroker
 ) -> None:
-    for _ in range(7):
-        wait_and_put(driver, broker, QUEUES, [message("second"), message("third")])
+    for _ in range(7):  # a script wakes any of the idle ones for each of the two
+        others = blocked(driver)
+        consumers = [broker.consume(QUEUES, worker=name) for name in ("a", "b")]
+        waiters = [Waiter(consumer, limit=1) for consumer in consumers]
+        wait_until_asleep(driver, others, 2)
 
+        broker.put([message("second"), message("third")], token="")
 
-@pytest.mark.usefixtures("long_block")
-def test_consumer_without_room_leaves_a_due_message_to_others(
-    driver: RedisDriver, broker: RedisBroker
-) -> None:
-    for _ in range(7):  # who is told of the first may be the one that gets the second
-        wait_and_put(driver, broker, ["first"], [message(delay=0.5), message()])
+        assert all(waiter.has_ended() for waiter in waiters)
+        assert [len(waiter.found) for waiter in waiters] == [1, 1]
+        for consumer, waiter in zip(consumers, waiters, strict=True):
+            consumer.dispose([Disposal(delivery=one) for one in waiter.found])
+            consumer.close()
 
 
 @pytest.mark.usefixtures("long_block")

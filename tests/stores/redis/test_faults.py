@@ -481,6 +481,17 @@ def test_queue_of_a_callback_is_listed_before_any_send(driver: RedisDriver) -> N
     session.close()
 
 
+def test_list_of_another_program_is_not_purged(driver: RedisDriver) -> None:
+    broker = RedisBroker(driver)
+    driver.ask(b"RPUSH", b"jobs-of-others", b"1", b"2", doing="pushing")
+
+    assert broker.purge("jobs-of-others") == 0
+
+    assert driver.ask(b"LLEN", b"jobs-of-others", doing="counting") == 2
+    broker.put([message()], token="")
+    assert broker.purge("mail") == 1
+
+
 def test_a_sleep_of_no_length_ends(driver: RedisDriver) -> None:
     """Redis takes less than half a millisecond, in three digits, for ever."""
     consumer = RedisBroker(driver).consume(["mail"], worker="w")

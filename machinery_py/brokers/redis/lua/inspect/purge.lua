@@ -1,8 +1,10 @@
--- In: queue, members of Go's delayed set that are its. Out: how many messages are gone.
+-- In: queue, members of Go's delayed set that are its. Out: how many messages are gone: none of a
+-- list that is no queue of ours.
 --! include brokers/redis/lua/messages.lua
 
 local q, members, gone = unpacked[1], unpacked[2], 0
 key_type(q[1], 'list')
+if call('SISMEMBER', 'mpy:queues', q[1]) == 0 then return 0 end
 if #members > 0 then key_type(DELAYED, 'zset') end
 key_type(q[2] .. 'z', 'zset')
 for _, level in ipairs(call('ZRANGE', q[2] .. 'l', 0, -1)) do
