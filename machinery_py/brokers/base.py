@@ -412,6 +412,16 @@ class Broker(ABC):
         self.purge(queue)
         yield found
 
+    def forget_queue(self, queue: str) -> bool:
+        """Delete what is kept of a queue that is not used any more: its name and its counters.
+
+        False: something waits, is delayed, runs, is dead or paused there, or a worker serves it.
+
+        Raises:
+            Unsupported: this broker keeps nothing that is worth it, or cannot.
+        """
+        raise Unsupported(f"{type(self).__name__} cannot forget {queue!r}: only Redis does")
+
     def pause(self, queue: str) -> None:
         """Let no consumer claim from this queue, from the return of this call until `resume`.
 

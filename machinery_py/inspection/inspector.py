@@ -384,6 +384,24 @@ class Inspector:
 
     purge_async = twin(purge)
 
+    def forget_queue(self, queue: str) -> bool:
+        """Delete the name and the counters of a queue that is over, of one made at run time say.
+
+        Returns:
+            False: it is in use, and nothing was changed. Something waits, is delayed, runs, is dead
+            or paused there, or a worker serves it. The next message makes the queue anew.
+
+        Raises:
+            QueueNotFound: it is no queue of ours.
+            Unsupported: the broker keeps nothing of a queue that is over, or cannot.
+        """
+        self._must_be_ours(queue)
+        if any(one.queue == queue and one.delayed for one in self._app.store.broker.stats()):
+            return False
+        return self._app.store.broker.forget_queue(queue)
+
+    forget_queue_async = twin(forget_queue)
+
     def _must_be_ours(self, queue: str) -> None:
         check_queue(queue)
         known = [stats.queue for stats in self._app.store.broker.stats()]

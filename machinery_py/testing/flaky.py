@@ -240,6 +240,9 @@ class FlakyBroker(Broker):
     ) -> Iterator[Sequence[Message]]:
         return self.inner.purge_each(queue, before)
 
+    def forget_queue(self, queue: str) -> bool:
+        return self.inner.forget_queue(queue)
+
     def pause(self, queue: str) -> None:
         self.faults.broker("pause", lambda: self.inner.pause(queue))
 

@@ -361,7 +361,12 @@ def look(redis: Redis, now: str, queues: Sequence[Queue], lease: int) -> object:
             for session, _ in redis.scores(prefix + "t").in_order():
                 if redis.exists(f"{prefix}i:{session}") or redis.exists(f"{prefix}f:{session}"):
                     empty(redis, queue, session, None, moment)
+            arrivals = [*redis.scores(prefix + "s"), *redis.scores(prefix + "t")]
             redis.unscore_up_to(prefix + "t", moment)
+            if not has_waiting(redis, queue) and not any(
+                redis.exists(f"{prefix}i:{session}") for session in arrivals
+            ):
+                redis.delete(prefix + "a", prefix + "o")
     return [due_in(redis, queues, moment), late, everybody, redis.woken]
 
 

@@ -365,6 +365,9 @@ class RedisBroker(Broker):
         gone = self.driver.run(scripts.REMOVE, keys, bodies, again=False)
         return [message for message, one in zip(messages, gone, strict=True) if one]
 
+    def forget_queue(self, queue: str) -> bool:
+        return bool(self.driver.run(scripts.FORGET, queue_keys(queue)))
+
     def pause(self, queue: str) -> None:
         self._run_and_wake(scripts.PAUSE, queue_keys(queue))
 

@@ -32,6 +32,8 @@ local function save(scope, key, one, now)
   call('SET', record_key(scope, key), packed, 'PX', int(floor((until_at - now) / 1000)))
   local index = index_of(scope)
   call('ZADD', index, int(until_at), key)
+  local life = floor((until_at - now) / 1000)
+  if call('PTTL', index) < life then call('PEXPIRE', index, int(life)) end
   call('ZREMRANGEBYSCORE', index, '-inf', int(now))
 end
 local function place_of(one, who)

@@ -1,3 +1,4 @@
+-- Of a queue with no message to claim, what was noted of messages is deleted: Go programs took them.
 -- In: now, queues, lease in µs. Out: µs until something is due (-1); late sessions (queue, session,
 -- beat); all sessions (queue, session); clients to be woken; 1 if sessions that are given up have
 -- more that is to be given back.
@@ -8,6 +9,16 @@ local now, to_wake, late, all, intact, more = now_of(text), {}, {}, {}, {}, nil
 local function read(q)
   return {z = call('ZRANGE', q[2] .. 'z', 0, 0, 'WITHSCORES'), s = call('ZRANGE', q[2] .. 's', 0, -1, 'WITHSCORES'),
           t = call('ZRANGE', q[2] .. 't', 0, -1)}
+end
+local function is_idle(q, found)
+  if spoilt(q) or call('EXISTS', q[1], q[2] .. 'l') > 0 then return false end
+  for i = 1, #found.s, 2 do
+    if call('EXISTS', q[2] .. 'i:' .. found.s[i]) > 0 then return false end
+  end
+  for _, session in ipairs(found.t) do
+    if call('EXISTS', q[2] .. 'i:' .. session) > 0 then return false end
+  end
+  return pcall(key_type, q[2] .. 'a', 'hash') and pcall(key_type, q[2] .. 'o', 'list')
 end
 first_due()
 for _, q in ipairs(queues) do
@@ -32,6 +43,7 @@ for _, q in ipairs(queues) do
       end
     end
     if emptied then call('ZREMRANGEBYSCORE', q[2] .. 't', '-inf', now) end
+    if is_idle(q, found) then call('DEL', q[2] .. 'a', q[2] .. 'o') end
   end
 end
 return {due_in(intact, now), late, all, to_wake, more}
