@@ -65,7 +65,9 @@ class NullBackend(Backend, OutboxBackend):
     def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
         pass  # there is none
 
-    def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
+    def unsent(
+        self, limit: int, *, older_than: float, skip: int = 0
+    ) -> list[tuple[str, Sequence[bytes]]]:
         return []
 
     def settled_by(self, uuids: Sequence[str]) -> list[str]:

@@ -112,7 +112,7 @@ def test_each_lua_file_is_a_script_or_included() -> None:
 #: Limits: tests/limits/test_rules.py holds them against the pure rules.
 WITHOUT_MODEL = {
     "broker": {
-        *("BROADCAST", "BURY", "DEAD", "GIVE_BACK", "LATE", "LATE_NAMES", "LETTERS", "PENDING"),
+        *("BROADCAST", "BURY", "DEAD", "FORGET", "GIVE_BACK", "LATE", "LATE_NAMES", "LETTERS", "PENDING"),
         *("PURGE", "STATS", "TAKE_DEAD", "WAITING", "WORKERS"),
     },
     "backend": {"AMEND", "BOXES", "LOOSEN", "RECORDS", "RELEASE"},
@@ -227,6 +227,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "broker STATS": (NOW, QUEUES, 2),
     "broker LATE_NAMES": (NOW, 0, 2),
     "broker WORKERS": (QUEUES,),
+    "broker FORGET": (QUEUES[0],),
     "broker PURGE": (QUEUES[0], [raw(b"late")]),
     "broker PAUSE": (QUEUES[0],),
     "broker RESUME": (QUEUES[0],),

@@ -336,14 +336,16 @@ class DynamoDBBackend(TransactionalBackend):
                 if bodies and self._outbox(key) == tuple(bodies):
                     self._items.delete(("outbox", key))
 
-    def unsent(self, limit: int, *, older_than: float) -> list[tuple[str, Sequence[bytes]]]:
+    def unsent(
+        self, limit: int, *, older_than: float, skip: int = 0
+    ) -> list[tuple[str, Sequence[bytes]]]:
         before = self.now() - dt.timedelta(seconds=older_than)
         found: list[tuple[str, Sequence[bytes]]] = []
         with asking("DynamoDB", BackendUnavailable):
             for key, outbox in self._listed("outbox", Outbox):
-                if outbox.kept_at <= before and len(found) < limit:
+                if outbox.kept_at <= before and len(found) < skip + limit:
                     found.append((key, outbox.bodies))
-        return found
+        return found[skip:]
 
     # Reading
 

@@ -30,9 +30,16 @@ from collections.abc import Callable
 from machinery_py.clock import SYSTEM_CLOCK, Clock, micros, moment_of
 from machinery_py.connections.server_clock import ServerClock
 from machinery_py.connections.sqlite import wakeup
-from machinery_py.connections.sqlite.errors import Unavailable, busy, is_busy, translate, unusable
+from machinery_py.connections.sqlite.errors import (
+    Unavailable,
+    busy,
+    is_busy,
+    is_full,
+    translate,
+    unusable,
+)
 from machinery_py.connections.sqlite.fork_safety import Handles
-from machinery_py.connections.sqlite.open import identity, open_reader, open_writer
+from machinery_py.connections.sqlite.open import SMALL_LOG, identity, open_reader, open_writer
 from machinery_py.errors import BrokerUnavailable, ConfigError
 
 # Seconds between two tries for the write lock; SQLite's own handler sleeps up to 0.1.
@@ -164,6 +171,8 @@ class SQLiteDriver:
                     f"PRAGMA synchronous = {self.synchronous if durable else 'NORMAL'}"
                 )
                 handles.durable = durable
+            if handles.is_full:
+                self._make_room(handles, writer)
             while True:
                 try:
                     writer.execute("BEGIN IMMEDIATE")
@@ -178,6 +187,19 @@ class SQLiteDriver:
                 time.sleep(random.uniform(*RETRY))
         except sqlite3.Error as error:
             raise translate(error, self.path, unavailable=unavailable) from error
+
+    def _make_room(self, handles: Handles, writer: sqlite3.Connection) -> None:
+        """Move the log into the file, and cut it, after it has filled the disk.
+
+        It may be many times as large as what is in it. What room there is again is used for that
+        first: written to the log, it would be full again before SQLite moves it.
+        """
+        try:
+            is_busy_now, _, _ = writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        except sqlite3.Error:  # there is still no room
+            return
+        writer.execute(f"PRAGMA wal_autocheckpoint = {SMALL_LOG}")  # or it fills the disk again
+        handles.is_full = bool(is_busy_now)
 
     def leave(
         self, handles: Handles, error: BaseException | None, unavailable: Unavailable
@@ -200,6 +222,7 @@ class SQLiteDriver:
                     handles.kinds.clear()
                     handles.hooks.clear()
         if isinstance(failure, sqlite3.Error):
+            handles.is_full = handles.is_full or is_full(failure)
             raise translate(
                 failure, self.path, seconds=self.busy_timeout, unavailable=unavailable
             ) from failure
@@ -211,6 +234,7 @@ class SQLiteDriver:
         try:
             handles.writer.execute("COMMIT")
         except sqlite3.Error as error:
+            handles.is_full = handles.is_full or is_full(error)
             handles.kinds.clear()
             handles.hooks.clear()
             self._roll_back(handles)

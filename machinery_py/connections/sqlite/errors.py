@@ -50,6 +50,10 @@ def is_busy(error: sqlite3.Error) -> bool:
     return code_of(error) in (_BUSY, _LOCKED)
 
 
+def is_full(error: sqlite3.Error) -> bool:
+    return code_of(error) == _FULL
+
+
 def unusable(path: str, text: str) -> FileUnusable:
     return FileUnusable(f"SQLite file {path!r}: {text}")
 

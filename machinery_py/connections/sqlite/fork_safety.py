@@ -39,6 +39,7 @@ class Handles:
         identity: device and inode of the file that was opened.
         durable: whether the writer waits for the disk just now.
         depth, owner: how often, and by which thread, the transaction that is going on was entered.
+        is_full: the disk was full, and the log was not cut since.
         failure: what went wrong in an inner part of it.
         kinds, hooks: whom to notify and what to call once it is committed.
         lost: why the file must not be used any more.
@@ -52,6 +53,7 @@ class Handles:
     durable: bool = True
     depth: int = 0
     owner: int = 0
+    is_full: bool = False
     failure: BaseException | None = None
     kinds: set[str] = field(default_factory=set)
     hooks: list[Callable[[], object]] = field(default_factory=list)

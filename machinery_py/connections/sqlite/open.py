@@ -16,6 +16,7 @@ from machinery_py.connections.sqlite.schema import APPLICATION_ID, TABLES, UPGRA
 from machinery_py.errors import BrokerUnavailable
 
 CHECKPOINT = 4000  # pages of 4 KB in the log before they are copied into the file
+SMALL_LOG = 64  # the same on a small or full disk: a log that fills it cannot be copied any more
 LOG_LIMIT = 64 << 20  # bytes that the log keeps on disk when it is idle
 PATIENCE = 5.0  # seconds that opening waits at least for those who open the file just now
 
@@ -149,7 +150,8 @@ def _prepare(connection: sqlite3.Connection, path: str) -> bool:
                 f"its journal mode stays {mode!r} (expected 'wal'; is the disk a special one?)",
             )
         connection.executescript(
-            f"PRAGMA wal_autocheckpoint = {CHECKPOINT}; PRAGMA journal_size_limit = {LOG_LIMIT};"
+            f"PRAGMA wal_autocheckpoint = {_checkpoint(path)};"
+            f"PRAGMA journal_size_limit = {LOG_LIMIT};"
             "PRAGMA temp_store = MEMORY; PRAGMA cache_size = -16000; PRAGMA secure_delete = OFF"
         )
         # One read transaction: another process may be making the tables between two looks.
@@ -179,6 +181,16 @@ def steps_from(version: int) -> list[str]:
     if version == 0:
         return list(TABLES)
     return [statement for step in range(version, VERSION) for statement in UPGRADES[step]]
+
+
+def _checkpoint(path: str) -> int:
+    """Return the pages of the log before they are copied: less where the disk has little room."""
+    try:
+        room = os.statvfs(os.path.dirname(path) or ".")
+    except OSError:
+        return CHECKPOINT
+    has_room = room.f_bavail * room.f_frsize > 10 * CHECKPOINT * 4096
+    return CHECKPOINT if has_room else SMALL_LOG
 
 
 def _version(connection: sqlite3.Connection, path: str) -> int:
