@@ -112,7 +112,17 @@ def test_each_lua_file_is_a_script_or_included() -> None:
 #: Limits: tests/limits/test_rules.py holds them against the pure rules.
 WITHOUT_MODEL = {
     "broker": {
-        *("BROADCAST", "BURY", "DEAD", "FORGET", "GIVE_BACK", "LATE", "LATE_NAMES", "LETTERS", "PENDING"),
+        *(
+            "BROADCAST",
+            "BURY",
+            "DEAD",
+            "FORGET",
+            "GIVE_BACK",
+            "LATE",
+            "LATE_NAMES",
+            "LETTERS",
+            "PENDING",
+        ),
         *("PURGE", "STATS", "TAKE_DEAD", "WAITING", "WORKERS"),
     },
     "backend": {"AMEND", "BOXES", "LOOSEN", "RECORDS", "RELEASE"},
