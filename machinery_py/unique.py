@@ -286,7 +286,7 @@ def tidy(app: Application, settlements: Iterable[tuple[Signature[Any], Settlemen
         ours = [
             (key, body)
             for (key, uuid), body in found
-            if body is not None and decode_claim(body).uuid == uuid
+            if body is not None and (held := decode_claim(body)) and held.uuid == uuid
         ]
         if ours:
             backend.release(ours)

@@ -20,6 +20,7 @@ from machinery_py.brokers.base import WorkerInfo
 from machinery_py.clock import Clock, micros, moment_of
 from machinery_py.connections import proc
 from machinery_py.texts import get_logger
+from machinery_py.values.malformed import MALFORMED
 
 logger = get_logger(__name__)
 
@@ -93,7 +94,7 @@ def read_record(record: bytes | None) -> SessionInfo | None:
     """Decode a consumer's identity; None if there is none, or if a later version wrote it."""
     try:
         return _decode(record) if record else None
-    except msgspec.DecodeError:
+    except MALFORMED:
         return None
 
 

@@ -23,6 +23,7 @@ from machinery_py.brokers.topics import MAX_RECORD, TOPIC_AGE
 from machinery_py.clock import LONGEST
 from machinery_py.control.lamport import MOST
 from machinery_py.errors import ArgumentError
+from machinery_py.values.malformed import MALFORMED
 
 ORDERS = "orders"  # the topic
 ANY = "*"  # in a name: any text
@@ -182,7 +183,7 @@ def arguments(kind: str, given: Mapping[str, Any], *, strict: bool = True) -> ms
         found = msgspec.convert(given, KINDS[kind], strict=strict)
         msgspec.json.encode(found)  # half a surrogate pair cannot be
         return found
-    except ValueError as error:
+    except MALFORMED as error:
         raise ArgumentError(f"order {kind!r}: {error}") from error
 
 
@@ -232,6 +233,8 @@ def decoded(decoder: msgspec.json.Decoder[T], record: bytes | msgspec.Raw) -> T:
         return decoder.decode(record)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    except MALFORMED as error:
+        raise ValueError(str(error)) from error
 
 
 def contains(headers: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:

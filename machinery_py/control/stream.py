@@ -20,6 +20,7 @@ from machinery_py.errors import MachineryError, Unsupported
 from machinery_py.events import Event, EventBus, kinds_of
 from machinery_py.texts import get_logger
 from machinery_py.threads import LoopThread
+from machinery_py.values.malformed import MALFORMED
 
 logger = get_logger(__name__)
 
@@ -154,7 +155,7 @@ class EventStream(Generic[E]):
                 self._lost += lost
                 return None
             return event_of(line, self._kinds) if line else None
-        except (ValueError, RecursionError) as error:
+        except MALFORMED as error:
             if time.monotonic() >= self._warn_at:
                 self._warn_at = time.monotonic() + WARN_EVERY
                 logger.warning("a record on topic %r is not of events: %s", EVENTS, error)

@@ -13,6 +13,7 @@ import msgspec
 
 from machinery_py.dashboard.records import Problem
 from machinery_py.errors import ArgumentError
+from machinery_py.values.malformed import MALFORMED
 
 M = TypeVar("M", bound=Callable[..., Any])
 
@@ -54,7 +55,7 @@ class Route:
                     for key, values in query.items()
                 }
                 given = msgspec.convert(fields, self.takes, strict=False)
-        except (ValueError, RecursionError) as error:
+        except MALFORMED as error:
             what = "body" if self.method == "POST" else "query"
             raise ArgumentError(f"{self.path}: its {what} cannot be read: {error}") from None
 

@@ -43,7 +43,7 @@ from machinery_py.tasks.signature import (
 )
 from machinery_py.tasks.states import GroupMeta, State, TaskState
 from machinery_py.tasks.workflow import is_tolerant
-from machinery_py.texts import MAX_ERROR, cut, get_logger
+from machinery_py.texts import MAX_ERROR, cut, get_logger, printable
 from machinery_py.wire.signatures import decode_signature, encode_signature
 from machinery_py.wire.steps import pack_step, task_names, unpack_step
 
@@ -63,7 +63,8 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=True):
     """The task raised, ran out of time, or never could run.
 
     Attributes:
-        error: cut to MAX_ERROR, so that whoever it is sent to can get it.
+        error: cut to MAX_ERROR, so that whoever it is sent to can get it. In all three texts half a
+            surrogate pair, which UTF-8 cannot encode, is written out.
         retryable: a counted retry may follow; False for bad arguments, NoRetry and the like.
         cause: name, UUID and error type of the task that it is due to; None: itself.
     """
@@ -75,7 +76,9 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=True):
     cause: tuple[str, str, str] | None = None
 
     def __post_init__(self) -> None:
-        force_setattr(self, "error", cut(self.error, MAX_ERROR))
+        force_setattr(self, "error", cut(printable(self.error), MAX_ERROR))
+        force_setattr(self, "error_type", cut(printable(self.error_type), MAX_ERROR))
+        force_setattr(self, "traceback", printable(self.traceback))
 
 
 class Postponed(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=True):

@@ -14,6 +14,7 @@ from machinery_py.errors import ArgumentError
 from machinery_py.registry.calls import Call
 from machinery_py.tasks.signature import Arg
 from machinery_py.tasks.states import State, TaskState
+from machinery_py.values.malformed import MALFORMED
 
 # Seconds that a key without a window is held: as long as the state of a task that is not finished.
 LONGEST = 7 * 86400.0
@@ -59,7 +60,15 @@ class KeyClaim(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 encode_claim = msgspec.json.Encoder().encode
-decode_claim = msgspec.json.Decoder(KeyClaim).decode
+_decode_claim = msgspec.json.Decoder(KeyClaim).decode
+
+
+def decode_claim(body: bytes) -> KeyClaim | None:
+    """Return the claim in a record; None if it is none, and the key is free."""
+    try:
+        return _decode_claim(body)
+    except MALFORMED:
+        return None
 
 
 def owner(config: Config) -> str:

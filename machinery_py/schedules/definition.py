@@ -15,6 +15,7 @@ from machinery_py.errors import DecodeError
 from machinery_py.schedules.timetable import Dst, Schedule
 from machinery_py.tasks.linking import PlannedStep
 from machinery_py.tasks.states import State, TaskState
+from machinery_py.values.malformed import MALFORMED
 
 CatchUp = Literal["skip", "latest", "all"]
 Overlap = Literal["allow", "skip", "queue"]
@@ -104,7 +105,7 @@ def decode_entry(body: bytes) -> ScheduleEntry:
     """
     try:
         return _decode_entry(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except MALFORMED as error:
         raise DecodeError(f"this is no schedule of this version: {error}") from error
 
 

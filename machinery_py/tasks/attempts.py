@@ -10,6 +10,7 @@ import msgspec
 
 from machinery_py.tasks.signature import HEADER_ATTEMPTS, Signature
 from machinery_py.texts import cut, printable
+from machinery_py.values.malformed import MALFORMED
 
 MOST = 20  # that are kept: the first and the last ones
 MAX_TEXT = 200  # characters of an error
@@ -40,7 +41,7 @@ def attempts_of(signature: Signature[Any]) -> Sequence[Attempt]:
     text = signature.headers.get(HEADER_ATTEMPTS)
     try:
         return _decode(text) if isinstance(text, str) else ()
-    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+    except MALFORMED:
         return ()
 
 

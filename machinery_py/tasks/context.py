@@ -15,6 +15,7 @@ from machinery_py.errors import ArgumentError, MachineryError, TimeLimitExceeded
 from machinery_py.tasks.signature import HEADER_FAILED, Signature
 from machinery_py.texts import quoted
 from machinery_py.values.json_values import Failure, NeedsTags, pack, shown
+from machinery_py.values.malformed import MALFORMED
 
 INTERRUPTIBLE = True  # calls user code and takes no lock, see worker/executors.py
 
@@ -125,7 +126,7 @@ class Context:
             return None
         try:
             name, uuid, error_type = _read_failed(text)
-        except (msgspec.DecodeError, TypeError):  # no worker of ours has written it
+        except MALFORMED:  # no worker of ours has written it
             return None
         has_text = self.signature.args and not self.signature.is_fixed
         error = str(self.signature.args[0].value) if has_text else ""

@@ -15,6 +15,7 @@ from machinery_py.tasks.signature import (
     HEADER_ROOT,
     Signature,
 )
+from machinery_py.values.malformed import MALFORMED
 
 TRACE_CONTEXT = frozenset({"traceparent", "tracestate", "baggage"})  # headers of the W3C
 OURS = "machinery_"  # how the headers of tasks/signature.py begin
@@ -69,7 +70,7 @@ def lasts_of(signature: Signature[Any]) -> list[Last]:
         return [(text, 0)]
     try:
         return _read_lasts(text)
-    except (msgspec.DecodeError, UnicodeEncodeError):  # no sender of ours has written it
+    except MALFORMED:  # no sender of ours has written it
         return []
 
 

@@ -16,6 +16,7 @@ import msgspec
 from machinery_py.errors import DecodeError
 from machinery_py.tasks.states import GroupMeta
 from machinery_py.texts import cut
+from machinery_py.values.malformed import MALFORMED
 
 # How the UUID of a workflow begins: it is that of a group, which users may be allowed to write.
 PREFIX = "group_flow_"
@@ -74,7 +75,7 @@ def steps_in(record: GroupMeta) -> Sequence[RecordedStep]:
     """
     try:
         return _decode(record.plan).steps
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise DecodeError(f"{record.group_uuid} is no record of a workflow: {error}") from None
 
 

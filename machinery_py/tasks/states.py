@@ -12,6 +12,7 @@ import msgspec
 from machinery_py.bounds import size_of
 from machinery_py.errors import nearest
 from machinery_py.tasks.signature import Arg
+from machinery_py.values.malformed import MALFORMED
 
 ZERO_TIME = dt.datetime(1, 1, 1, tzinfo=dt.timezone.utc)  # Go's time that was never set
 
@@ -150,7 +151,10 @@ class TaskState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     @property
     def notes(self) -> dict[str, Any]:
         """Facts that the task noted in the run, or the delivery, that wrote this state."""
-        return _read_notes(self.notes_json) if self.notes_json else {}
+        try:
+            return _read_notes(self.notes_json) if self.notes_json else {}
+        except MALFORMED:  # no worker of ours has written them
+            return {}
 
 
 def size_of_state(state: TaskState) -> int:

@@ -24,6 +24,7 @@ from msgspec.json import Decoder
 
 from machinery_py.errors import DecodeError
 from machinery_py.tasks.signature import Arg, Lazy, Signature
+from machinery_py.values.malformed import MALFORMED
 from machinery_py.wire.depth import is_deep
 from machinery_py.wire.go_json import SIGNATURE, GoJsonReader, read_record
 from machinery_py.wire.times import parse_time
@@ -82,7 +83,7 @@ def known_fields(body: bytes) -> KnownFields | None:
         return None
     try:
         return _decode_known(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
+    except MALFORMED:
         return None
 
 
@@ -130,8 +131,6 @@ _decode_head = Decoder(_Head).decode
 _decode_step = Decoder(_Step).decode
 _decode_message = Decoder(_Message).decode
 _decode_items = Decoder(list[msgspec.Raw]).decode
-# What the decoders raise. RecursionError: somebody called us with hardly any stack left.
-_SLOW = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError, OverflowError)
 
 # How a message without options and nested signatures ends. Its only bracket is the last one, so
 # these keys are the message's own and not those of a nested signature.
@@ -164,7 +163,7 @@ def decode_signature(body: bytes) -> Signature[Any]:
     ):
         try:
             head = _decode_head(body[:-_PLAIN_LENGTH] + b"}")
-        except _SLOW:
+        except MALFORMED:
             pass
         else:
             args = head.Args
@@ -245,7 +244,7 @@ def _decode_one(body: bytes) -> tuple[dict[str, Any], bytes]:
         return _decode_leniently(body)
     try:
         message = _decode_message(body)
-    except _SLOW:
+    except MALFORMED:
         return _decode_leniently(body)
     success, error, callback = (
         bytes(message.OnSuccess),
@@ -317,7 +316,7 @@ def _step_fields(head: bytes, body: bytes) -> dict[str, Any] | None:
     """Return the fields before the callbacks; None if only the lenient reader gets them right."""
     try:
         step = _decode_step(head + b"}")
-    except _SLOW:
+    except MALFORMED:
         return None
     if (
         (step.Args and is_text_needed(step.Args, head))
@@ -367,7 +366,7 @@ def decode_list(raw: bytes) -> tuple[Signature[Any], ...]:
             return (Signature(**step[0]),)
     try:
         items = [bytes(item) for item in _decode_items(raw)] if not is_deep(raw) else _items(raw)
-    except _SLOW:
+    except MALFORMED:
         items = _items(raw)
     return tuple([decode_signature(item) for item in items if item != b"null"])
 

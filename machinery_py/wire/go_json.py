@@ -18,6 +18,7 @@ import msgspec
 
 from machinery_py.errors import DecodeError
 from machinery_py.values.json_values import MAX_DEPTH
+from machinery_py.values.malformed import MALFORMED
 from machinery_py.values.values import Number
 from machinery_py.wire.depth import MAX_LEVELS, is_deep
 from machinery_py.wire.times import parse_time
@@ -154,7 +155,7 @@ class GoJsonReader:
         if not is_deep(raw):
             try:
                 _checked(raw)
-            except ValueError:
+            except MALFORMED:
                 self.value(at)  # the stricter of the two may be wrong
         return raw, end
 
@@ -393,8 +394,8 @@ def read_record(
     try:
         reader = GoJsonReader(body, exact=exact)
         read_members(reader, reader.skip_space(0), table, fields, extra)
-    except DecodeError as error:
-        raise DecodeError(f"no {what}: {error}") from None
     except RecursionError:
         raise DecodeError(f"no {what}: exceeded max depth") from None
+    except MALFORMED as error:
+        raise DecodeError(f"no {what}: {error}") from None
     return fields, extra

@@ -17,6 +17,7 @@ from msgspec.json import Decoder
 
 from machinery_py.errors import ArgumentError, DecodeError
 from machinery_py.tasks.signature import Arg, Checked, Lazy, Signature
+from machinery_py.values.malformed import MALFORMED
 from machinery_py.values.values import Number, describe_as
 from machinery_py.wire.decode import ReceivedArg, decode_exact, decode_list, decode_signature
 from machinery_py.wire.depth import MAX_LEVELS, is_deep, levels
@@ -239,7 +240,7 @@ def _without_nulls(nested: Lazy) -> Sequence[Signature[Any]] | None:
         return None  # too deep to be sure; Go hands it on as well
     try:
         _read_nested(nested.raw)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except MALFORMED:
         try:
             return tuple(nested)
         except DecodeError:

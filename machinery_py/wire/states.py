@@ -16,6 +16,7 @@ from machinery_py.tasks.states import GroupMeta, TaskState
 from machinery_py.tasks.states import State as StateName
 from machinery_py.texts import printable
 from machinery_py.values.json_values import shown
+from machinery_py.values.malformed import MALFORMED
 from machinery_py.wire.decode import ReceivedArg, is_text_needed, received
 from machinery_py.wire.depth import AROUND_RESULTS, is_deep
 from machinery_py.wire.go_json import GROUP, STATE, GoJsonReader, read_args, read_record
@@ -77,7 +78,6 @@ _StructT = TypeVar("_StructT", bound=msgspec.Struct)
 _decode_state = Decoder(_State).decode
 _decode_group = Decoder(_GroupDocument).decode
 _decode_results = Decoder(list[ReceivedArg]).decode
-_SLOW = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError, OverflowError)
 
 
 def _moment(text: str) -> dt.datetime:
@@ -121,7 +121,7 @@ def decode_state(body: bytes) -> TaskState:
         return _decode_state_leniently(body)
     try:
         read = _decode_state(body)
-    except _SLOW:
+    except MALFORMED:
         return _decode_state_leniently(body)
     if read.Results and is_text_needed(read.Results, body):
         return _decode_state_leniently(body)
@@ -216,7 +216,7 @@ def decode_group(body: bytes) -> GroupMeta:
         return _decode_group_leniently(body)
     try:
         read = _decode_group(body)
-    except _SLOW:
+    except MALFORMED:
         return _decode_group_leniently(body)
     return GroupMeta(
         group_uuid=read.GroupUUID,
@@ -258,11 +258,11 @@ def decode_results(body: bytes) -> tuple[Arg, ...]:
             results = tuple(_decode_results(body))
             if not is_text_needed(results, body):
                 return results
-    except _SLOW:
+    except MALFORMED:
         pass
     try:
         reader = GoJsonReader(body)
         items: Any = read_args(reader, reader.skip_space(0), None)[0]
-    except DecodeError as error:
+    except MALFORMED as error:
         raise DecodeError(f"no results: {error}") from None
     return received(items)

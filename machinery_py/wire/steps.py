@@ -11,6 +11,7 @@ from machinery_py.errors import DecodeError, WorkflowError
 from machinery_py.tasks.linking import is_linked
 from machinery_py.tasks.signature import Chain, Signature, Step
 from machinery_py.tasks.workflow import Group, OnFailure
+from machinery_py.values.malformed import MALFORMED
 from machinery_py.wire.signatures import decode_signature, encode_signature
 
 
@@ -79,7 +80,7 @@ def unpack_step(body: msgspec.Raw | bytes) -> Step[Any]:
     """
     try:
         packed = _decode_packed(body)
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise DecodeError(f"a stored workflow cannot be read: {error}") from error
     then, catch = [[unpack_step(one) for one in found] for found in (packed.then, packed.catch)]
     if task := bytes(packed.task):

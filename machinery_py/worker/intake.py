@@ -50,8 +50,8 @@ def peek(execution: Execution) -> str:
         return ""
     try:
         signature = decode_signature(delivery.body)
-    except DecodeError as error:
-        _reject(execution, REASON_UNDECODABLE, str(error))
+    except Exception as error:  # foreign bytes: whatever they cause, they must not end the receiver
+        _reject(execution, REASON_UNDECODABLE, _text_of(error))
         return ""
     if not signature.name:
         _reject(execution, REASON_UNDECODABLE, "the message names no task")
@@ -61,11 +61,11 @@ def peek(execution: Execution) -> str:
         for callbacks in (signature.on_success, signature.on_error):
             if callbacks:
                 callbacks[0]
-    except DecodeError as error:
-        _reject(execution, REASON_UNDECODABLE, f"in a callback: {error}")
-        return ""
     except IndexError:
         pass  # an empty list
+    except Exception as error:
+        _reject(execution, REASON_UNDECODABLE, f"in a callback: {_text_of(error)}")
+        return ""
     # A foreign sender may leave the UUID out: the state needs a key, and the retry the same one.
     signature = signature.with_uuid()
     try:
@@ -135,6 +135,10 @@ def _join(execution: Execution) -> None:
         execution.finish(Failed(error=str(error), error_type="ArgumentError", retryable=False))
         return
     execution.finish(Succeeded([Arg(type=one.type, value=one.value) for one in joined.args]))
+
+
+def _text_of(error: Exception) -> str:
+    return str(error) if isinstance(error, DecodeError) else f"{type(error).__name__}: {error}"
 
 
 def _reject(execution: Execution, reason: str, error: str) -> None:

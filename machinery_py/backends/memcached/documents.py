@@ -25,9 +25,9 @@ from machinery_py.backends.go_documents import (
 )
 from machinery_py.backends.transactional import Row
 from machinery_py.connections.memcached.keys import OURS
-from machinery_py.errors import DecodeError
 from machinery_py.tasks.states import GroupMeta, TaskState
 from machinery_py.texts import quoted
+from machinery_py.values.malformed import MALFORMED
 from machinery_py.wire.states import (
     decode_group,
     decode_state,
@@ -157,7 +157,7 @@ def decode_record(uuid: str, body: bytes) -> TaskItem:
         if own is not None and not own.stated:
             return TaskItem(**_shared(own))
         state = decode_state(document)
-    except (DecodeError, msgspec.DecodeError) as error:
+    except MALFORMED as error:
         return TaskItem(theirs=str(error))
     if uuid and not is_state_of(uuid, state):
         return TaskItem(theirs=f"a state of {quoted(state.task_uuid)}")

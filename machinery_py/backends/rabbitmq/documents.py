@@ -25,6 +25,7 @@ from machinery_py.errors import ConfigError, DecodeError, NameRefused
 from machinery_py.names import is_made
 from machinery_py.tasks.states import TaskState, advance
 from machinery_py.texts import printable, quoted
+from machinery_py.values.malformed import MALFORMED
 from machinery_py.wire.states import decode_state, extra_fields, extra_of
 
 GROUP_LIFE = 7 * 86_400_000  # ms that a chord may go on without an arrival
@@ -184,7 +185,7 @@ def _split(body: bytes) -> tuple[bytes, _OwnField | None]:
     document, field = without_field(body)
     try:
         return (document, _read(field)) if field else (body, None)
-    except msgspec.DecodeError:
+    except MALFORMED:
         return body, None
 
 

@@ -11,8 +11,6 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 
-import msgspec
-
 from machinery_py.backends.base import Listener
 from machinery_py.backends.redis.documents import state_of
 from machinery_py.connections.redis.client import RedisDriver
@@ -20,6 +18,7 @@ from machinery_py.connections.redis.connection import RedisConnection, command
 from machinery_py.connections.redis.keys import companion_key
 from machinery_py.errors import BackendUnavailable, MachineryError
 from machinery_py.tasks.states import TaskState
+from machinery_py.values.malformed import MALFORMED
 
 STEP = 500  # channels in one command
 PING = command(b"PING")
@@ -173,6 +172,6 @@ def _state_in(channel: bytes, news: bytes) -> TaskState | None:
     document, _, companion = news.partition(b"\n")
     try:
         state = state_of(document, companion)
-    except (MachineryError, msgspec.MsgspecError, ValueError, TypeError, OverflowError):
+    except (MachineryError, *MALFORMED):
         return None
     return state if state.is_finished and companion_key(state.task_uuid) == channel else None

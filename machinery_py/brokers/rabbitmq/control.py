@@ -34,6 +34,7 @@ from machinery_py.connections.rabbitmq.io_thread import Channel, resolve
 from machinery_py.connections.rabbitmq.publisher import Publisher
 from machinery_py.connections.rabbitmq.queues import CONTROL
 from machinery_py.texts import get_logger
+from machinery_py.values.malformed import MALFORMED
 
 logger = get_logger(__name__)
 
@@ -118,7 +119,7 @@ def ask(
         def answered(_: object, __: object, ___: object, body: bytes) -> None:
             try:
                 report = _unpack(body)
-            except msgspec.DecodeError:
+            except MALFORMED:
                 return  # of a later version
             reports[report.info.session] = report
             if not future.done():

@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 
-import msgspec
-
 from machinery_py.brokers.rabbitmq.control import decode_order
 from machinery_py.brokers.rabbitmq.fetch import Fetch, GetFetch, drain
 from machinery_py.brokers.rabbitmq.holding import ConsumerConnection
 from machinery_py.brokers.rabbitmq.messages import ReceivedMessage
+from machinery_py.values.malformed import MALFORMED
 
 FULL_BURST = 100  # messages; RabbitMQ hands over some 200 in one go, though more are there
 
@@ -93,7 +92,7 @@ class MessageReceiver:
         """Obey a message to all consumers; answer when no fetch contradicts it any more."""
         try:
             order = decode_order(body)
-        except msgspec.DecodeError:
+        except MALFORMED:
             answer()  # only a question
             return
         queue = {order.queue}

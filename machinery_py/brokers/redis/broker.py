@@ -64,6 +64,7 @@ from machinery_py.connections.redis.keys import QUEUES, queue_keys
 from machinery_py.connections.redis.scripts import Script
 from machinery_py.connections.session_files import host_folder, remove
 from machinery_py.errors import BrokerUnavailable, PublishRefused, PublishUnknown
+from machinery_py.values.malformed import MALFORMED
 
 LEASE = 10.0  # seconds without a beat until a consumer is given up
 ROOM = MOVE  # messages in a list, to which house-keeping then brings no more that are due
@@ -444,5 +445,5 @@ def _cut_off(
 def _unquoted(name: bytes) -> str:
     try:
         return msgspec.json.decode(name, type=str)
-    except msgspec.DecodeError:
+    except MALFORMED:
         return ""

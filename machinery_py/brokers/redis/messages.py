@@ -20,6 +20,7 @@ from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.connections.redis.scripts import pack
 from machinery_py.errors import QueueFull
 from machinery_py.texts import printable
+from machinery_py.values.malformed import MALFORMED
 from machinery_py.wire.decode import KnownFields, known_fields
 from machinery_py.wire.signatures import encode
 
@@ -117,13 +118,14 @@ def message_of(
     """Return the message as it was put. `due`: the moment in µs, if it is delayed."""
     eta = None if due is None else moment_of(due)
     tenant: str | None = None
-    if label:
-        uuid, name, *others = _label(label)
+    said = _said(label)
+    if said is not None:
+        uuid, name, *others = said
         tenant = others[0] if others else None
     else:
-        said = known_fields(body) or KnownFields()
-        uuid, name = said.UUID, said.Name
-        eta = eta or said.eta
+        fields = known_fields(body) or KnownFields()
+        uuid, name = fields.UUID, fields.Name
+        eta = eta or fields.eta
     return Message(
         uuid=uuid,
         name=name,
@@ -197,6 +199,15 @@ def head_of(uuid: str, name: str, reason: str, error: str) -> msgspec.Raw:
         return raw(pack(tuple(map(printable, (uuid, name, reason, error)))))
 
 
+def _said(label: bytes) -> list[str] | None:
+    """Return uuid, name and perhaps tenant in a label; None if there is none, or not ours."""
+    try:
+        said = _label(label) if label else []
+    except MALFORMED:
+        return None
+    return said if len(said) > 1 else None
+
+
 _head = msgspec.msgpack.Decoder(tuple[str, str, str, str]).decode
 
 
@@ -204,7 +215,10 @@ def letter_of(number: str, queue: str, letter: bytes) -> DeadLetter:
     """Read a dead letter, which has this number in its queue."""
     counts, _, rest = letter.partition(b"\n")
     strikes, died_at, head_size, label_size = map(int, counts.split())
-    uuid, name, reason, error = _head(rest[:head_size])
+    try:
+        uuid, name, reason, error = _head(rest[:head_size])
+    except MALFORMED:
+        uuid = name = reason = error = ""
     label, body = rest[head_size : head_size + label_size], rest[head_size + label_size :]
     if not uuid and not name:
         message = message_of(body, queue=queue, label=label)

@@ -157,6 +157,12 @@ class MessageConformance(NameConformance):
     def test_bytes_that_are_no_signature_become_a_dead_letter(self, app: App) -> None:
         queue = app.server.config.default_queue
         bodies = [b"", b"\xff\xfe", b"{nonsense", b"[]", b'{"Name": 5}', b'{"UUID": "x"}']
+        # A value that Go would skip, and not as JSON has it; and callbacks that are none.
+        bodies += [b'{"x":{"a":[1,]}}', b'{"Name":"add","Args":{"a":[1,]}}']
+        bodies += [
+            b'{"Name":"add","OnSuccess":[{"x":{"a":[1,]}}]}',
+            b'{"Name":"add","OnError":[5]}',
+        ]
         app.server.broker.put(
             [Message(uuid="", name="", queue=queue, body=body) for body in bodies], token=""
         )

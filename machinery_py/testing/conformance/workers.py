@@ -150,6 +150,23 @@ class WorkerConformance(LossConformance):
         wait_until(lambda: app.server.inspect.queues()[0].delayed == 2, what="two delayed")
         assert "Traceback" not in caplog.text
 
+    @pytest.mark.parametrize("retries", [0, 1])
+    def test_error_class_with_half_a_character_keeps_type_and_text(
+        self, app: App, retries: int
+    ) -> None:
+        error_class = type("BadName", (Exception,), {"__qualname__": "Bad\ud800Name"})
+
+        @app.server.task(retries=retries, backoff=[0.01])
+        def breaks() -> None:
+            raise error_class("why \udfff")
+
+        with pytest.raises(TaskFailed) as failed:
+            breaks.send().get(timeout=HANG)
+
+        assert failed.value.error == "why ?"
+        assert failed.value.error_type.endswith("Bad\\ud800Name")
+        assert "why" in failed.value.traceback
+
     def test_error_text_of_megabytes_is_cut_for_its_callback(
         self, app: App, caplog: pytest.LogCaptureFixture
     ) -> None:
