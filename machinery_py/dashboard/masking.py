@@ -61,6 +61,8 @@ class Masking:
         if isinstance(value, str | bytes):
             return value[:limit]
         if isinstance(value, Mapping):
+            if value.get("$") == "secret":  # what was a SecretStr
+                return MASKED
             pairs = itertools.islice(value.items(), limit)
             return {key: self.masked(one, str(key), limit, depth + 1) for key, one in pairs}
         if isinstance(value, list | tuple):

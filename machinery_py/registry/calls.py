@@ -16,16 +16,10 @@ from machinery_py.errors import ArgumentError
 from machinery_py.tasks.context import Context
 from machinery_py.tasks.signature import Arg, Checked, Signature
 from machinery_py.values.go_conversions import INT64_MAX, INT64_MIN
-from machinery_py.values.json_values import Chunk
-from machinery_py.values.values import (
-    EXACT,
-    checker,
-    converter,
-    describe,
-    result_of,
-    to_python,
-    wire_type,
-)
+from machinery_py.values.json_values import Chunk, shown
+from machinery_py.values.reading import checker, converter, wire_type
+from machinery_py.values.unchanged import SCALARS, unchanged
+from machinery_py.values.values import EXACT, describe, from_result, result_of, to_python
 from machinery_py.wire.decode import ReceivedArg
 from machinery_py.wire.signatures import checked_value
 
@@ -33,6 +27,8 @@ REFLECT = "Reflect task args error: "  # Go's words: other programs see this tex
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NONE: Mapping[str, Arg] = {}
 _PLAIN = {int: "int64", str: "string", bool: "bool"}  # sent as they are
+_CONTAINERS = frozenset((list, tuple, dict))
+_AS_SENT = SCALARS | {list, tuple, bytes}  # of the type that their type name says
 
 
 class _Parameter(msgspec.Struct, frozen=True):
@@ -41,6 +37,7 @@ class _Parameter(msgspec.Struct, frozen=True):
     Attributes:
         plain: the type names of values that are sent as they are.
         wire: the type name of values that need no look.
+        checks: `convert` refuses values only, and changes none.
     """
 
     name: str
@@ -48,6 +45,7 @@ class _Parameter(msgspec.Struct, frozen=True):
     plain: Mapping[type, str]
     convert: Callable[[Any], Any] | None = None
     wire: str = ""
+    checks: bool = False
 
     @classmethod
     def of(cls, p: inspect.Parameter, hint: Any) -> _Parameter:
@@ -56,8 +54,9 @@ class _Parameter(msgspec.Struct, frozen=True):
             with contextlib.suppress(TypeError):  # an annotation that is no type
                 wanted = typing.Optional[hint]  # noqa: UP045 - of a text, too
         plain = _PLAIN if hint is Any else {kind: _PLAIN[kind] for kind in _PLAIN if kind is hint}
-        convert = converter(wanted) or checker(wanted)
-        return cls(p.name, hint, plain, convert, wire_type(wanted))
+        convert = converter(wanted)
+        checks = convert is None
+        return cls(p.name, hint, plain, convert or checker(wanted), wire_type(wanted), checks)
 
 
 def needs_check(signature: Signature[Any]) -> bool:
@@ -75,17 +74,24 @@ class Call:
 
     Args:
         in_batches: the function takes a list, and may return one: a call has one item of each.
+        secrets: pydantic's secrets may be sent, in clear text; None: where an annotation has them.
 
     Raises:
         TypeError: it is to take a list, and has other parameters.
     """
 
     def __init__(
-        self, name: str, function: Callable[..., Any], *, in_batches: bool = False
+        self,
+        name: str,
+        function: Callable[..., Any],
+        *,
+        in_batches: bool = False,
+        secrets: bool | None = None,
     ) -> None:
         self.name = name
         self.function = function
         self.in_batches = in_batches
+        self._secrets = secrets
         self.is_async = inspect.iscoroutinefunction(function)
         try:
             self._signature = inspect.signature(function)
@@ -118,6 +124,7 @@ class Call:
         self._hints: dict[str, Any] | None = None
         self._parameters: list[_Parameter] = []
         self._rest = _Parameter("", Any, _PLAIN)
+        self._rest_by_name = _Parameter("", Any, _PLAIN)
         self._wires: list[str] = []
         self._keywords: dict[str, _Parameter] = {}
         self._convert_any = False
@@ -139,6 +146,8 @@ class Call:
                 self._parameters.append(parameter)
             elif p.kind is p.VAR_POSITIONAL:
                 self._rest = parameter
+            elif p.kind is p.VAR_KEYWORD:
+                self._rest_by_name = parameter
             else:
                 self._keywords[p.name] = parameter
         self._wires = [parameter.wire for parameter in self._parameters]
@@ -217,7 +226,7 @@ class Call:
         return self._parameters[index] if index < len(self._parameters) else self._rest
 
     def _keyword(self, name: str) -> _Parameter:
-        return self._keywords.get(name) or _Parameter(name, Any, _PLAIN)
+        return self._keywords.get(name) or msgspec.structs.replace(self._rest_by_name, name=name)
 
     def _describe(
         self, parameter: _Parameter, value: Any, *, name: str = "", fit: bool = False
@@ -228,12 +237,33 @@ class Call:
                 plain = _wide(self.name, parameter, value)
             return Arg(type=plain, value=value, name=name)
         try:
-            type_name, wire = describe(value, parameter.hint)
+            secrets = self._secrets
+            if secrets is None:  # then `_check_arrival` sees that they come as secrets again
+                secrets = parameter.convert is not None and not parameter.checks
+            type_name, wire = describe(value, parameter.hint, secrets=secrets)
         except ArgumentError as error:
             raise ArgumentError(f"{self.name} argument {parameter.name!r}: {error}") from None
-        if fit and parameter.convert is not None and type_name != parameter.wire:
-            self._converted(parameter, to_python(type_name, wire))  # as its worker will do
+        if parameter.convert is not None and (
+            type_name != parameter.wire or type(value) not in _AS_SENT
+        ):
+            self._check_arrival(parameter, value, to_python(type_name, wire), fit=fit)
         return Arg(type=type_name, value=wire, name=name)
+
+    def _check_arrival(self, parameter: _Parameter, value: Any, sent: Any, *, fit: bool) -> None:
+        """Raise ArgumentError if the worker would refuse the value, or change it in silence."""
+        try:
+            got = self._converted(parameter, sent)
+        except ArgumentError:
+            if fit:
+                raise
+            self._describe(_Parameter(parameter.name, Any, _PLAIN), value)  # refuses secrets
+            return  # it may be meant for another parameter
+        if parameter.checks and type(value) in _CONTAINERS:
+            return  # nothing is known of its items
+        if not unchanged(value, got):
+            raise ArgumentError(
+                f"{self.name} argument {parameter.name!r}: {_changed(value, got, parameter.hint)}"
+            )
 
     def sorted_out(self, args: Sequence[Arg]) -> tuple[list[Arg], dict[str, Arg]]:
         """Return the arguments by position and by name, with the defaults of those left out.
@@ -364,12 +394,40 @@ class Call:
         ):
             return (Arg(type=plain, value=value),)
         try:
-            return tuple(
+            found = tuple(
                 Arg(type=type_name, value=wire)
-                for type_name, wire in result_of(value, self._returns)
+                for type_name, wire in result_of(
+                    value, self._returns, secrets=self.secrets_in_results
+                )
             )
+            if self._result_converter is not None and type(value) not in SCALARS:
+                got = [from_result(arg.type, arg.value) for arg in found]
+                self.check_result(value, tuple(got) if type(value) is tuple else got[0])
         except ArgumentError as error:
             raise ArgumentError(f"{self.name} result: {error}") from None
+        return found
+
+    @property
+    def secrets_in_results(self) -> bool:
+        """Whether its results may hold pydantic's secrets."""
+        if self._hints is None:
+            self._learn()
+        return self._result_converter is not None if self._secrets is None else self._secrets
+
+    def check_result(self, value: Any, stored: Any) -> None:
+        """Raise ArgumentError if whoever reads the result would get something else, in silence."""
+        if self._hints is None:
+            self._learn()
+        if self._result_converter is None or type(value) in SCALARS:
+            return
+        try:
+            got = self._result_converter(stored)
+        except ArgumentError:
+            if type(value) in _CONTAINERS:
+                return  # its annotation is wrong: who gets it is told
+            raise
+        if not unchanged(value, got):
+            raise ArgumentError(_changed(value, got, self._returns))
 
     def result(self, value: Any) -> Any:
         """A received result as the function's annotation says, if it says anything."""
@@ -380,6 +438,14 @@ class Call:
         if type(value) is Chunk:
             return [self.result(one) for one in value]
         return self._result_converter(value)
+
+
+def _changed(value: Any, got: Any, hint: Any) -> str:
+    name = hint.__name__ if isinstance(hint, type) else str(hint)
+    return (
+        f"cannot send {shown(value)} as {name}: it would arrive as {shown(got)}, which is not "
+        "the same (let the annotation name its class)"
+    )
 
 
 def _item_of(hint: Any) -> Any:

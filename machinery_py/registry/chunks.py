@@ -13,6 +13,7 @@ from machinery_py.errors import ArgumentError
 from machinery_py.registry.calls import Call
 from machinery_py.tasks.signature import HEADER_CHUNK, Arg, Checked, Signature
 from machinery_py.values.json_values import Chunk, pack
+from machinery_py.values.values import to_python
 
 
 def chunk_of(calls: Sequence[Signature[Any]]) -> Signature[Any]:
@@ -63,10 +64,13 @@ async def each_async(function: Callable[..., Coroutine[Any, Any, Any]], *given: 
     return [await function(*context, *row) for row in rows]
 
 
-def result_of_chunk(values: list[Any]) -> tuple[Arg, ...]:
+def result_of_chunk(call: Call, values: list[Any]) -> tuple[Arg, ...]:
     """Return what is stored: one list, which its reader converts by the task's annotation.
 
     Raises:
         ArgumentError: a value cannot be stored.
     """
-    return (Arg(type="py", value=pack(Chunk(values), 0, True)),)
+    found = Arg(type="py", value=pack(Chunk(values), 0, True, call.secrets_in_results))
+    for value, one in zip(values, to_python("py", found.value), strict=True):
+        call.check_result(value, one)
+    return (found,)

@@ -111,6 +111,9 @@ class TaskOptions(CallOptions, LimitOptions, total=False):
     on_worker_lost: "retry" (the default) or "fail": a cut-off run ends in FAILURE (WorkerLost).
     on_failure: "ack" (the default) or "dead_letter": the message of a task that has failed for good
         is kept as a dead letter, too, which does not expire.
+    send_secrets: whether pydantic's SecretStr and SecretBytes may be among its arguments and
+        results, which travel and are stored in clear text. None, and by default: where its
+        annotations have them. What is not allowed is refused by `send`.
 
     The others are for calls that are the same (docs/how-to/unique.md):
 
@@ -139,6 +142,7 @@ class TaskOptions(CallOptions, LimitOptions, total=False):
     ack: Literal["late", "early"]
     on_worker_lost: Literal["retry", "fail"]
     on_failure: Literal["ack", "dead_letter"]
+    send_secrets: bool | None
     unique: bool | Key
     unique_key: Key
     unique_for: Length
@@ -179,6 +183,7 @@ class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
     ack: str = "late"
     on_worker_lost: str = "retry"
     on_failure: str = "ack"
+    send_secrets: bool | None = None
     unique: bool | Key = False
     unique_key: Key = ""
     unique_for: float | None = None

@@ -88,7 +88,12 @@ class Task(Generic[P, R]):
         self.settings = TaskSettings.of(name, options)
         if self.settings.queue:
             check_queue(self.settings.queue)
-        self.call = Call(name, function, in_batches=bool(self.settings.batch))
+        self.call = Call(
+            name,
+            function,
+            in_batches=bool(self.settings.batch),
+            secrets=self.settings.send_secrets,
+        )
         check_keys(name, self.settings, self.call.names)
         self.own_rules = rules_of(self.settings.limits)
         self.limit_also(())

@@ -121,7 +121,7 @@ def key_text(name: str, call: Call | None, args: Sequence[Arg], how: Any, option
     if isinstance(how, str) and call is not None and how in call.names:
         placed, named = call.sorted_out(args)
         given = dict(zip(call.places, placed, strict=False)) | named
-        value = given[how].value if how in given else None  # a default that cannot be sent
+        value = _part(given[how])[1] if how in given else None  # a default that cannot be sent
         return f"{how}={value if isinstance(value, str) else _encoded(name, value).decode()}"
     if callable(how) and call is not None:
         values, named = call.values(args)
@@ -138,9 +138,23 @@ def key_text(name: str, call: Call | None, args: Sequence[Arg], how: Any, option
 
 def _canonical(call: Call | None, args: Sequence[Arg]) -> tuple[object, object]:
     placed, named = call.sorted_out(args) if call is not None else (list(args), {})
-    return [(arg.type, arg.value) for arg in placed], {
-        key: (arg.type, arg.value) for key, arg in named.items()
-    }
+    return [_part(arg) for arg in placed], {key: _part(arg) for key, arg in named.items()}
+
+
+def _part(arg: Arg) -> tuple[str, object]:
+    return arg.type, _in_order(arg.value) if arg.type == "py" else arg.value
+
+
+def _in_order(value: Any) -> Any:
+    """Return a py value with its sets and dicts in one order: equal ones have one key."""
+    if type(value) is list:
+        return [_in_order(item) for item in value]
+    if type(value) is not dict:
+        return value
+    value = {key: _in_order(item) for key, item in value.items()}
+    if value.get("$") in ("set", "frozenset", "dict") and type(value.get("v")) is list:
+        value["v"].sort(key=_encode)
+    return value
 
 
 def _digest(owner: str, name: str, *parts: object) -> str:

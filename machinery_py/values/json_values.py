@@ -1,21 +1,24 @@
 """Values inside of values: the types `json` and `py`, and the checks that every sent value passes.
 
 `json` is plain JSON. `py` is JSON in which {"$": kind, "v": value} stands for what JSON lacks:
-bytes, datetime, date, timedelta, decimal, uuid, set, frozenset, failure, chunk, and dict (with
-keys that are no strings, or with a key "$" of its own).
+bytes, datetime, date, time, timedelta, decimal, uuid, path, posixpath, windowspath, address,
+interface, network, deque, set, frozenset, secret, failure, chunk, and dict (with keys that are no
+strings, or with a key "$" of its own).
 """
 
 from __future__ import annotations
 
 import base64
-import dataclasses
 import datetime as dt
 import decimal
 import enum
+import ipaddress
 import itertools
 import math
+import pathlib
 import reprlib
 import uuid
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +26,9 @@ import msgspec
 
 from machinery_py.errors import ArgumentError
 from machinery_py.values.go_conversions import INT64_MAX, INT64_MIN, UINT64_MAX, read_base64, single
+from machinery_py.values.pydantic_types import forms, is_pydantic, read
+from machinery_py.values.records import is_record, written
+from machinery_py.values.unchanged import unchanged
 
 MAX_DEPTH = 200  # levels of JSON in a value; far below the recursion limit of any Python
 
@@ -45,6 +51,24 @@ class Chunk(list[Any]):
     """Results of the calls of one chunk, see `Task.chunks`."""
 
 
+class SecretText(str):
+    """Text of a secret, which does not show it in a repr."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "'**********'"
+
+
+class SecretBytes(bytes):
+    """Bytes of a secret, which do not show it in a repr."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "b'**********'"
+
+
 class NeedsTags(Exception):
     """Raised when a value cannot be written as plain JSON."""
 
@@ -57,7 +81,9 @@ def shown(value: Any) -> str:
 
 
 def refused(value: Any) -> ArgumentError:
-    return ArgumentError(f"cannot send {shown(value)} (send an id and load it in the task)")
+    is_array = bool(getattr(value, "ndim", 0)) and hasattr(value, "tolist")
+    advice = "use its tolist()" if is_array else "send an id and load it in the task"
+    return ArgumentError(f"cannot send {shown(value)} ({advice})")
 
 
 def base_value(value: Any) -> Any:
@@ -127,28 +153,19 @@ def write_float(type_name: str, value: Any) -> float:
 
 
 BYTES = (bytes, bytearray, memoryview)
-_KEPT = (
-    bytes,
-    bytearray,
-    dt.datetime,
-    dt.date,
-    dt.timedelta,
-    decimal.Decimal,
-    uuid.UUID,
-    Failure,
-)  # tagged by us
 
 
-def pack(value: Any, depth: int, tags: bool) -> Any:
+def pack(value: Any, depth: int, tags: bool, secrets: bool = False) -> Any:
     """Return the value as JSON, with tags for the types that JSON lacks.
 
     Args:
         depth: levels of JSON that are around it.
+        secrets: pydantic's secrets travel as they are, and not only those that came like this.
 
     Raises:
         NeedsTags: tags are not allowed, but needed.
     """
-    kind = type(value)
+    kind: Any = type(value)
     if value is None or kind is bool:
         return value
     if kind is str:
@@ -161,22 +178,33 @@ def pack(value: Any, depth: int, tags: bool) -> Any:
     _check_depth(depth + 1)
     if isinstance(value, dict):
         if all(type(key) is str for key in value) and not (tags and "$" in value):
-            return {write_text(key): pack(item, depth + 1, tags) for key, item in value.items()}
+            return {
+                write_text(key): pack(item, depth + 1, tags, secrets) for key, item in value.items()
+            }
         _check_depth(depth + 3)
         pairs = value.items() if tags else ()
         return _tagged(
             "dict",
-            [[_pack_key(key, depth + 3), pack(item, depth + 3, True)] for key, item in pairs],
+            [
+                [_pack_key(key, depth + 3), pack(item, depth + 3, True, secrets)]
+                for key, item in pairs
+            ],
             tags,
         )
-    if isinstance(value, Chunk):
-        return _tagged(
-            "chunk", [pack(item, depth + 2, True) for item in value] if tags else [], tags
-        )
+    if isinstance(value, (Chunk, deque)):
+        items = [pack(item, depth + 2, True, secrets) for item in value] if tags else []
+        if isinstance(value, Chunk):
+            return _tagged("chunk", items, tags)
+        return _tagged("deque", [items, value.maxlen], tags)
     if isinstance(value, (list, tuple)):
-        return [pack(item, depth + 1, tags) for item in value]
+        return [pack(item, depth + 1, tags, secrets) for item in value]
+    if is_record(kind) and kind is not Failure and not is_pydantic(kind):
+        return _pack_record(value, depth, tags, secrets)
     if isinstance(value, enum.Enum):
-        return pack(value.value, depth + 1, tags)
+        return pack(value.value, depth + 1, tags, secrets)
+    if isinstance(value, (SecretText, SecretBytes)):
+        plain = str.__str__(value) if isinstance(value, str) else bytes(value)
+        return _tagged("secret", pack(plain, depth + 2, True) if tags else None, tags)
     if isinstance(value, (str, int, float)):
         return pack(base_value(value), depth + 1, tags)
     if isinstance(value, (set, frozenset)):
@@ -187,7 +215,14 @@ def pack(value: Any, depth: int, tags: bool) -> Any:
         if isinstance(value, classes):
             _check_depth(depth + 2)
             return _tagged(name, write(value), tags)
-    return pack(_model(value), depth + 1, tags)
+    if callable(getattr(value, "get_secret_value", None)):
+        return pack(_revealed(value, secrets), depth, tags)
+    if is_pydantic(kind):
+        return _pack_pydantic(value, depth, tags, secrets)
+    number = python_number(value)
+    if number is value:
+        raise refused(value)
+    return pack(number, depth, tags)
 
 
 def _check_depth(depth: int) -> None:
@@ -200,7 +235,9 @@ def _check_depth(depth: int) -> None:
 def _pack_key(value: Any, depth: int) -> Any:
     """Pack a dict key or set item, and refuse one that would not be hashable when it is read."""
     packed = pack(value, depth, True)
-    if type(packed) is list or (type(packed) is dict and packed.get("$") in (None, "set", "dict")):
+    if type(packed) is list or (
+        type(packed) is dict and packed.get("$") in (None, "set", "dict", "deque")
+    ):
         raise ArgumentError(
             f"cannot send {shown(value)} as a key of a dict or an item of a set: "
             f"it would come back as a {'list' if type(packed) is list else 'dict or set'} "
@@ -215,21 +252,62 @@ def _tagged(name: str, value: Any, tags: bool) -> dict[str, Any]:
     return {"$": name, "v": value}
 
 
-def _model(value: Any) -> Any:
-    """Return a dataclass, Struct or pydantic model as a dict.
+class SecretRefused(ArgumentError):
+    """A secret is to be sent, and its task does not say that it may."""
 
-    The receiver rebuilds it by its annotation.
-    """
-    if isinstance(value, type):
-        raise refused(value)
-    if callable(getattr(value, "model_dump", None)):
-        return value.model_dump(mode="json")
-    if not (dataclasses.is_dataclass(value) or isinstance(value, msgspec.Struct)):
-        raise refused(value)
+
+def _revealed(value: Any, allowed: bool) -> SecretText | SecretBytes:
+    if not allowed:
+        raise SecretRefused(
+            f"cannot send {shown(value)}: it is a secret, and would travel in clear text "
+            "(send its name, or let it: @server.task(send_secrets=True))"
+        )
+    secret = value.get_secret_value()
+    if isinstance(secret, str):
+        return SecretText(secret)
+    if isinstance(secret, bytes):
+        return SecretBytes(secret)
+    raise ArgumentError(f"cannot send {shown(value)}: its secret is no text and no bytes")
+
+
+def _pack_record(value: Any, depth: int, tags: bool, secrets: bool) -> Any:
     try:
-        return msgspec.to_builtins(value, builtin_types=_KEPT, enc_hook=_model)
-    except RecursionError:
-        raise ArgumentError(f"cannot send {shown(value)}: it contains itself") from None
+        found = written(value)
+    except AttributeError as error:
+        raise ArgumentError(f"cannot send {shown(value)}: {error}") from None
+    if isinstance(found, list) or "$" in found:
+        return pack(found, depth, tags, secrets)
+    return {name: pack(item, depth + 1, tags, secrets) for name, item in found.items()}
+
+
+def _pack_pydantic(value: Any, depth: int, tags: bool, secrets: bool) -> Any:
+    """Return the first form of the value of which an equal one can be made."""
+    kind, why = type(value), None
+    for form in forms(value):
+        try:
+            packed = pack(form, depth, tags, secrets)
+            again = read(kind, unpack(packed) if tags else packed)
+        except (NeedsTags, SecretRefused):
+            raise
+        except ArgumentError as error:
+            why = why or error
+        except Exception:  # pydantic's, and user code: it does not take what it has given
+            continue
+        else:
+            if unchanged(value, again, within=True):
+                return packed
+    raise why or ArgumentError(
+        f"cannot send {shown(value)}: {kind.__name__} does not make an equal one of its own JSON"
+    )
+
+
+def python_number(value: Any) -> Any:
+    """Return a number of numpy as Python's, if that has it exactly; else the value."""
+    kind = type(value)
+    if kind.__module__ != "numpy" or kind.__name__ == "ndarray" or not hasattr(value, "dtype"):
+        return value
+    number = value.item() if value.dtype.kind in "biuf" else value
+    return number if type(number) in (bool, int, float) else value
 
 
 def _write_moment(value: dt.datetime) -> str:
@@ -240,23 +318,45 @@ def _write_moment(value: dt.datetime) -> str:
     return value.isoformat()
 
 
-# datetime before date, of which it is a kind.
+def _write_time(value: dt.time) -> str:
+    if value.tzinfo is not None and value.utcoffset() is None:
+        raise ArgumentError(f"cannot send {value!r}: its zone has no offset without a date")
+    return value.isoformat()
+
+
+# A class before those of which it is a kind.
 _TAGS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (BYTES, "bytes", lambda value: base64.b64encode(value).decode()),
     (dt.datetime, "datetime", _write_moment),
     (dt.date, "date", dt.date.isoformat),
+    (dt.time, "time", _write_time),
     (dt.timedelta, "timedelta", lambda value: [value.days, value.seconds, value.microseconds]),
     (decimal.Decimal, "decimal", str),
     (uuid.UUID, "uuid", str),
+    (pathlib.Path, "path", lambda value: write_text(str(value))),
+    (pathlib.PurePosixPath, "posixpath", lambda value: write_text(str(value))),
+    (pathlib.PureWindowsPath, "windowspath", lambda value: write_text(str(value))),
+    ((ipaddress.IPv4Interface, ipaddress.IPv6Interface), "interface", str),
+    ((ipaddress.IPv4Address, ipaddress.IPv6Address), "address", str),
+    ((ipaddress.IPv4Network, ipaddress.IPv6Network), "network", str),
     (Failure, "failure", msgspec.structs.asdict),
 )
 _UNTAG: dict[str, Callable[[Any], Any]] = {
     "bytes": read_base64,
     "datetime": dt.datetime.fromisoformat,
     "date": dt.date.fromisoformat,
+    "time": dt.time.fromisoformat,
     "timedelta": lambda parts: dt.timedelta(*parts),
     "decimal": decimal.Decimal,
     "uuid": uuid.UUID,
+    "path": pathlib.Path,
+    "posixpath": pathlib.PurePosixPath,
+    "windowspath": pathlib.PureWindowsPath,
+    "interface": ipaddress.ip_interface,
+    "address": ipaddress.ip_address,
+    "network": ipaddress.ip_network,
+    "deque": lambda parts: deque(*parts),
+    "secret": lambda value: SecretText(value) if isinstance(value, str) else SecretBytes(value),
     "set": set,
     "frozenset": frozenset,
     "dict": dict,

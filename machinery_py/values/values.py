@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import inspect
 import math
 import types
 import typing
@@ -38,9 +37,12 @@ from machinery_py.values.go_conversions import (
 from machinery_py.values.json_values import (
     BYTES,
     NeedsTags,
+    SecretBytes,
+    SecretText,
     base_value,
     int_type,
     pack,
+    python_number,
     shown,
     unpack,
     write_bool,
@@ -50,8 +52,7 @@ from machinery_py.values.json_values import (
 )
 
 __all__ = [
-    "Number", "checker", "converter", "describe", "describe_as", "from_result", "result_of",
-    "to_python", "wire_type",
+    "Number", "describe", "describe_as", "from_result", "result_of", "to_python", "wanted",
 ]  # fmt: skip
 
 EXACT: dict[str, type] = {"int64": int, "int": int, "string": str, "float64": float, "bool": bool}
@@ -80,24 +81,26 @@ def from_result(type_name: str, value: Any) -> Any:
         return value
 
 
-def describe(value: Any, hint: Any = None) -> tuple[str, Any]:
+def describe(value: Any, hint: Any = None, *, secrets: bool = False) -> tuple[str, Any]:
     """Return the type name and the JSON-able value under which a Python value is sent.
 
     Args:
         hint: the parameter's annotation, which decides for an empty list (`list[int]`), an int for
             a float, and where Go wants another type (`Annotated[int, "int32"]`).
+        secrets: whether pydantic's secrets may be sent.
 
     Raises:
         ArgumentError: it cannot be sent at all, or not as the type that the hint names.
     """
     if hint is not None and hint is not type(value):
-        wanted, explicit = _wanted(hint)
-        if explicit:
-            return wanted, describe_as(wanted, value)
-        if wanted and _suits(wanted, value):
-            return wanted, describe_as(wanted, value)
-    natural = _DESCRIBE.get(type(value))
-    return natural(value) if natural is not None else _describe_other(value)
+        type_name, explicit = wanted(hint)
+        if explicit or (type_name and _suits(type_name, value)):
+            return type_name, describe_as(type_name, value)
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return _describe_list(value, secrets, hint)
+    natural = _DESCRIBE.get(kind)
+    return natural(value) if natural is not None else _describe_other(value, hint, secrets)
 
 
 def describe_as(type_name: str, value: Any) -> Any:
@@ -114,7 +117,9 @@ def describe_as(type_name: str, value: Any) -> Any:
     return write(value)
 
 
-def result_of(value: Any, hint: Any = None) -> tuple[tuple[str, Any], ...]:
+def result_of(
+    value: Any, hint: Any = None, *, secrets: bool = False
+) -> tuple[tuple[str, Any], ...]:
     """Return the results for a returned value.
 
     That is none for None, one for each item of a tuple, else one.
@@ -130,11 +135,11 @@ def result_of(value: Any, hint: Any = None) -> tuple[tuple[str, Any], ...]:
     if type(value) is tuple:
         return tuple(
             [
-                _one_result(item, inner)
+                _one_result(item, inner, secrets)
                 for item, inner in zip(value, _item_hints(hint, len(value)), strict=True)
             ]
         )
-    return (_one_result(value, hint),)
+    return (_one_result(value, hint, secrets),)
 
 
 def _item_hints(hint: Any, count: int) -> abc.Sequence[Any]:
@@ -144,8 +149,8 @@ def _item_hints(hint: Any, count: int) -> abc.Sequence[Any]:
     return items if len(items) == count else [None] * count
 
 
-def _one_result(value: Any, hint: Any) -> tuple[str, Any]:
-    type_name, wire_value = describe(value, hint)
+def _one_result(value: Any, hint: Any, secrets: bool) -> tuple[str, Any]:
+    type_name, wire_value = describe(value, hint, secrets=secrets)
     return ("[]uint8" if type_name == "[]byte" else type_name), wire_value
 
 
@@ -153,10 +158,12 @@ def _describe_int(value: int) -> tuple[str, int]:
     return int_type(value), value
 
 
-def _describe_list(value: list[Any] | tuple[Any, ...]) -> tuple[str, Any]:
+def _describe_list(
+    value: list[Any] | tuple[Any, ...], secrets: bool = False, hint: Any = None
+) -> tuple[str, Any]:
     kinds = set(map(type, value))
     if len(kinds) == 1:
-        kind = kinds.pop()
+        [kind] = kinds
         if kind is int:
             if within(value, INT64_MIN, INT64_MAX):
                 return "[]int64", list(value)
@@ -167,24 +174,32 @@ def _describe_list(value: list[Any] | tuple[Any, ...]) -> tuple[str, Any]:
             return f"[]{item_type}", _write_list(item_type, value)
     elif kinds == {int, float} and _suits("[]float64", value):
         return "[]float64", _write_list("float64", value)
-    return _describe_other(value)
+    if any(kind.__module__ == "numpy" for kind in kinds):
+        plain = list(map(python_number, value))
+        if all(one is not other for one, other in zip(plain, value, strict=True)):
+            return describe(plain, hint)
+    return _describe_other(value, hint, secrets)
 
 
-def _describe_other(value: Any) -> tuple[str, Any]:
+def _describe_other(value: Any, hint: Any = None, secrets: bool = False) -> tuple[str, Any]:
     if isinstance(value, enum.Enum):
         return describe(value.value)
+    if isinstance(value, (SecretText, SecretBytes)):
+        return "py", pack(value, 0, True)
+    if (number := python_number(value)) is not value:
+        return describe(number, hint)
     for kind in (str, int, float):
         if isinstance(value, kind):  # a subclass
             return describe(base_value(value))
     if isinstance(value, (list, tuple)) and type(value) not in (list, tuple):
-        return _describe_list(list(value))
+        return _describe_list(list(value), secrets, hint)
     if isinstance(value, BYTES):
         return "[]byte", bytes(value)
     try:
         try:
-            return "json", pack(value, 0, False)
+            return "json", pack(value, 0, False, secrets)
         except NeedsTags:
-            return "py", pack(value, 0, True)
+            return "py", pack(value, 0, True, secrets)
     except RecursionError:
         raise ArgumentError(
             f"cannot send {shown(value)}: too little stack is left (recursion in what calls this)"
@@ -240,36 +255,36 @@ def _suits(type_name: str, value: Any) -> bool:
     return kinds <= {kind} and (kind is not int or not kinds or within(value, INT64_MIN, INT64_MAX))
 
 
-def _wanted(hint: Any) -> tuple[str, bool]:
+def wanted(hint: Any) -> tuple[str, bool]:
     """Return the type name that an annotation asks for (or ""), and whether it is explicit."""
     try:
-        return _wanted_cached(hint)
+        return wanted_cached(hint)
     except TypeError:  # not hashable
-        return _wanted_cached.__wrapped__(hint)
+        return wanted_cached.__wrapped__(hint)
 
 
 @functools.lru_cache(maxsize=1024)
-def _wanted_cached(hint: Any) -> tuple[str, bool]:
+def wanted_cached(hint: Any) -> tuple[str, bool]:
     if typing.get_origin(hint) is typing.Annotated:
         for note in hint.__metadata__:
             if isinstance(note, str) and note in _WRITE:
                 return note, True
-        return _wanted(hint.__origin__)
-    hint = _without_none(hint)
+        return wanted(hint.__origin__)
+    hint = without_none(hint)
     if hint is float:
         return "float64", False
     origin, items = typing.get_origin(hint), typing.get_args(hint)
-    if origin in _LISTS or (origin is tuple and len(items) == 2 and items[1] is ...):
+    if origin in LISTS or (origin is tuple and len(items) == 2 and items[1] is ...):
         return {int: "[]int64", float: "[]float64", str: "[]string", bool: "[]bool"}.get(
             items[0], ""
         ), False
     return "", False
 
 
-_LISTS = (list, abc.Sequence, abc.MutableSequence, abc.Collection, abc.Iterable)
+LISTS = (list, abc.Sequence, abc.MutableSequence, abc.Collection, abc.Iterable)
 
 
-def _without_none(hint: Any) -> Any:
+def without_none(hint: Any) -> Any:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         rest = [item for item in typing.get_args(hint) if item is not type(None)]
         return rest[0] if len(rest) == 1 else hint
@@ -305,142 +320,4 @@ _DESCRIBE: dict[type, Callable[[Any], tuple[str, Any]]] = {
     float: lambda value: ("float64", write_float("float64", value)),
     str: lambda value: ("string", write_text(value)),
     bytes: lambda value: ("[]byte", value),
-    list: _describe_list,
-    tuple: _describe_list,
 }
-
-
-_AS_IT_IS = frozenset(
-    {Any, None, inspect.Parameter.empty, object, int, str, bool, bytes, type(None), list, dict}
-)
-
-
-def converter(annotation: Any) -> Callable[[Any], Any] | None:
-    """Return a function that makes a received value one of the annotated type.
-
-    None when there is nothing to do.
-
-    The function raises ArgumentError with the path to what does not fit.
-    """
-    if typing.get_origin(annotation) is typing.Annotated:
-        return converter(annotation.__origin__)
-    if isinstance(annotation, (str, typing.TypeVar)) or getattr(annotation, "_is_protocol", False):
-        return None
-    if _is_plain(annotation):
-        return None
-    if annotation is float:
-        return _convert_float
-    try:
-        msgspec.json.Decoder(annotation, dec_hook=_convert_model)
-    except (TypeError, NameError):
-        return None  # an annotation that says nothing about JSON: a Protocol, a Callable
-    name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-
-    def convert(value: Any) -> Any:
-        try:
-            return msgspec.convert(value, annotation, dec_hook=_convert_model)
-        except (msgspec.ValidationError, RecursionError) as error:
-            text = str(error)
-            raise ArgumentError(
-                f"{shown(value)} is no {name}: {text[:1].lower()}{text[1:]}"
-            ) from None
-        except Exception as error:  # user code: what a dataclass or a model does when it is made
-            raise ArgumentError(
-                f"{shown(value)} is no {name}: {type(error).__name__}: {error}"
-            ) from error
-
-    return convert
-
-
-def checker(annotation: Any) -> Callable[[Any], Any] | None:
-    """Return a function that refuses a value that the annotation rules out, without converting.
-
-    None when it rules out no value.
-
-    As type checkers have it: a bool is an int.
-    """
-    if typing.get_origin(annotation) is typing.Annotated:
-        inner = annotation.__origin__
-        # Go's []uint8 comes as bytes, also for who calls it a list of integers.
-        is_bytes = _wanted(annotation)[0] in ("[]byte", "[]uint8")
-        return checker(typing.Union[inner, bytes] if is_bytes else inner)  # noqa: UP007
-    fits = _fits(annotation) if _is_plain(annotation) else None
-    if fits is None:
-        return None
-
-    def check(value: Any) -> Any:
-        if fits(value):
-            return value
-        raise ArgumentError(
-            f"{shown(value)} is no "
-            f"{annotation.__name__ if isinstance(annotation, type) else annotation}"
-        )
-
-    return check
-
-
-def wire_type(annotation: Any) -> str:
-    """Return the type name whose values fit the annotation without a check; "" if there is none."""
-    if typing.get_origin(annotation) is typing.Annotated:
-        return wire_type(annotation.__origin__)
-    hint = _without_none(annotation)
-    if hint is float:
-        return "float64"
-    if not _is_plain(hint):
-        return ""
-    return _WIRE_TYPES.get(hint, "") if isinstance(hint, type) else _wanted(hint)[0]
-
-
-_WIRE_TYPES: dict[type, str] = {int: "int64", str: "string", bool: "bool"}
-
-
-def _fits(annotation: Any) -> Callable[[Any], bool] | None:
-    """Return a function that tests a value against a plain annotation; None: any value fits."""
-    origin, items = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (typing.Union, types.UnionType):
-        parts = [_fits(item) for item in items]
-        some = [part for part in parts if part is not None]
-        return (
-            (lambda value: any(part(value) for part in some)) if len(some) == len(parts) else None
-        )
-    if origin is not None:
-        inner = _fits(items[0]) if origin in _LISTS and items else None
-        return lambda value: (
-            isinstance(value, origin)
-            and (inner is None or type(value) is not list or all(map(inner, value)))
-        )
-    if annotation in (None, type(None)):
-        return lambda value: value is None
-    if annotation in (Any, object, inspect.Parameter.empty):
-        return None
-    return lambda value: isinstance(value, annotation)
-
-
-def _convert_float(value: Any) -> float:
-    if not isinstance(value, (int, float)):
-        raise ArgumentError(f"{shown(value)} is no float")
-    return float(value) if type(value) is int else value
-
-
-def _is_plain(annotation: Any) -> bool:
-    try:
-        if annotation in _AS_IT_IS:
-            return True
-    except TypeError:
-        return False
-    origin, items = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (typing.Union, types.UnionType) or origin in (list, abc.Sequence, abc.Iterable):
-        return all(_is_plain(item) for item in items)
-    if origin in (dict, abc.Mapping):
-        return items == (str, Any)
-    return False
-
-
-def _convert_model(kind: type, value: Any) -> Any:
-    """Convert to a type unknown to msgspec: a model validates itself, an instance is kept."""
-    validate = getattr(kind, "model_validate", None)
-    if callable(validate):
-        return validate(value)
-    if isinstance(kind, type) and not isinstance(value, kind):
-        raise ValueError(f"expected {kind.__name__}, got {type(value).__name__}")
-    return value

@@ -315,7 +315,7 @@ def _succeeded(execution: Execution, value: Any) -> Outcome:
         return Succeeded(())
     try:
         if execution.signature.headers and is_chunk(execution.signature):
-            results = result_of_chunk(value)
+            results = result_of_chunk(task.call, value)
         else:
             results = task.call.results(value)
     except ArgumentError as error:

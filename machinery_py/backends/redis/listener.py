@@ -16,7 +16,7 @@ from machinery_py.backends.redis.documents import state_of
 from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.connections.redis.connection import RedisConnection, command
 from machinery_py.connections.redis.keys import companion_key
-from machinery_py.errors import BackendUnavailable, MachineryError
+from machinery_py.errors import BackendUnavailable
 from machinery_py.tasks.states import TaskState
 from machinery_py.values.malformed import MALFORMED
 
@@ -172,6 +172,6 @@ def _state_in(channel: bytes, news: bytes) -> TaskState | None:
     document, _, companion = news.partition(b"\n")
     try:
         state = state_of(document, companion)
-    except (MachineryError, *MALFORMED):
+    except MALFORMED:  # a DecodeError among them
         return None
     return state if state.is_finished and companion_key(state.task_uuid) == channel else None
