@@ -54,7 +54,7 @@ class _Parameter(msgspec.Struct, frozen=True):
             with contextlib.suppress(TypeError):  # an annotation that is no type
                 wanted = typing.Optional[hint]  # noqa: UP045 - of a text, too
         plain = _PLAIN if hint is Any else {kind: _PLAIN[kind] for kind in _PLAIN if kind is hint}
-        convert = converter(wanted)
+        convert = converter(wanted) if not isinstance(hint, str) else _as_it_is
         checks = convert is None
         return cls(p.name, hint, plain, convert or checker(wanted), wire_type(wanted), checks)
 
@@ -135,8 +135,8 @@ class Call:
         """Resolve the annotations, once."""
         try:
             hints = typing.get_type_hints(self.function, include_extras=True)
-        except Exception:  # a name that only type checkers know: then nothing is known of any
-            hints = {}
+        except Exception:  # a name that only type checkers know
+            hints = _known_hints(self.function)
         if self.in_batches:
             hints = {name: _item_of(hint) for name, hint in hints.items()}
         for p in self._given:
@@ -440,8 +440,35 @@ class Call:
         return self._result_converter(value)
 
 
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _known_hints(function: Any) -> dict[str, Any]:
+    """Return the annotations, each by itself; one that names what cannot be found as its text."""
+    function = inspect.unwrap(function)
+    try:
+        given = inspect.get_annotations(function)
+    except Exception:  # Python 3.14 evaluates all of them
+        return {}
+    hints: dict[str, Any] = {}
+    for name, hint in given.items():
+        alone: Any = types.SimpleNamespace(__annotations__={name: hint})
+        names = getattr(function, "__globals__", {})
+        try:
+            hints |= typing.get_type_hints(alone, globalns=names, include_extras=True)
+        except Exception:
+            hints[name] = str(hint)
+    return hints
+
+
 def _changed(value: Any, got: Any, hint: Any) -> str:
     name = hint.__name__ if isinstance(hint, type) else str(hint)
+    if isinstance(hint, str):
+        return (
+            f"cannot send {shown(value)}: it would arrive as {shown(got)}, since its annotation "
+            f"{hint!r} names what is not there at run time (import it for the worker, too)"
+        )
     return (
         f"cannot send {shown(value)} as {name}: it would arrive as {shown(got)}, which is not "
         "the same (let the annotation name its class)"

@@ -751,3 +751,17 @@ def test_values_travel_through_workers_and_workflows() -> None:
 def test_function_is_refused_though_annotated() -> None:
     with pytest.raises(ArgumentError, match="builtin_function"):
         arrived(call_of(Callable[[], None]), print)
+
+
+def test_annotation_that_is_not_there_at_run_time_hides_no_change() -> None:
+    def function(pet: NotThere, other: Cat | Dog, count: int = 0) -> None: ...  # type: ignore[name-defined]  # noqa: F821
+
+    call = Call("task", function)
+    sent = Signature[Any](name="task", args=call.arguments(({"a": [1]}, Dog("a")), {}))
+
+    values, _ = call.values(decode_signature(encode_signature(sent)).args)
+    assert values == [{"a": [1]}, Dog("a")]
+    with pytest.raises(ArgumentError, match="its annotation 'NotThere' names what is not there"):
+        call.arguments((Cat("a"), Dog("a")), {})
+    with pytest.raises(ArgumentError, match="is no int"):
+        call.arguments((1, Dog("a"), "x"), {})
