@@ -2,12 +2,15 @@
 
     python -m tests.platforms                 all of them, half an hour on two cores
     python -m tests.platforms python3.15      one
+    python -m tests.platforms lowest newest   without a root: this Python, other packages
     python -m tests.platforms --tests tests/worker/test_executors.py
 
 Debootstrap makes a root once (two minutes) in `.platforms/`, or where MACHINERY_PLATFORMS says, and
 later runs use it again; each copies the checkout into it and installs it anew. The tests run there
 with their own processes and mounts, which end with them. Needs root's rights and debootstrap, and
-takes packages from the mirror that this machine's apt uses.
+takes packages from the mirror that this machine's apt uses. The platforms "lowest" and "newest" are
+virtual environments of this Python: with the lowest versions of the packages that setup.cfg allows,
+and with the newest that there are.
 The table of docs/reference/platforms.md is written by a run of everything.
 """
 
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import configparser
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -68,6 +72,8 @@ LINTERS = frozenset(("mypy", "pyright", "ruff", "types-PyYAML"))
 #: The stand-in for MongoDB works on Pythons that its metadata does not name yet.
 UNNAMED = "nx-27017"
 
+THIS = f"python{sys.version_info.major}.{sys.version_info.minor}"
+
 PACKAGES = (
     "ca-certificates",
     "gcc",
@@ -85,12 +91,13 @@ PACKAGES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Platform:
-    """One Python with the servers of one Debian release.
+    """One Python with the servers of one Debian release, or of this machine.
 
     Attributes:
-        suite: of Debian; platforms of one suite share a root.
+        suite: of Debian; platforms of one suite share a root. "": of this machine.
         redis: the program that serves as Redis.
         selections: what pytest runs, a run each.
+        without: packages of the extra `dev` that cannot be installed there.
     """
 
     name: str
@@ -98,6 +105,7 @@ class Platform:
     python: str
     selections: Sequence[Sequence[str]]
     redis: str = "redis-server"
+    without: frozenset[str] = frozenset()
 
     @property
     def packages(self) -> list[str]:
@@ -116,7 +124,22 @@ PLATFORMS = (
         selections=(REDIS,),
     ),
     Platform(name="python3.14", suite="sid", python="python3.14", selections=(FAST + SYSTEM,)),
-    Platform(name="python3.15", suite="sid", python="python3.15", selections=(FAST + SYSTEM,)),
+    Platform(
+        name="valkey9",
+        suite="sid",
+        python="python3.14",
+        redis="valkey-server",
+        selections=(REDIS,),
+    ),
+    Platform(
+        name="python3.15",
+        suite="sid",
+        python="python3.15",
+        selections=(FAST + SYSTEM,),
+        without=frozenset({"moto"}),  # a dependency of it wants a compiler there
+    ),
+    Platform(name="lowest", suite="", python=THIS, selections=(FAST + SYSTEM + STORES,)),
+    Platform(name="newest", suite="", python=THIS, selections=(FAST + STORES,)),
 )
 
 
@@ -141,14 +164,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"unknown platform {sorted(unknown)[0]!r} "
             f"(known: {', '.join(one.name for one in PLATFORMS)})"
         )
-    if os.geteuid() != 0:
+    chosen = [one for one in PLATFORMS if not options.names or one.name in options.names]
+    in_roots = any(one.suite for one in chosen)
+    if in_roots and os.geteuid() != 0:
         parser.error(
             "making and entering a Debian root asks for root's rights: sudo make platforms"
         )
-    if shutil.which("debootstrap") is None:
+    if in_roots and shutil.which("debootstrap") is None:
         parser.error("debootstrap is missing: apt-get install debootstrap")
 
-    chosen = [one for one in PLATFORMS if not options.names or one.name in options.names]
     rows: list[list[str]] = []
     for platform in chosen:
         selections = [options.tests] if options.tests else platform.selections
@@ -164,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def try_platform(platform: Platform, selections: Sequence[Sequence[str]]) -> list[str]:
     """Make what is missing, run the tests, and return a row of the table."""
     print(f"=== {platform.name}", flush=True)
-    root = make_root(platform)
+    root = make_root(platform) if platform.suite else ROOTS / platform.name
     copy_checkout(root)
     install(root, platform)
     counts = [0, 0, 0]
@@ -243,36 +267,53 @@ def copy_checkout(root: Path) -> None:
 
 
 def install(root: Path, platform: Platform) -> None:
-    """Make /venv-<python>, with the checkout and what its tests need."""
+    """Make venv-<python> in the root, with the checkout and what its tests need."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     wanted = [
         line.strip() for line in setup["options.extras_require"]["dev"].splitlines() if line.strip()
     ]
-    wanted = [line for line in wanted if not LINTERS & {line.partition(">")[0].partition("=")[0]}]
+    left_out = LINTERS | platform.without
+    wanted = [line for line in wanted if _name_in(line) not in left_out]
     unnamed = [line for line in wanted if line.startswith(UNNAMED)]
-    enter(
-        root,
-        f"test -d /venv-{platform.python} || {platform.python} -m venv /venv-{platform.python}",
-    )
-    pip = f"cd /src/machinery && /venv-{platform.python}/bin/python -m pip install -q"
+    base = "" if platform.suite else str(root.absolute())
+    python = platform.python if platform.suite else sys.executable
+    venv = f"{base}/venv-{platform.python}"
+    enter(root, f"test -d {venv} || {python} -m venv {venv}")
+    pip = f"cd {base}/src/machinery && {venv}/bin/python -m pip install -q"
     enter(root, f"{pip} --upgrade pip setuptools")
     enter(root, f'{pip} --editable . "$0" "$@"', *(line for line in wanted if line not in unnamed))
     enter(root, f'{pip} --ignore-requires-python "$0" "$@"', *unnamed)
+    if not platform.suite:
+        enter(root, f'{pip} --upgrade "$0" "$@"', *clients(setup, platform.name))
+
+
+def clients(setup: configparser.ConfigParser, which: str) -> list[str]:
+    """Return the packages that the package itself needs, in the lowest version or the newest."""
+    needed = [line for line in setup["options"]["install_requires"].split("\n") if ">=" in line]
+    if which == "newest":
+        return [_name_in(line) for line in needed]
+    return [line.partition(",")[0].replace(">=", "==") for line in needed]
+
+
+def _name_in(requirement: str) -> str:
+    return re.split(r"[\[<>=; ]", requirement, maxsplit=1)[0]
 
 
 def run_tests(root: Path, platform: Platform, selection: Sequence[str]) -> tuple[int, int, int]:
     """Run pytest in the root; return how many passed, failed and were left out."""
     report = root / "src" / "report.xml"
     # The platform's server gets the names that the tests look for, so that they run it as Redis.
-    enter(
-        root, 'mkdir -p /redis && ln -sf "$(command -v "$0")" /redis/redis-server', platform.redis
-    )
+    if platform.suite:
+        link = 'mkdir -p /redis && ln -sf "$(command -v "$0")" /redis/redis-server'
+        enter(root, link, platform.redis)
+    base = "" if platform.suite else str(root.absolute())
+    venv = f"{base}/venv-{platform.python}"
     enter(
         root,
-        f"cd /src/machinery && CI=true PATH=/redis:/venv-{platform.python}/bin:$PATH "
-        f"/venv-{platform.python}/bin/python -m pytest -q -n 2 --dist worksteal "
-        f'--junitxml /src/report.xml "$0" "$@"',
+        f"cd {base}/src/machinery && CI=true PATH={base}/redis:{venv}/bin:$PATH "
+        f"{venv}/bin/python -m pytest -q -n 2 --dist worksteal "
+        f'--junitxml {base}/src/report.xml "$0" "$@"',
         *selection,
         check=False,
     )
@@ -301,7 +342,10 @@ def versions(root: Path, platform: Platform) -> list[str]:
 
 
 def enter(root: Path, script: str, *words: str, check: bool = True, capture: bool = False) -> str:
-    """Run a script in the root, with its own mounts and processes; return what it printed."""
+    """Run a script in the root, with its own mounts and processes; return what it printed.
+
+    Of what is no root it is run as any other program.
+    """
     inner = (
         'mount --rbind /dev "$0/dev" && mount -t proc proc "$0/proc" && '
         'mount -t tmpfs tmp "$0/tmp" && exec chroot "$@"'
@@ -318,12 +362,13 @@ def enter(root: Path, script: str, *words: str, check: bool = True, capture: boo
         "--fork",
         "--kill-child",
     ]
+    entered = [*alone, "sh", "-c", inner, root, root] if (root / "etc").exists() else []
     done = subprocess.run(
-        [*alone, "sh", "-c", inner, root, root, "bash", "-c", script, *words],
+        [*entered, "bash", "-c", script, *words],
         check=check,
         text=True,
         stdout=subprocess.PIPE if capture else None,
-        env=clean | proxies(),
+        env=(clean if entered else dict(os.environ)) | proxies(),
     )
     return done.stdout if capture else ""
 

@@ -7,13 +7,16 @@ workflows.py.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import contextvars
 import dataclasses
 import datetime as dt
 import decimal
 import enum
+import ipaddress
 import math
+import pathlib
 import threading
 import uuid
 from collections.abc import Iterator
@@ -33,6 +36,7 @@ from machinery_py import (
     State,
     TaskFailed,
     current_task,
+    group,
 )
 from machinery_py.testing.conformance.application import App
 from machinery_py.testing.waiting import HANG, wait_until
@@ -44,6 +48,31 @@ class Colour(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Parcel:
+    city: str
+    weights: list[float]
+
+
+class Pair(enum.Enum):
+    ONE = (1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Van:
+    plate: str
+    parcels: list[Parcel]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ship:
+    plate: str
+    pair: Pair
+    log: pathlib.Path | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Twin:
+    """Like a Parcel, field by field."""
+
     city: str
     weights: list[float]
 
@@ -78,6 +107,11 @@ VALUES = [
     decimal.Decimal("1.10"),
     uuid.UUID(int=5),
     {"when": dt.date(2026, 1, 2), "price": [decimal.Decimal("9.90")]},
+    dt.time(1, 2, 3, tzinfo=dt.timezone.utc),
+    pathlib.Path("a/b"),
+    ipaddress.ip_address("10.0.0.1"),
+    collections.deque([1, None], 3),
+    {decimal.Decimal("1.5"): {pathlib.PurePosixPath("a")}},
 ]
 
 
@@ -125,6 +159,28 @@ class TaskConformance:
         results = [task.send() for _ in range(20) for task in (sync, coroutine)]
         assert {result.get(timeout=HANG) for result in results} == {1}
         assert _seen.get() == 0
+
+    def test_members_of_unions_arrive_as_they_were_sent(self, app: App) -> None:
+        @app.server.task
+        def load(one: Van | Ship, *more: Van | Ship) -> list[Van | Ship]:
+            app.calls.append((one, *more))
+            return [one, *more]
+
+        van, ship = Van("ULM 1", [Parcel("Bonn", [1.0])]), Ship("HH 2", Pair.ONE, pathlib.Path("a"))
+        result = app.server.send(group(load.signature(van), load.signature(ship, van)))
+
+        assert result.get(timeout=HANG) == [[van], [ship, van]]
+        assert sorted(app.calls, key=len) == [(van,), (ship, van)]
+
+    def test_what_an_annotation_cannot_rebuild_is_refused(self, app: App) -> None:
+        @app.server.task
+        def unclear(one: Parcel | Twin | None = None) -> Parcel | Twin:
+            return Twin("Ulm", [])
+
+        with pytest.raises(ArgumentError, match="it could be Parcel and Twin"):
+            unclear.send(Twin("Ulm", []))
+        with pytest.raises(TaskFailed, match="unclear result: .* it could be Parcel and Twin"):
+            unclear.send().get(timeout=HANG)
 
     def test_task_returns_its_result(self, app: App) -> None:
         result = app.add.send(1, 2)
