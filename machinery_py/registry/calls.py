@@ -423,9 +423,7 @@ class Call:
         try:
             got = self._result_converter(stored)
         except ArgumentError:
-            if type(value) in _CONTAINERS:
-                return  # its annotation is wrong: who gets it is told
-            raise
+            return  # the work is done: the result is kept as it is, and who gets it is told
         if not unchanged(value, got):
             raise ArgumentError(_changed(value, got, self._returns))
 
