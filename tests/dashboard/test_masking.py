@@ -106,3 +106,12 @@ def test_call_is_told_as_python(task: str, args: list[Arg], shown: str) -> None:
 
 def test_python_names_another_queue_than_the_default() -> None:
     assert python_call("add", [], "mail") == "add.options(queue='mail').send()"
+
+
+def test_what_was_a_secret_is_masked_under_any_name(masking: Masking) -> None:
+    value = {"who": "ann", "pin": {"$": "secret", "v": "hunter2"}}
+
+    [(_, arg)] = masking.args("login", [Arg(type="py", value=value)])
+
+    assert arg.value == {"who": "ann", "pin": "•••"}
+    assert "hunter2" not in python_call("login", [("", Arg(type="py", value=value))], "")
