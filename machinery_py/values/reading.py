@@ -349,12 +349,13 @@ def _one(kind: Any, value: Any) -> Any:
         return pydantic_types.read(kind, value)
     if isinstance(value, kind):
         return value
+    build: Any = kind
     if issubclass(kind, _FROM_TEXT) and isinstance(value, str):
-        return kind(value)
+        return build(value)
     is_number = kind.__module__ == "numpy" and isinstance(value, (bool, int, float))
     base = next((one for one in (str, int, float, bytes) if issubclass(kind, one)), None)
     if is_number or (base is not None and type(value) is base):
-        made = kind(value)
+        made = build(value)
         if made == value:
             return made
     raise _Misfit(f"expected {kind.__name__}, got {type(value).__name__}")
