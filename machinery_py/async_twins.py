@@ -4,7 +4,8 @@
 
 has the parameters, the result and the errors of `get_state`. A thread cannot be stopped: after a
 cancellation or a timeout (`asyncio.timeout`) nobody waits for the call, but it goes on and may
-still change what it was to change.
+still change what it was to change. What no thread has begun with is not made, unless it `goes_on`:
+so for calls that give something back.
 """
 
 from __future__ import annotations
@@ -13,23 +14,24 @@ import functools
 from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from machinery_py.call_threads import in_thread
+
 S = TypeVar("S")
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def twin(
-    method: Callable[Concatenate[S, P], R],
+    method: Callable[Concatenate[S, P], R], *, goes_on: bool = False
 ) -> Callable[Concatenate[S, P], Coroutine[Any, Any, R]]:
     """Return the method for coroutines; its attribute has the method's name and `_async`."""
     name = method.__name__
 
     @functools.wraps(method)
     async def called(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        import asyncio  # loaded by now: we are in a coroutine
-
         # By its name: a subclass may have overridden the method.
-        return await asyncio.to_thread(getattr(self, name), *args, **kwargs)
+        call = functools.partial(getattr(self, name), *args, **kwargs)
+        return await in_thread(call, goes_on=goes_on)
 
     called.__name__ = f"{name}_async"
     called.__qualname__ = f"{method.__qualname__}_async"

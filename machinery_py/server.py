@@ -155,7 +155,7 @@ class Server(TaskRegistrar):
         self.events.close()
         self.app.close()
 
-    close_async = twin(close)
+    close_async = twin(close, goes_on=True)
 
     # Registering
 

@@ -12,6 +12,7 @@ from typing import Any, Generic, Self, TypeVar, overload
 from machinery_py.async_twins import twin
 from machinery_py.brokers.base import Broker
 from machinery_py.brokers.topics import Subscription
+from machinery_py.call_threads import taking
 from machinery_py.control.fleet import FleetState
 from machinery_py.control.lamport import LamportClock
 from machinery_py.control.publisher import EventPublisher
@@ -110,8 +111,10 @@ class EventStream(Generic[E]):
                 raise StopIteration
         return self._found.popleft()
 
-    __aenter__ = twin(__enter__)
-    __aexit__ = twin(__exit__)
+    async def __aenter__(self) -> Self:
+        return await taking(self.__enter__, lambda stream: stream.close())
+
+    __aexit__ = twin(__exit__, goes_on=True)
 
     def __aiter__(self) -> Self:
         return self

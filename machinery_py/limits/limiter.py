@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
 
 from machinery_py.async_twins import twin
+from machinery_py.call_threads import in_thread, taking
 from machinery_py.errors import BackendUnavailable, LimitNotAcquired, MachineryError
 from machinery_py.limits.base import Rule, slots_of
 from machinery_py.limits.keeper import SlotKeeper, SlotLease
@@ -66,24 +66,25 @@ class Limiter:
         import asyncio  # loaded by now: we are in a coroutine
 
         asking, deadline = self._asking(), self._deadline(timeout)
-        while True:
-            attempt = asyncio.ensure_future(asyncio.to_thread(asking))
+
+        def give_back(wait: float) -> None:
+            if wait > 0:
+                asking(last=True)
+            else:
+                self._leave()
+
+        while (wait := await taking(asking, give_back)) > 0:
+            left = deadline - time.monotonic()
             try:
-                wait = await asyncio.shield(attempt)
-                left = deadline - time.monotonic()
-                if wait > 0 and left > 0:
+                if left > 0:
                     await asyncio.sleep(min(wait, left))
                     continue
             except asyncio.CancelledError:
-                with contextlib.suppress(BackendUnavailable):  # else it lapses
-                    if await attempt <= 0:  # nobody would ever give it back
-                        await asyncio.to_thread(self.release)
-                    else:
-                        await asyncio.to_thread(asking, last=True)
+                await in_thread(lambda: give_back(wait), goes_on=True)
                 raise
-            if wait > 0:
-                await asyncio.to_thread(asking, last=True)
-            return wait <= 0
+            await in_thread(lambda: give_back(wait), goes_on=True)
+            return False
+        return True
 
     def release(self) -> bool:
         """Give back what a run of `max_running` holds. False: nothing was held."""
@@ -93,7 +94,7 @@ class Limiter:
             return False
         return self._keeper.give_back(lease)
 
-    release_async = twin(release)
+    release_async = twin(release, goes_on=True)
 
     def _deadline(self, timeout: float | None) -> float:
         timeout = self._timeout if timeout is None else timeout
@@ -137,10 +138,8 @@ class Limiter:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        import asyncio
-
         if self._held:
-            await asyncio.shield(asyncio.to_thread(self._leave))
+            await in_thread(self._leave, goes_on=True)
 
     def _leave(self) -> None:
         try:

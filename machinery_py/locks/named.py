@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from machinery_py.async_twins import twin
+from machinery_py.call_threads import in_thread, taking
 from machinery_py.errors import LockLost, LockNotAcquired, MachineryError
 from machinery_py.locks.base import Lock, LockHolding
 from machinery_py.locks.keeper import Lease, LeaseKeeper
@@ -127,16 +128,13 @@ class NamedLock:
         deadline = self._deadline(timeout, blocking=blocking)
         pause = POLL[0]
         while True:
-            attempt = asyncio.ensure_future(asyncio.to_thread(self._try))
-            try:
-                taken = await asyncio.shield(attempt)
-            except asyncio.CancelledError:
-                if await attempt:  # nobody would ever let go of it
-                    await asyncio.to_thread(self.release)
-                raise
+            lease = await taking(lambda: self._keeper.take(self.name), self._give_back)
+            if lease is not None:
+                self._held = lease
+                return True
             left = deadline - time.monotonic()
-            if taken or left <= 0:
-                return taken
+            if left <= 0:
+                return False
             await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.0)))
             pause = min(POLL[1], pause * 1.5)
 
@@ -154,12 +152,16 @@ class NamedLock:
         self._held = lease
         return True
 
+    def _give_back(self, lease: LockLease | None) -> None:
+        if lease is not None:
+            self._released(lambda: self._keeper.give_back(lease))
+
     def release(self) -> bool:
         """Release it. False: it was lost, or is not held."""
         held, self._held = self._held, None
         return held is not None and self._keeper.give_back(held)
 
-    release_async = twin(release)
+    release_async = twin(release, goes_on=True)
 
     def __enter__(self) -> NamedLock:
         """
@@ -183,9 +185,8 @@ class NamedLock:
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        import asyncio
-
-        self._left(await asyncio.shield(asyncio.to_thread(self._released, self.release)), error)
+        released = await in_thread(lambda: self._released(self.release), goes_on=True)
+        self._left(released, error)
 
     def _released(self, release: Callable[[], bool]) -> bool:
         try:

@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
 from machinery_py.async_twins import twin
 from machinery_py.backends.base import Backend
+from machinery_py.call_threads import in_thread
 from machinery_py.clock import Clock
 from machinery_py.errors import ResultExpired, ResultTimeout, TaskFailed
 from machinery_py.results.waiter import LOOK_AGAIN, AsyncWaiter, AsyncWaiters
@@ -107,14 +108,12 @@ class Waitable(Generic[R]):
 
     async def get_async(self, timeout: float | None = None, *, propagate: bool = True) -> R:
         """Wait in a coroutine: `get` for coroutines."""
-        import asyncio  # loaded by now: we are in a coroutine
-
         if not propagate:
             return cast(R, await self._get_all_async(timeout))
         self._forget_failures()
         wait = Wait(self, timeout)
         with self._source.waiters.waiter() as waiter:
-            while (pause := await asyncio.to_thread(self._step, wait, waiter)) is not None:
+            while (pause := await in_thread(lambda: self._step(wait, waiter))) is not None:
                 if pause:
                     await waiter.wait(pause)
         return self._value()

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 from machinery_py.async_twins import twin
+from machinery_py.call_threads import in_thread
 from machinery_py.errors import ResultExpired, StateNotFound, TaskFailed
 from machinery_py.results.async_results import (
     AsyncResult,
@@ -204,19 +205,17 @@ class AsCompleted:
             listener.close()
 
     async def __aiter__(self) -> AsyncIterator[AsyncResult[Any]]:
-        import asyncio  # loaded by now: we are in a coroutine
-
         group, wait = self._group, Wait(self._group, self._timeout)
         group._forget_failures()
         waiting = {one.uuid: one for one in group.results}
         with group._source.waiters.waiter() as waiter:
-            waiter.watch([*waiting])
+            await in_thread(lambda: waiter.watch([*waiting]))
             while True:
-                for one in await asyncio.to_thread(self._ended, waiting):
+                for one in await in_thread(lambda: self._ended(waiting)):
                     yield one
                 if not waiting:
                     return
-                await waiter.wait(await asyncio.to_thread(wait.next_pause))
+                await waiter.wait(await in_thread(wait.next_pause))
 
     def _ended(self, waiting: dict[str, AsyncResult[Any]]) -> list[AsyncResult[Any]]:
         """Take those that have ended out of `waiting`, and return them."""

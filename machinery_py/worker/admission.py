@@ -18,6 +18,7 @@ import msgspec
 
 from machinery_py.app import Application
 from machinery_py.brokers.base import WAITING, Delivery, Fate, mark_of
+from machinery_py.call_threads import CallThreads
 from machinery_py.errors import (
     ArgumentError,
     BackendUnavailable,
@@ -45,6 +46,7 @@ _order = AskingOrder()
 
 # Seconds to the next try where the lock is another task's or `server.lock`'s, at first and at most.
 WAITS = 0.05, 2.0
+GUARDS = CallThreads("machinery-guards")  # apart: calls to a store that is away fill the others
 STORE_PAUSE = 1.0  # seconds to the next try when the lock store does not answer
 
 
@@ -263,7 +265,7 @@ def _patience(waited: float) -> float:
     return min(WAITS[1], max(WAITS[0], waited / 4)) * random.uniform(0.5, 1.0)
 
 
-async def in_thread(passing: Callable[[], bool], stop: Callable[[BaseException], object]) -> bool:
+async def pass_async(passing: Callable[[], bool], stop: Callable[[BaseException], object]) -> bool:
     """Pass a guard without blocking the loop.
 
     Args:
@@ -271,10 +273,14 @@ async def in_thread(passing: Callable[[], bool], stop: Callable[[BaseException],
     """
     import asyncio  # loaded by now: we are in a coroutine
 
-    attempt = asyncio.ensure_future(asyncio.to_thread(passing))
-    try:
-        return await asyncio.shield(attempt)
-    except asyncio.CancelledError as error:
-        if await attempt:
-            stop(error)
-        return False
+    attempt = asyncio.wrap_future(GUARDS.submit(passing))
+    cancelled: BaseException | None = None
+    while not attempt.done():
+        try:
+            await asyncio.wait([attempt])
+        except asyncio.CancelledError as error:
+            cancelled = error  # however often: the execution ends here, or nowhere
+    passed = attempt.result()
+    if passed and cancelled is not None:
+        stop(cancelled)
+    return passed and cancelled is None

@@ -28,7 +28,7 @@ from machinery_py.tasks.states import State
 from machinery_py.texts import get_logger
 from machinery_py.wire.signatures import decode_exact
 from machinery_py.wire.states import encode_results
-from machinery_py.worker.admission import ExecutionGuard, in_thread
+from machinery_py.worker.admission import ExecutionGuard, pass_async
 from machinery_py.worker.batches import BatchRun
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.hooks import await_around, await_between, call_around, call_between
@@ -58,7 +58,7 @@ def _run(execution: Execution, report: Report | None) -> None:
 
 async def run_async(execution: Execution, report: Report | None = None) -> None:
     """Await the coroutine function on the running loop; all else is as in `run`."""
-    if _is_guarded(execution) and not await in_thread(
+    if _is_guarded(execution) and not await pass_async(
         lambda: _pass_guard(execution), lambda error: execution.finish(execution.failed(error))
     ):
         return

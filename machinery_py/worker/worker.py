@@ -197,7 +197,7 @@ class Worker(Engine):
             attendant.join()
         return not self._stop_request.is_abrupt
 
-    stop_async = twin(stop)
+    stop_async = twin(stop, goes_on=True)
 
     # Inside
 

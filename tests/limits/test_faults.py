@@ -69,6 +69,32 @@ def test_cancelled_waiting_ends_while_the_store_is_away(empty_redis: RedisServer
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_slot_taken_by_a_cancelled_coroutine_is_given_back(
+    empty_redis: RedisServer, times: int
+) -> None:
+    server = Server(Config(broker=empty_redis.url, lease=60.0))
+    limiter = server.limiter("db", max_running=1)
+
+    async def main() -> None:
+        assert await limiter.acquire_async()
+        assert await limiter.release_async()
+        empty_redis.freeze()
+        waiting = asyncio.create_task(limiter.acquire_async())
+        for _ in range(200):
+            await asyncio.sleep(0.001)
+        for _ in range(times):
+            waiting.cancel()
+            await asyncio.sleep(0)
+        empty_redis.thaw()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert await server.limiter("db", max_running=1).acquire_async(timeout=HANG / 2)
+
+    asyncio.run(main())
+    server.close()
+
+
 def test_slot_is_lost_when_others_took_it_after_its_key_was_deleted(
     empty_redis: RedisServer, limits: Limits
 ) -> None:

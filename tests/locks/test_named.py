@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from machinery_py import Config, Server
+from machinery_py import Config, Server, TaskFailed
 from machinery_py.errors import BackendUnavailable, LockLost, LockNotAcquired
 from machinery_py.locks.base import Lock, LockHolding
 from machinery_py.locks.keeper import Lease, LeaseKeeper
@@ -308,6 +308,77 @@ def test_a_cancelled_wait_leaves_nothing_held(server: Server) -> None:
             assert await lock.release_async()
 
     asyncio.run(main())
+
+
+class SlowLock(Lock):
+    """A lock store whose answers come when `answer` is set."""
+
+    def __init__(self, lock: Lock) -> None:
+        self._lock = lock
+        self.taken, self.answer = threading.Event(), threading.Event()
+
+    def acquire(self, name: str, *, ttl: float) -> LockHolding | None:
+        held = self._lock.acquire(name, ttl=ttl)
+        self.taken.set()
+        assert self.answer.wait(30.0)
+        return held
+
+    def renew(self, held: LockHolding, *, ttl: float) -> bool:
+        return self._lock.renew(held, ttl=ttl)
+
+    def release(self, held: LockHolding) -> bool:
+        return self._lock.release(held)
+
+    def close(self) -> None:
+        self._lock.close()
+
+
+def test_lock_taken_by_a_coroutine_cancelled_twice_is_given_back(server: Server) -> None:
+    slow = SlowLock(server.app.stores.lock)
+    other = Server(Config(broker="memory://", lease=30.0), lock=slow)
+
+    async def use() -> None:
+        async with other.lock("feed"):
+            pytest.fail("it was cancelled")
+
+    async def main() -> None:
+        task = asyncio.create_task(use())
+        await asyncio.to_thread(slow.taken.wait, 30.0)
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert not server.lock("feed").acquire(blocking=False)
+    slow.answer.set()
+
+    assert server.lock("feed").acquire(timeout=20.0)  # of a lease of 30 s
+    assert not other.app.locks._leases
+
+
+def test_guard_of_a_task_cancelled_twice_is_given_back(server: Server) -> None:
+    slow = SlowLock(server.app.stores.lock)
+    other = Server(Config(broker="memory://", lease=30.0), lock=slow)
+
+    @other.task(exclusive="wait", exclusive_key="feed")
+    async def feed() -> None:
+        pytest.fail("it was cancelled")
+
+    with other.new_worker(concurrency=1, scheduler=False) as worker:
+        result = feed.send()
+        assert slow.taken.wait(30.0)
+        [execution] = worker._executors.running()
+        for _ in range(2):
+            worker._executors.cancel(execution)
+        slow.answer.set()
+        wait_until(lambda: not worker._executors.running())
+        wait_until(lambda: not other.app.locks._leases)
+
+        with pytest.raises(TaskFailed, match="CancelledError"):
+            result.get(timeout=20.0)
+    other.close()
 
 
 def test_a_loss_is_told_to_coroutines(server: Server) -> None:

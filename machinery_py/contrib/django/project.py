@@ -14,6 +14,7 @@ from django.conf import settings
 from django.core.signals import setting_changed
 from django.db import close_old_connections
 
+from machinery_py.call_threads import in_thread
 from machinery_py.config.config import Config, resolve
 from machinery_py.config.files import kind_of
 from machinery_py.errors import ConfigError
@@ -94,7 +95,7 @@ def calls_in_this_thread(run: RunCoroutine) -> RunCoroutine:
             AsyncToSync.executors.current = calls  # of another loop, `sync_to_async` looks here
             return await coroutine
 
-        return await asyncio.to_thread(run, served())
+        return await in_thread(lambda: run(served()))
 
     def run_here(coroutine: Coroutine[Any, Any, Any]) -> Any:
         try:
