@@ -15,7 +15,7 @@ from machinery_py.async_twins import twin
 from machinery_py.backends.base import Backend
 from machinery_py.call_threads import in_thread
 from machinery_py.clock import Clock
-from machinery_py.errors import ResultExpired, ResultTimeout, TaskFailed
+from machinery_py.errors import BackendUnavailable, ResultExpired, ResultTimeout, TaskFailed
 from machinery_py.results.waiter import LOOK_AGAIN, AsyncWaiter, AsyncWaiters
 from machinery_py.tasks.context import check_time
 from machinery_py.tasks.states import State, TaskState
@@ -27,6 +27,7 @@ logger = get_logger(__name__)
 R = TypeVar("R", covariant=True)
 
 JUST = 0.02  # seconds after its sending in which few tasks have ended
+FIRST_PAUSE = 0.025  # seconds, doubled with each look at a store that is away
 WARN_AFTER = 2.0  # seconds without a worker on the task's queue until the waiter says so
 
 
@@ -71,6 +72,7 @@ class Waitable(Generic[R]):
             TaskFailed: the task failed, or one that the result needs.
             ResultTimeout: the result was not there in time; the task goes on.
             ResultExpired: there is no state (any more).
+            BackendUnavailable: the result backend was away when the time was up.
         """
         if not propagate:
             return cast(R, self._get_all(timeout))
@@ -79,8 +81,17 @@ class Waitable(Generic[R]):
         # What was sent just now has not ended: its first look is the one after `watch`.
         is_new = time.monotonic() - self._sent_at <= JUST
         self._sent_at = -math.inf
-        if not is_new and self._look():
-            return self._value()
+        while True:
+            try:
+                if is_new or not self._look():
+                    self._listen(wait)
+                return self._value()
+            except BackendUnavailable as error:
+                is_new = False
+                time.sleep(wait.pause_of_outage(error))
+
+    def _listen(self, wait: Wait) -> None:
+        """Return when the value is there."""
         listener = self._source.backend.listener()
         watched: set[str] = set()
         try:
@@ -94,10 +105,9 @@ class Waitable(Generic[R]):
                     listener.wait(wait.next_pause())
                     self._know(listener.told())
                 if self._look():
-                    break
+                    return
         finally:
             listener.close()
-        return self._value()
 
     def _get_all(self, timeout: float | None) -> Any:
         """Return the value, with each TaskFailed in place of what has failed."""
@@ -129,9 +139,12 @@ class Waitable(Generic[R]):
 
         Returns the seconds to wait before the next step; None when the result is there.
         """
-        if self._look():
-            return None
-        return 0.0 if waiter.watch(self._awaited()) else wait.next_pause()
+        try:
+            if self._look():
+                return None
+            return 0.0 if waiter.watch(self._awaited()) else wait.next_pause()
+        except BackendUnavailable as error:
+            return wait.pause_of_outage(error)
 
     def __await__(self) -> Generator[Any, None, R]:
         return self.get_async().__await__()
@@ -219,7 +232,7 @@ class Waitable(Generic[R]):
 
 
 class Wait:
-    """Time of one `get`: pauses between reads, the warning, the timeout."""
+    """Time of one `get`: pauses between reads, an outage of the store, the warning, the timeout."""
 
     def __init__(self, waitable: Waitable[Any], timeout: float | None) -> None:
         self._waitable = waitable
@@ -227,6 +240,20 @@ class Wait:
         self._timeout = timeout
         self._start = self._clock.monotonic()
         self._warned = False
+        self._pause = FIRST_PAUSE
+
+    def pause_of_outage(self, error: BackendUnavailable) -> float:
+        """Return the seconds to wait for a store that is away; raises the error when time is up."""
+        check_time()
+        left = math.inf
+        if self._timeout is not None:
+            left = self._timeout - (self._clock.monotonic() - self._start)
+            if left <= 0:
+                raise error
+        if self._pause == FIRST_PAUSE:
+            logger.warning("waiting for a result, and for its store: %s", error)
+        self._pause = min(LOOK_AGAIN, self._pause * 2)
+        return min(self._pause, left)
 
     def next_pause(self) -> float:
         """Return the seconds to sleep at most.

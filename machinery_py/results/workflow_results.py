@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 from machinery_py.async_twins import twin
 from machinery_py.call_threads import in_thread
-from machinery_py.errors import ResultExpired, StateNotFound, TaskFailed
+from machinery_py.errors import BackendUnavailable, ResultExpired, StateNotFound, TaskFailed
 from machinery_py.results.async_results import (
     AsyncResult,
     ResultSource,
@@ -193,7 +194,16 @@ class AsCompleted:
         group, wait = self._group, Wait(self._group, self._timeout)
         group._forget_failures()
         waiting = {one.uuid: one for one in group.results}
-        listener = group._source.backend.listener()
+        while waiting:
+            try:
+                yield from self._listened(waiting, wait)
+            except BackendUnavailable as error:
+                time.sleep(wait.pause_of_outage(error))
+
+    def _listened(
+        self, waiting: dict[str, AsyncResult[Any]], wait: Wait
+    ) -> Iterator[AsyncResult[Any]]:
+        listener = self._group._source.backend.listener()
         try:
             listener.watch(waiting)
             while True:
@@ -209,13 +219,16 @@ class AsCompleted:
         group._forget_failures()
         waiting = {one.uuid: one for one in group.results}
         with group._source.waiters.waiter() as waiter:
-            await in_thread(lambda: waiter.watch([*waiting]))
-            while True:
-                for one in await in_thread(lambda: self._ended(waiting)):
-                    yield one
-                if not waiting:
-                    return
-                await waiter.wait(await in_thread(wait.next_pause))
+            while waiting:
+                try:
+                    await in_thread(lambda: waiter.watch([*waiting]))
+                    for one in await in_thread(lambda: self._ended(waiting)):
+                        yield one
+                    pause = await in_thread(wait.next_pause) if waiting else 0.0
+                except BackendUnavailable as error:
+                    pause = wait.pause_of_outage(error)
+                if pause:
+                    await waiter.wait(pause)
 
     def _ended(self, waiting: dict[str, AsyncResult[Any]]) -> list[AsyncResult[Any]]:
         """Take those that have ended out of `waiting`, and return them."""

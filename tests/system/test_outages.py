@@ -5,16 +5,24 @@ They wait, report it, and end when asked or allowed to.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from machinery_py import Config, Server
-from machinery_py.errors import BrokerUnavailable, ConfigError, MachineryError, StoreUnusable
+from machinery_py import Config, GroupResult, Server, group
+from machinery_py.errors import (
+    BackendUnavailable,
+    BrokerUnavailable,
+    ConfigError,
+    MachineryError,
+    StoreUnusable,
+)
 from machinery_py.events import ConnectionLost, ConnectionRestored
 from machinery_py.tasks.backoff import SCHEDULES, reconnect_delay
 from machinery_py.testing.waiting import wait_until
@@ -419,4 +427,67 @@ def test_sender_waits_no_longer_than_its_timeout(
         0.3 < passed < 2.8
     )  # publish_timeout, and what a loaded machine adds; twice of it would be 3
     assert not isinstance(caught.value, StoreUnusable)
+    server.close()
+
+
+async def _all_of(results: GroupResult[int]) -> list[int]:
+    return sorted([await one.get_async() async for one in results.as_completed(HANG)])
+
+
+WAITS: dict[str, Callable[[GroupResult[int]], object]] = {
+    "get": lambda results: results.get(HANG),
+    "one": lambda results: [one.get(HANG) for one in results],
+    "get_async": lambda results: asyncio.run(results.get_async(HANG)),
+    "propagate": lambda results: results.get(HANG, propagate=False),
+    "as_completed": lambda results: sorted(one.get() for one in results.as_completed(HANG)),
+    "async for": lambda results: asyncio.run(_all_of(results)),
+}
+
+
+@pytest.mark.parametrize("way", WAITS)
+def test_waiter_for_results_waits_for_their_store(
+    redis: RedisServer, open_proxy: OpenProxy, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    redis.start()
+    proxy, gate = open_proxy(redis.port), threading.Event()
+    working, asking = Server(redis.url), Server(proxy.through(redis.url))
+
+    @working.task("hold")
+    def hold(number: int) -> int:
+        assert gate.wait(HANG)
+        return number
+
+    asked = asking.register_task("hold", hold.function)
+    with working.new_worker(concurrency=2, scheduler=False), ThreadPoolExecutor(1) as pool:
+        results = asking.send(group(asked.signature(1), asked.signature(2)))
+        waiting = pool.submit(WAITS[way], results)
+        wait_until(lambda: proxy.open_connections > 1)
+        proxy.refuse()
+        proxy.reset()
+        wait_until(lambda: "waiting for a result, and for its store" in caplog.text)
+        assert not waiting.done()
+        proxy.heal()
+        gate.set()
+
+        assert waiting.result(HANG) == [1, 2]
+    asking.close()
+    working.close()
+
+
+@pytest.mark.parametrize("way", ["thread", "coroutine"])
+def test_waiter_whose_time_ends_in_an_outage_is_told_of_it(redis: RedisServer, way: str) -> None:
+    redis.start()
+    server = Server(redis.url)
+    result = server.task(len).send("x")
+    assert not result.is_finished()
+    redis.stop()
+    begin = time.monotonic()
+
+    with pytest.raises(BackendUnavailable, match="Redis"):
+        if way == "thread":
+            result.get(timeout=1.5)
+        else:
+            asyncio.run(result.get_async(timeout=1.5))
+
+    assert time.monotonic() - begin >= 1.5
     server.close()
