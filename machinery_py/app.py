@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import itertools
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,6 +51,7 @@ from machinery_py.registry.outcomes import (
 from machinery_py.registry.registry import Registry
 from machinery_py.registry.tenants import tenant_of
 from machinery_py.stores.base import Refusal, Store, Submission
+from machinery_py.stores.late import LateSubmissions
 from machinery_py.stores.open import Stores
 from machinery_py.tasks.backoff import full_jitter
 from machinery_py.tasks.context import RUNNING, check_time, on_behalf_of
@@ -65,6 +67,7 @@ from machinery_py.tasks.signature import (
 )
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.texts import get_logger
+from machinery_py.threads import INSIDE
 from machinery_py.wire.signatures import LastEncoded, decode_signature, encode_signature
 
 logger = get_logger(__name__)
@@ -107,7 +110,8 @@ class Application:
         self.hooks = Hooks()
         self._encode_callback = LastEncoded()
         self._stores: Stores | None = None
-        self._lock = ForkLock()
+        self._lock = ForkLock(reentrant=True)
+        self._late = LateSubmissions(self._submit_late)
         self._attached: Callable[[], object] | None = None
         if config.events:
             self.publisher.enable()
@@ -157,6 +161,7 @@ class Application:
 
     def close(self) -> None:
         """Give the stores back. May be called twice; the next use opens them again."""
+        self._late.flush(self.config.publish_timeout)
         self.publisher.close()
         self.locks.close()
         self.slots.close()
@@ -333,11 +338,35 @@ class Application:
         Raises:
             ArgumentError, PublishRefused, PublishUnknown, Unsupported: as Server.send_task.
         """
-        self.check_asked(signatures, awaited)
+        submit = self._submit
+        if self.is_entered():
+            submit = self._put_late
+        else:
+            self.check_asked(signatures, awaited)
         if not self.hooks.sends or not signatures:
-            return self._submit(signatures, groups, awaited)
+            return submit(signatures, groups, awaited)
         with self.sending(signatures) as signatures:
-            self._submit(signatures, groups, awaited)
+            submit(signatures, groups, awaited)
+
+    def is_entered(self) -> bool:
+        """Return whether this thread is in a call of the stores: see `Store.is_entered`."""
+        stores = self._stores
+        return self._lock.is_mine() if stores is None else stores.store.is_entered()
+
+    def _put_late(
+        self,
+        signatures: Sequence[Signature[Any]],
+        groups: Sequence[GroupMeta],
+        awaited: Sequence[Signature[Any]],
+    ) -> None:
+        out = self.outgoing(signatures, groups, awaited)
+        if out.messages:
+            self._late.put(self._submission(out))
+
+    def _submit_late(self, submission: Submission) -> None:
+        signatures = [decode_signature(message.body) for message in submission.messages]
+        self.check_asked(signatures)
+        self._publish(submission, signatures, block=0.0)
 
     @contextlib.contextmanager
     def sending(self, signatures: Sequence[Signature[Any]]) -> Iterator[Sequence[Signature[Any]]]:
@@ -360,24 +389,34 @@ class Application:
         out = self.outgoing(signatures, groups, awaited)
         if not out.messages:
             return
-        limits = self.limits_of(out.messages) if self.config.queue_limits else ()
-        submission = Submission(
+        submission = self._submission(out)
+        block = max(map(block_of, signatures)) if submission.limits else 0.0
+        self._publish(submission, out.signatures, block=block)
+
+    def _submission(self, out: Outgoing) -> Submission:
+        return Submission(
             token=new_uuid(""),
             messages=out.messages,
             states=out.states,
             groups=out.groups,
-            limits=limits,
+            limits=self.limits_of(out.messages) if self.config.queue_limits else (),
         )
-        block = max(map(block_of, signatures)) if limits else 0.0
+
+    def _publish(
+        self, submission: Submission, signatures: Sequence[Signature[Any]], *, block: float
+    ) -> None:
+        INSIDE.depth += 1
         try:
             self.patiently(lambda: self.store.submit(submission), block=block)
         except PublishRefused as error:
-            queues = ", ".join(sorted({message.queue for message in out.messages}))
+            queues = ", ".join(sorted({message.queue for message in submission.messages}))
             if error.permanent and queues not in str(error):
                 error.args = (f"queue {queues}: {error}",)
             raise
+        finally:
+            INSIDE.depth -= 1
         if TaskSent in self.events.wanted:
-            self.report_sent(out.signatures)
+            self.report_sent(signatures)
 
     def limits_of(self, messages: Sequence[Message]) -> list[QueueLimit]:
         """Return the limits of the queues that these messages come to now.
@@ -473,6 +512,13 @@ class Application:
             except QueueFull as error:
                 failure, room_by = error, start + (0.0 if error.permanent else block)
                 end, since = (min(end, room_by), since) if unknown else (room_by, time.monotonic())
+            except RuntimeError as error:
+                if isinstance(error, MachineryError) or threading.main_thread().is_alive():
+                    raise
+                raise PublishRefused(
+                    f"not sent: {error} (the interpreter is ending, and this store needs a thread: "
+                    "make the first call of it before `atexit`)"
+                ) from error
             left = end - time.monotonic()
             if left <= 0:
                 # After a lost reply, a refusal of the repeat does not say that nothing was stored.

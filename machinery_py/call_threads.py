@@ -12,12 +12,12 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+
+# Not later: once the interpreter ends it cannot be loaded, and clients of stores need it.
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 from machinery_py.texts import get_logger
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future, ThreadPoolExecutor
 
 logger = get_logger(__name__)
 
@@ -41,8 +41,6 @@ class CallThreads:
         self._pool: ThreadPoolExecutor | None = None
 
     def _open(self) -> ThreadPoolExecutor:
-        from concurrent.futures import ThreadPoolExecutor  # loaded for coroutines only
-
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self._size, thread_name_prefix=self._name)
@@ -50,8 +48,6 @@ class CallThreads:
 
     def submit(self, call: Callable[[], R]) -> Future[R]:
         """Make the call in a thread, with the caller's context variables."""
-        from concurrent.futures import Future
-
         context = contextvars.copy_context()
         try:
             return (self._pool or self._open()).submit(context.run, call)
@@ -93,7 +89,6 @@ async def taking(call: Callable[[], R], give_back: Callable[[R], object]) -> R:
         give_back: called in a thread with what was taken, if the coroutine does not get it.
     """
     import asyncio  # loaded by now: we are in a coroutine
-    from concurrent.futures import Future
 
     attempt = CALLS.submit(call)
     waiting = asyncio.wrap_future(attempt)

@@ -10,12 +10,21 @@ from machinery_py.texts import get_logger
 logger = get_logger(__name__)
 
 
+class _Inside(threading.local):
+    depth = 0
+
+
+#: Whether this thread is in a call of a store, or does nothing else; see `Store.is_entered`.
+INSIDE = _Inside()
+
+
 class LoopThread:
     """A daemon thread that runs `body` once, until it returns; started and joined by its owner.
 
     Args:
         body: calls `pause` or `is_stopping`, and returns soon after `stop`.
         wake: ends what the body waits for besides `pause`; called by `stop`.
+        inside: the body is in calls of stores, and never in user code; see `INSIDE`.
 
     Attributes:
         is_stopping: returns whether `stop` was called.
@@ -24,11 +33,17 @@ class LoopThread:
     """
 
     def __init__(
-        self, name: str, body: Callable[[], object], *, wake: Callable[[], object] | None = None
+        self,
+        name: str,
+        body: Callable[[], object],
+        *,
+        wake: Callable[[], object] | None = None,
+        inside: bool = False,
     ) -> None:
         self._name = name
         self._body = body
         self._wake = wake
+        self._inside = inside
         stopping = threading.Event()
         self._stop, self.is_stopping, self.pause = stopping.set, stopping.is_set, stopping.wait
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -51,6 +66,7 @@ class LoopThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        INSIDE.depth = int(self._inside)
         try:
             self._body()
         except BaseException as error:

@@ -66,6 +66,11 @@ def send_unique(
         Unsupported: the result backend keeps no keys.
         ArgumentError, PublishRefused, PublishUnknown: as Server.send_task.
     """
+    if app.is_entered():
+        raise PublishRefused(
+            f"{signature.name} was not sent: it is unique, and this thread is in another call of "
+            "the store (send it from a thread, not from a finaliser or signal handler)"
+        )
     app.check_asked((signature,))
     check_keys(app.store.backend, signature.name)
     with app.sending((signature,)) as [signature]:

@@ -258,6 +258,10 @@ class RecordKeeper:
 
     features: ClassVar[BackendFeatures]
 
+    def is_entered(self) -> bool:
+        """Return whether this thread holds the store's lock, so that it must not call it again."""
+        return False
+
     def records(self, known: str = "") -> Records:
         """All records; without their bodies if nothing has changed since the version `known`.
 

@@ -27,6 +27,9 @@ class MemoryBackend(MappingBackend):
         self._kept = Tables()
         self._listeners: set[MemoryListener] = set()
 
+    def is_entered(self) -> bool:
+        return self.hub.is_entered()
+
     def _transaction(self) -> contextlib.AbstractContextManager[object]:
         return self.hub.lock
 

@@ -282,6 +282,10 @@ class Broker(ABC):
 
     features: ClassVar[BrokerFeatures]
 
+    def is_entered(self) -> bool:
+        """Return whether this thread holds the store's lock, so that it must not call it again."""
+        return False
+
     @abstractmethod
     def put(self, messages: Sequence[Message], *, token: str) -> bool:
         """Store all the messages or none.

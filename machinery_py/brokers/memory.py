@@ -150,6 +150,9 @@ class MemoryBroker(Broker):
         self._topics: dict[str, _Topic] = {}
         self._watch = ClockWatch(hub.clock)
 
+    def is_entered(self) -> bool:
+        return self.hub.is_entered()
+
     def put(self, messages: Sequence[Message], *, token: str) -> bool:
         with self.hub.lock:
             if not self._tokens.add(token):

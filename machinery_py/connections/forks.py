@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NamedTuple
 
+_RLock = type(threading.RLock())
 FORK_PATIENCE = 30.0  # seconds that a fork waits for other threads
 
 
@@ -39,6 +40,10 @@ class ForkLock:
     def renew(self) -> None:
         """Replace the lock by a free one, in a child."""
         self._held = threading.RLock() if self._is_reentrant else threading.Lock()
+
+    def is_mine(self) -> bool:
+        """Return whether this thread holds it; only if it is reentrant."""
+        return isinstance(self._held, _RLock) and self._held._is_owned()  # type: ignore[attr-defined]
 
     def __enter__(self) -> None:
         self._held.acquire()

@@ -15,6 +15,10 @@ class MemoryHub:
         self.lock = threading.RLock()
         self._notifiers: set[threading.Event] = set()
 
+    def is_entered(self) -> bool:
+        """Return whether this thread is inside a step."""
+        return self.lock._is_owned()  # type: ignore[attr-defined,no-any-return]
+
     def transaction(self) -> threading.RLock:
         return self.lock
 

@@ -24,7 +24,7 @@ class LamportClock:
         if not 0 <= value <= MOST:
             raise ValueError(f"LamportClock: found {value!r} (expected 0 to {MOST})")
         self._value = value
-        self._lock = ForkLock()
+        self._lock = ForkLock(reentrant=True)
 
     @property
     def value(self) -> int:

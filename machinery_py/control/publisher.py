@@ -71,7 +71,7 @@ class EventPublisher:
         self._lamport = lamport
         self._now = now
         self._broker = broker
-        self._lock = ForkLock()
+        self._lock = ForkLock(reentrant=True)
         self._unsubscribe: Callable[[], None] | None = None
         self._host, self._pid = "", 0
         self._lines: deque[bytes] = deque()

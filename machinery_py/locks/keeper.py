@@ -94,7 +94,7 @@ class LeaseKeeper(ABC, Generic[S, H]):
         with self._changed:
             self._leases[id(lease)] = lease
             if self._loop is None:
-                self._loop = LoopThread(f"machinery-{self._kind}-keeper", self._work)
+                self._loop = LoopThread(f"machinery-{self._kind}-keeper", self._work, inside=True)
                 self._loop.start()
             self._changed.notify_all()
 

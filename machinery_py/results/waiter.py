@@ -31,7 +31,7 @@ class AsyncWaiters:
         self._watched: collections.Counter[str] = collections.Counter()
         self._over: list[str] = []  # UUIDs with no waiter left; the thread tells the listener
         self._listener: Listener | None = None
-        self._loop = LoopThread("machinery-results", self._run, wake=self._wake)
+        self._loop = LoopThread("machinery-results", self._run, wake=self._wake, inside=True)
         self._pid = os.getpid()
 
     @property

@@ -39,6 +39,7 @@ from machinery_py.errors import (
 )
 from machinery_py.tasks.states import Arrival, GroupMeta, TaskState, size_of_state
 from machinery_py.texts import get_logger
+from machinery_py.threads import INSIDE
 
 logger = get_logger(__name__)
 
@@ -289,6 +290,13 @@ class Store(ABC):
     backend: Backend
     # The app's, which knows what follows a failed task.
     refusal: Callable[[Message, Exception], Refusal] | None = None
+
+    def is_entered(self) -> bool:
+        """Return whether this thread is in a call of the store already, which waits for it to end.
+
+        So it is for finalisers and signal handlers.
+        """
+        return INSIDE.depth > 0 or self.broker.is_entered() or self.backend.is_entered()
 
     def give_up(self, message: Message, error: Exception, *home: str) -> None:
         """Keep a message that was refused for good as a dead letter.

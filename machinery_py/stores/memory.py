@@ -27,6 +27,7 @@ from machinery_py.locks.memory import MemoryLock
 from machinery_py.stores.base import Firing, Mark, Session, Settlement, Submission
 from machinery_py.stores.open import Family, FamilyOptions
 from machinery_py.stores.transactional import OneSession, OneStore
+from machinery_py.threads import INSIDE
 
 
 class _Shared:
@@ -101,15 +102,25 @@ class EagerStore(OneStore):
     def attach(self, drain: Callable[[], object]) -> None:
         self._drain = drain
 
+    def is_entered(self) -> bool:
+        return self.broker.is_entered()  # a task that runs inside of `submit` may send
+
     def submit(self, submission: Submission) -> None:
         super().submit(msgspec.structs.replace(submission, messages=_at_once(submission.messages)))
+        self._run()
+
+    def _run(self) -> None:
         if self._drain is not None:
-            self._drain()
+            depth, INSIDE.depth = INSIDE.depth, 0  # user code
+            try:
+                self._drain()
+            finally:
+                INSIDE.depth = depth
 
     def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
         amended = super().amend(amendment, _at_once(send))
-        if send and self._drain is not None:
-            self._drain()
+        if send:
+            self._run()
         return amended
 
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:

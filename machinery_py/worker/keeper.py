@@ -126,7 +126,7 @@ class Keeper:
         self._processes: dict[int, ToldProcess] = {}
         self._families: dict[str, Family] = {}  # by configuration; of the thread alone
         self._deputies: dict[str, Deputy] = {}  # the same
-        self.loop = LoopThread("machinery-keeper", self._work)
+        self.loop = LoopThread("machinery-keeper", self._work, inside=True)
 
     def hear(self, pid: int, sign: str) -> None:
         """Take a sign of a process."""

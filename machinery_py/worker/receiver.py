@@ -126,7 +126,7 @@ class Receiver:
         self._random = random.Random()
         self._worker = name
         self._timeout = BURST_TIMEOUT if burst else RECEIVE_TIMEOUT
-        self.loop = LoopThread(f"{name}-receiver", self._work, wake=self._wake)
+        self.loop = LoopThread(f"{name}-receiver", self._work, wake=self._wake, inside=True)
         self._room = threading.Condition()
         self._has_started = False
         self._mean = 0.0  # seconds of a run, averaged

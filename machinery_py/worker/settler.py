@@ -78,7 +78,7 @@ class Settler:
         self._on_settled: Callable[[Sequence[Execution]], None] = lambda _: None
         self._on_reported: Callable[[], None] = lambda: None
         self._queue: queue.SimpleQueue[Sequence[Execution] | None] = queue.SimpleQueue()
-        self.loop = LoopThread(f"{name}-settler", self._work)
+        self.loop = LoopThread(f"{name}-settler", self._work, inside=True)
         self.healthy = True
         self.processed = self.failed = 0
 

@@ -143,6 +143,9 @@ class SQLiteBackend(TransactionalBackend):
 
     features = BackendFeatures(name="sqlite", embedded=True, claims=True)
 
+    def is_entered(self) -> bool:
+        return self.driver.is_entered()
+
     def __init__(self, driver: SQLiteDriver, *, expire_in: float = EXPIRE_IN) -> None:
         self.driver = driver
         self.expire_in = expire_in

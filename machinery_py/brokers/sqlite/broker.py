@@ -84,6 +84,9 @@ class SQLiteBroker(Broker):
         name="sqlite", embedded=True, topics=True, keeps_topics=True, exact_limits=True, fair=True
     )
 
+    def is_entered(self) -> bool:
+        return self.driver.is_entered()
+
     def __init__(self, driver: SQLiteDriver, *, lease: float = LEASE) -> None:
         self.driver = driver
         self.lease = lease

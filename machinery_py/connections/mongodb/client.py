@@ -36,6 +36,7 @@ from machinery_py.connections.mongodb.errors import (
 from machinery_py.connections.server_clock import ServerClock
 from machinery_py.errors import BackendUnavailable, MachineryError, StoreUnusable
 from machinery_py.texts import get_logger
+from machinery_py.threads import INSIDE
 
 logger = get_logger(__name__)
 
@@ -181,6 +182,7 @@ class MongoDriver:
         """
         unknown = False
         for last in (False, True) if again else (True,):
+            INSIDE.depth += 1  # the locks of pymongo cannot be taken twice by a thread
             try:
                 return work(self._open())
             except MachineryError:
@@ -198,6 +200,8 @@ class MongoDriver:
                     away=(lost or away) if unknown else away,
                     refused=refused,
                 ) from error
+            finally:
+                INSIDE.depth -= 1
         raise AssertionError("unreachable")
 
     def _open(self) -> Store:

@@ -27,6 +27,7 @@ from machinery_py.connections.plain_words import plain, words_of
 from machinery_py.connections.rabbitmq.connection import Connection
 from machinery_py.connections.rabbitmq.frames import acks, nacks
 from machinery_py.texts import get_logger
+from machinery_py.threads import INSIDE
 
 logger = get_logger(__name__)
 
@@ -99,6 +100,7 @@ class AmqpConnection:
             ) from None
 
     def _run(self) -> None:
+        INSIDE.depth = 1
         ended: Exception | None = None
         try:
             self._connection = Connection(

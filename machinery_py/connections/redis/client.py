@@ -81,7 +81,7 @@ class RedisDriver:
         self._pid = os.getpid()
         self._strict = strict
         self._checked = -1  # the server whose settings were checked
-        self._reporting = ForkLock()
+        self._reporting = ForkLock(reentrant=True)
         self._guards: tuple[bytes, ...] = ()  # keys that scripts name
 
     def now(self) -> str:

@@ -112,6 +112,10 @@ class SQLiteDriver:
     def notifier(self, kind: wakeup.Kind) -> wakeup.Notifier:
         return wakeup.Notifier(self.wakeup_folder, kind)
 
+    def is_entered(self) -> bool:
+        """Return whether this thread is in a transaction, or about to begin one."""
+        return self._handles.lock._is_owned()  # type: ignore[attr-defined,no-any-return]
+
     def check(self) -> None:
         """Make sure that the file is still the one that was opened.
 
