@@ -21,7 +21,7 @@ SUPPORT = PACKAGE.parent / "tests" / "support"  # read as the package is
 
 #: Packages, and modules beside them. Each imports only from earlier rows, or earlier in its row.
 ROWS: tuple[str, ...] = (
-    "texts version clock errors names bounds call_threads async_twins threads",
+    "texts version clock fences errors names bounds call_threads async_twins threads",
     "values",
     "tasks events queues",
     "wire",

@@ -138,7 +138,7 @@ def test_receipts_beyond_the_first_five_are_strikes(broker: Broker, clock: Manua
     seen: list[tuple[int, int]] = []
     for _ in range(FREE + 2):
         (delivery,) = broker.consume(["q"], worker="w").receive(1, 0)
-        seen.append((delivery.strikes, delivery.fence))
+        seen.append((delivery.strikes, delivery.count))
         clock.advance(31.0)
     assert seen == [(max(0, receipt - FREE), receipt) for receipt in range(1, FREE + 3)]
 
@@ -155,7 +155,7 @@ def test_eta_beyond_what_sqs_delays_is_kept(broker: Broker, clock: ManualClock) 
         clock.advance(5.0)
     (delivery,) = consumer.receive(5, 0)
 
-    assert (delivery.body, delivery.fence) == (b"late", 1)
+    assert (delivery.body, delivery.count) == (b"late", 1)
     assert delivery.sent_at is not None
     assert abs((delivery.sent_at - sent_at).total_seconds()) < 1.0
 
@@ -217,7 +217,7 @@ def test_gos_message_is_delivered_as_it_is(broker: SQSBroker, sqs: Any) -> None:
     consumer = broker.consume(["q"], worker="w")
     first, delivery = consumer.receive(5, 0)
 
-    assert (delivery.body, delivery.fence, delivery.parks) == (body, 1, 0)
+    assert (delivery.body, delivery.count, delivery.parks) == (body, 1, 0)
     assert len(delivery.receipt) > 50 and delivery.receipt != first.receipt
     consumer.dispose([Disposal(delivery=delivery, fate=Fate.LATER)])
     (again,) = consumer.receive(5, 0)

@@ -40,8 +40,9 @@ from machinery_py.brokers.base import (
     WorkerInfo,
 )
 from machinery_py.brokers.entries import Entry, new_letter, new_worker
-from machinery_py.clock import SYSTEM_CLOCK, Clock
+from machinery_py.clock import SYSTEM_CLOCK, Clock, micros
 from machinery_py.config.options import Section, option
+from machinery_py.fences import Fence, fence_after
 from machinery_py.stores.open import Family, FamilyOptions
 from machinery_py.stores.transactional import OneStore
 
@@ -70,6 +71,7 @@ class Content(msgspec.Struct):
     """All that the file holds. Lists and dicts, no sets: equal content must be equal bytes."""
 
     number: int = 0  # the last one that a message or a delivery got
+    fence: Fence = Fence(0)  # the last one
     entries: list[Kept] = []
     queues: dict[str, None] = {}
     consumers: dict[str, WorkerInfo] = {}
@@ -262,10 +264,13 @@ class FileConsumer(Consumer):
             if self._session not in content.consumers:
                 return []
             found = [entry for queue in queues for entry in content.waiting(queue, now)]
+            deliveries = []
             for entry in found[:limit]:
                 content.number += 1
+                content.fence = fence_after(content.fence, micros(now))
                 entry.holder, entry.receipt = self._session, content.number
-            return [entry.deliver(entry.receipt) for entry in found[:limit]]
+                deliveries.append(entry.deliver(entry.receipt, content.fence))
+            return deliveries
 
     def serve(self, queues: Sequence[str]) -> None:
         self._queues = tuple(queues)

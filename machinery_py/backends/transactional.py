@@ -22,6 +22,8 @@ from machinery_py.backends.base import (
     OutboxBackend,
     Verdict,
 )
+from machinery_py.clock import micros
+from machinery_py.fences import fence_after
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState, advance
 
 
@@ -144,7 +146,8 @@ class TransactionalBackend(Backend, OutboxBackend):
         return Begun(epoch=row.epoch)
 
     def _next_epoch(self, epoch: int) -> int:
-        return epoch + 1
+        """Return a fence that is greater than any before, `epoch` among them."""
+        return fence_after(epoch, micros(self.now()))
 
     def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:
         with self._transaction():

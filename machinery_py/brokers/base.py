@@ -20,6 +20,7 @@ from machinery_py.brokers.queue_limits import QueueLimit
 from machinery_py.brokers.topics import TOPIC_AGE, Subscription, checked_records
 from machinery_py.connections.durability import Concern
 from machinery_py.errors import DecodeError, Unsupported
+from machinery_py.fences import Fence, local_fence
 from machinery_py.tasks.signature import Signature
 from machinery_py.wire.signatures import decode_signature
 
@@ -44,7 +45,7 @@ class BrokerFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     exact_limits: bool = False  # `put_within` looks and puts in one step
     fair: bool = False  # tenants take turns in a queue
     keeps_turns: bool = True  # what waited as WAITING goes first, but for half of each claim
-    counts_returns: bool = True  # else the fence counts the first return alone
+    counts_returns: bool = True  # else `Delivery.count` counts the first return alone
     message_groups: bool = False  # Go's BrokerMessageGroupId: strict order within a group
     tells_age: bool = True  # QueueStats.oldest_at is known
     beats: bool = False  # a consumer lives as long as it beats; another process can do so, too
@@ -78,9 +79,12 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     Attributes:
         receipt: hashable; means something to the store alone. Unique for this handing-over.
-        fence: grows with each delivery of the message; see BrokerFeatures.counts_returns.
-        epoch: grows with each delivery of the task that was begun, as counted by a result backend
-            that is another store. 0: there is none.
+        count: how often the message was delivered, with this time; see
+            BrokerFeatures.counts_returns.
+        fence: greater than that of any delivery before. Given by the broker in the step that makes
+            the message this consumer's; one that cannot leaves it to the clock of this machine.
+        epoch: the fence that a result backend in another store has given, and which it checks. 0:
+            there is none.
         strikes: how many consumers died (or lost their lease) while they ran it; fewer, if nobody
             could see what one of them ran.
         sent_at: when it was put on the queue, to 0.25 s. None: the broker does not know, of a
@@ -90,7 +94,8 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     body: bytes
     queue: str
     receipt: Any
-    fence: int = 1
+    count: int = 1
+    fence: Fence = msgspec.field(default_factory=local_fence)
     epoch: int = 0
     strikes: int = 0
     parks: int = 0
@@ -99,12 +104,12 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def redelivered(self) -> bool:
-        return self.fence > 1
+        return self.count > 1
 
 
 def mark_of(delivery: Delivery) -> str:
     """Return a delivery's name in a backend, which tells our own repeat from others' work."""
-    return f"{delivery.receipt}/{delivery.fence}"
+    return f"{delivery.receipt}/{delivery.count}"
 
 
 # Reason of a Fate.LATER that does not count as parked: the worker knows the task, and it must wait

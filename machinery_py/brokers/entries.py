@@ -25,6 +25,7 @@ from machinery_py.brokers.base import (
 )
 from machinery_py.clock import Clock
 from machinery_py.errors import MachineryError
+from machinery_py.fences import Fence
 from machinery_py.tasks.signature import HEADER_RUN
 
 Id = TypeVar("Id")
@@ -97,17 +98,18 @@ class Entry(msgspec.Struct):
 
     message: Message
     sent_at: dt.datetime
-    fence: int = 0
+    count: int = 0
     strikes: int = 0
 
-    def deliver(self, receipt: Any) -> Delivery:
+    def deliver(self, receipt: Any, fence: Fence) -> Delivery:
         """Return the next handing-over of the message."""
-        self.fence += 1
+        self.count += 1
         return Delivery(
             body=self.message.body,
             queue=self.message.queue,
             receipt=receipt,
-            fence=self.fence,
+            count=self.count,
+            fence=fence,
             strikes=self.strikes,
             parks=self.message.parks,
             priority=self.message.priority,

@@ -267,7 +267,7 @@ class MemoryBroker(Broker):
                     self._turns[key] = max(served, entry.order[1]), last if queue else {}
                 receipt = next(self._sequence)
                 hold.entries[receipt] = entry
-                deliveries.append(entry.deliver(receipt))
+                deliveries.append(entry.deliver(receipt, self.hub.fences.next()))
         return deliveries
 
     def dispose(self, hold: _Hold, disposal: Disposal) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from machinery_py.clock import SYSTEM_CLOCK, Clock
+from machinery_py.clock import SYSTEM_CLOCK, Clock, micros
+from machinery_py.fences import FenceSequence
 
 
 class MemoryHub:
@@ -13,6 +14,7 @@ class MemoryHub:
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self.clock = clock
         self.lock = threading.RLock()
+        self.fences = FenceSequence(lambda: micros(clock.now()))
         self._notifiers: set[threading.Event] = set()
 
     def is_entered(self) -> bool:

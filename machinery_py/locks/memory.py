@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime as dt
 import heapq
-import itertools
 import secrets
 
 from machinery_py.connections.memory import MemoryHub
@@ -19,7 +18,6 @@ class MemoryLock(Lock):
 
     def __init__(self, hub: MemoryHub) -> None:
         self._hub = hub
-        self._fences = itertools.count(1)
         # Name → token, and the monotonic second at which it ends.
         self._held: dict[str, tuple[str, float]] = {}
         self._ends: list[tuple[float, str]] = []
@@ -34,7 +32,7 @@ class MemoryLock(Lock):
             self._hold(name, token, ttl)
             expires_at = self._hub.clock.now() + dt.timedelta(seconds=ttl)
             return LockHolding(
-                name=name, token=token, fence=next(self._fences), expires_at=expires_at
+                name=name, token=token, fence=self._hub.fences.next(), expires_at=expires_at
             )
 
     def renew(self, held: LockHolding, *, ttl: float) -> bool:

@@ -41,7 +41,8 @@ class MongoLock(DriverUser, Lock):
         )
         if taken is not None:
             return taken
-        fresh: Document = {"_id": name, "token": token, "expires_at": until, "fence": 1}
+        # By the clock: so the count does not begin anew in a database that was emptied.
+        fresh: Document = {"_id": name, "token": token, "expires_at": until, "fence": now}
         if insert_new(store.machinery_locks, [fresh]) == [True]:
             return fresh
         # After a lost reply the repeat finds its own token.

@@ -15,12 +15,13 @@ from machinery_py.connections.redis.cluster import RedisClusterDriver, SlotDrive
 from machinery_py.connections.redis.keys import encoded
 from machinery_py.connections.redis.scripts import Folder
 from machinery_py.connections.redis.slots import quoted
+from machinery_py.fences import LATEST
 from machinery_py.locks.base import GoLock, Lock, LockHolding
 
 # Milliseconds beyond the lock; a clock that is set back by more gives a smaller fence.
 FENCE_LIFE = 86_400_000
 
-_lua = Folder("locks/lua")
+_lua = Folder("locks/lua", {"LATEST": LATEST})
 ACQUIRE = _lua.script("acquire", "taking a lock")
 RENEW = _lua.script("change", "renewing a lock")
 RELEASE = _lua.script("change", "releasing a lock")
@@ -49,7 +50,7 @@ class RedisLock(Lock):
         return LockHolding(name=name, token=token, fence=fence, expires_at=expires_at)
 
     def _take(self, driver: RedisDriver, name: str, token: str, ms: int) -> int | None:
-        fence: int | None = driver.run(ACQUIRE, name, token, ms)
+        fence: int | None = driver.run(ACQUIRE, driver.now(), name, token, ms)
         return fence
 
     def renew(self, held: LockHolding, *, ttl: float) -> bool:

@@ -12,12 +12,14 @@ import secrets
 
 from machinery_py.clock import moment_of
 from machinery_py.connections.sqlite.database import SQLiteDriver
+from machinery_py.connections.sqlite.fences import next_fence
 from machinery_py.errors import BackendUnavailable
 from machinery_py.locks.base import Lock, LockHolding
 
-# In: name, token, until when. Out: a row, unless somebody has the name.
+# In: fence, name, token, until when. Out: a row, unless somebody has the name.
 _ACQUIRE = (
-    "INSERT INTO locks (name, token, expires_at) VALUES (?, ?, ?) ON CONFLICT (name) DO NOTHING"
+    "INSERT INTO locks (id, name, token, expires_at) VALUES (?, ?, ?, ?) "
+    "ON CONFLICT (name) DO NOTHING"
 )
 
 
@@ -41,12 +43,11 @@ class SQLiteLock(Lock):
             now = self._driver.now()
             until = now + _micros(ttl)
             connection.execute("DELETE FROM locks WHERE expires_at <= ?", (now,))
-            cursor = connection.execute(_ACQUIRE, (name, token, until))
-        if cursor.rowcount == 0 or cursor.lastrowid is None:
+            fence = next_fence(connection, now)
+            cursor = connection.execute(_ACQUIRE, (fence, name, token, until))
+        if cursor.rowcount == 0:
             return None
-        return LockHolding(
-            name=name, token=token, fence=cursor.lastrowid, expires_at=moment_of(until)
-        )
+        return LockHolding(name=name, token=token, fence=fence, expires_at=moment_of(until))
 
     def renew(self, held: LockHolding, *, ttl: float) -> bool:
         with self._driver.transaction(BackendUnavailable) as connection:

@@ -66,6 +66,7 @@ from machinery_py.errors import (
     PublishRefused,
     PublishUnknown,
 )
+from machinery_py.fences import Fence
 from machinery_py.names import REASON, check_message
 from machinery_py.stores.base import (
     AWAY,
@@ -329,7 +330,7 @@ class TwoSession(Session):
             if start is None:
                 continue
             if not start.finished:
-                fresh.append(msgspec.structs.replace(delivery, epoch=start.epoch))
+                fresh.append(_begun(delivery, start.epoch))
             elif start.outbox and delivery.redelivered:
                 unsent.append((uuid, Disposal(delivery=delivery)))
             else:
@@ -482,3 +483,14 @@ class TwoSession(Session):
     def close(self) -> None:
         self._resume()
         super().close()
+
+
+def _begun(delivery: Delivery, epoch: int) -> Delivery:
+    """Return the delivery as it was begun.
+
+    Its epoch is its fence as well: of two that run one task at a time, the backend believes the one
+    that began last.
+    """
+    if not epoch:
+        return delivery
+    return msgspec.structs.replace(delivery, epoch=epoch, fence=Fence(epoch))

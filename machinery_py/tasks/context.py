@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from machinery_py.errors import ArgumentError, MachineryError, TimeLimitExceeded
+from machinery_py.fences import Fence, local_fence
 from machinery_py.tasks.signature import HEADER_FAILED, Signature
 from machinery_py.texts import quoted
 from machinery_py.values.json_values import Failure, NeedsTags, pack, shown
@@ -40,6 +41,8 @@ class Context:
         signature: as it came.
         queue: that it came from.
         worker: the name of the worker that runs it.
+        fence: a number that grows with every run and every delivery of the task. Pass it to systems
+            that can refuse an older one.
         state: what the app's lifespans have yielded in this process.
         noted: what `note` was given: names and values, each as JSON.
         handed_on: what `hand_on` was given.
@@ -49,11 +52,11 @@ class Context:
     __slots__ = (
         "_cancelled",
         "_delivery",
-        "_epoch",
         "_last_report",
         "_report",
         "_time_is_up",
         "calls",
+        "fence",
         "handed_on",
         "noted",
         "queue",
@@ -70,7 +73,7 @@ class Context:
         delivery: int,
         worker: str,
         report: Report | None,
-        epoch: int = 0,
+        fence: Fence | None = None,
         state: Mapping[str, Any] = NO_STATE,
         noted: dict[str, str] | None = None,
         handed_on: Mapping[str, str] = NO_STATE,
@@ -80,7 +83,7 @@ class Context:
         self.handed_on = handed_on
         self.queue = queue
         self._delivery = delivery
-        self._epoch = epoch
+        self.fence = local_fence() if fence is None else fence
         self.worker = worker
         self._report = report
         self._cancelled = False
@@ -136,14 +139,6 @@ class Context:
     def is_redelivery(self) -> bool:
         """Say whether this run may be a repeat: an earlier delivery ended without a verdict."""
         return self._delivery > 1
-
-    @property
-    def fence(self) -> int:
-        """Number that grows with every run and every delivery of the task.
-
-        Pass it to systems that can refuse an older number.
-        """
-        return self.signature.run << 32 | (self._epoch or self._delivery)
 
     @property
     def cancelled(self) -> bool:

@@ -39,3 +39,8 @@ class ManualClock:
             )
         with self._lock:
             self._passed += length
+
+    def set_back(self, seconds: float) -> None:
+        """Set the moment on the wall back, as who corrects a clock; `monotonic` goes on."""
+        with self._lock:
+            self._start -= dt.timedelta(seconds=seconds)

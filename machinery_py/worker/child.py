@@ -165,7 +165,7 @@ class JobLoop:
 
     def _execution(self, call: JobCall, worker: str) -> Execution:
         delivery = Delivery(
-            body=call.body, queue=call.queue, receipt=None, fence=call.fence, epoch=call.epoch
+            body=call.body, queue=call.queue, receipt=None, count=call.count, fence=call.fence
         )
         execution = Execution(self._app, self._hooks, delivery, worker)
         signature = decode_signature(call.body)

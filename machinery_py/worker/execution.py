@@ -183,8 +183,8 @@ class Execution:
         return Context(
             self.signature,
             queue=delivery.queue,
-            delivery=delivery.fence,
-            epoch=delivery.epoch,
+            delivery=delivery.count,
+            fence=delivery.fence,
             worker=self.worker,
             state=self.hooks.state,
             noted=self.noted,

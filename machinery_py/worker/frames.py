@@ -21,6 +21,7 @@ import msgspec
 
 from machinery_py.connections import descriptors
 from machinery_py.errors import ConfigError
+from machinery_py.fences import Fence
 from machinery_py.registry.outcomes import Outcome
 
 M = TypeVar("M")
@@ -60,8 +61,8 @@ class JobCall(msgspec.Struct, frozen=True, array_like=True):
     body: bytes
     uuid: str
     queue: str
-    fence: int
-    epoch: int
+    count: int
+    fence: Fence
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True, tag=True):

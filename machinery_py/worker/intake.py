@@ -98,7 +98,7 @@ def accept(execution: Execution, revoked: Mapping[str, bool]) -> bool:
         return False
     signature, delivery = execution.signature, execution.delivery
     execution.take(execution.app.registry.find(signature.name))
-    if delivery.fence > 1 and execution.runs_once and end_if_begun(execution):
+    if delivery.count > 1 and execution.runs_once and end_if_begun(execution):
         return False
     headers, limit = signature.headers, execution.app.config.max_strikes
     if (headers or delivery.strikes) and execution.strikes >= limit:

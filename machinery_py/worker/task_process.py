@@ -281,4 +281,4 @@ class TaskProcess:
 
 def _job_call(execution: Execution) -> JobCall:
     delivery, uuid = execution.delivery, execution.signature.uuid
-    return JobCall(delivery.body, uuid, delivery.queue, delivery.fence, delivery.epoch)
+    return JobCall(delivery.body, uuid, delivery.queue, delivery.count, delivery.fence)

@@ -112,7 +112,7 @@ def test_message_of_a_dead_blocked_client_returns_to_the_head(
     assert driver.ask(b"LRANGE", b"q", b"0", b"-1", doing="looking") == [b"1", b"2", b"3"]
     broker.resume("q")
     found = consumer.receive(5, 0)
-    assert [(one.body, one.fence, one.strikes) for one in found] == [
+    assert [(one.body, one.count, one.strikes) for one in found] == [
         (b"1", 1, 0),
         (b"2", 1, 0),
         (b"3", 1, 0),

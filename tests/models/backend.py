@@ -34,9 +34,19 @@ def apply(
     return apply_all(redis, Batch(), list(changes_of(flat, states).values()), int(now), expire)
 
 
-def begin(redis: Redis, deliveries: Sequence[tuple[str, int]]) -> object:
+def begin(
+    redis: Redis,
+    now: str,
+    key: str | int,
+    deliveries: Sequence[tuple[str, int]],
+    others: int = 0,
+) -> object:
     begun: list[object] = []
-    for uuid, run in deliveries:
+    if isinstance(key, str):
+        first = redis.fences(key, len(deliveries), int(now))
+    else:
+        first = max(key, int(now)) + others
+    for index, (uuid, run) in enumerate(deliveries):
         row = row_of(redis, Batch(), uuid)
         retried = row.state is not None and row.run == run and row.state.state is State.RETRY
         if row.is_final() or (row.state is not None and row.run > run) or retried:
@@ -45,8 +55,9 @@ def begin(redis: Redis, deliveries: Sequence[tuple[str, int]]) -> object:
         kept = redis.get(companion(uuid)) or "0\n0\n\n\n\n\n\n"
         number, _, rest = kept.split("\n", 2)
         seconds = max(LONG, redis.seconds_left(companion(uuid)))
-        redis.keep(companion(uuid), f"{number}\n{row.epoch + 1}\n{rest}", seconds=seconds)
-        begun.append([row.epoch + 1, 0, ""])
+        epoch = max(row.epoch + 1, first + index)
+        redis.keep(companion(uuid), f"{number}\n{epoch}\n{rest}", seconds=seconds)
+        begun.append([epoch, 0, ""])
     return begun
 
 

@@ -66,6 +66,7 @@ States = st.builds(
     keep_for=st.sampled_from([None, None, 59.5, 1_000_000]),
 )
 Marks = States.filter(lambda state: not state.is_finished)
+Deliveries = st.lists(st.tuples(Task, st.integers(0, 1)), min_size=1, max_size=3)
 NewChange = st.fixed_dictionaries(
     {
         "key": Task,
@@ -115,11 +116,15 @@ class StateRules(ScriptMachine):
             )
             for group, task, ok in drawn.get("arrivals", ())
         ]
-        return changes.add(**{**drawn, "groups": groups, "arrivals": arrivals})
+        epoch = self.epoch(drawn.get("epoch", 0))
+        return changes.add(**{**drawn, "epoch": epoch, "groups": groups, "arrivals": arrivals})
 
-    @rule(deliveries=st.lists(st.tuples(Task, st.integers(0, 1)), max_size=3))
-    def tasks_begin(self, deliveries: list[tuple[str, int]]) -> None:
-        self.run(redis_scripts.BEGIN, backend.begin, deliveries)
+    @rule(passed=Passed, deliveries=Deliveries)
+    def tasks_begin(self, passed: int, deliveries: list[tuple[str, int]]) -> None:
+        now = self.passed(passed)
+        begun = self.run(redis_scripts.BEGIN, backend.begin, now, "mpy:fence", deliveries)
+        if begun != "WRONGTYPE":
+            self.epochs += [epoch for epoch, _, _ in begun]
 
     @rule(state=States)
     def go_writes_a_state(self, state: TaskState) -> None:

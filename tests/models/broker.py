@@ -126,6 +126,7 @@ def claim(
     noted: bool,
     apart: bool,
     timed: bool,
+    fences: str,
 ) -> object:
     moment = int(now)
     problems = [DELAYED] if type(redis.keys.get(DELAYED, Zset())) is not Zset else []
@@ -141,7 +142,7 @@ def claim(
     if not is_registered(redis, session, queues):
         for queue in queues:
             return_arrivals(redis, queue, session, moment)
-        return [0, -1, 1, redis.woken, [], 0, problems]
+        return [0, -1, 1, redis.woken, [], 0, problems, 0]
 
     paused = [redis.exists(prefix + "u") for _, prefix in queues]
     blocking_queue = paused.index(False) + 1 if False in paused else 0
@@ -184,6 +185,7 @@ def claim(
         rows,
         blocking_queue,
         problems,
+        redis.fences(fences, len(found), moment) if found else 0,
     ]
 
 

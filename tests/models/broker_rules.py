@@ -49,7 +49,7 @@ def claimed(reply: Any) -> Any:
         for i in range(count)
     ]
     assert not list(bodies)
-    return [*reply[:4], rows, reply[5], keys_in(reply[6])]
+    return [*reply[:4], rows, reply[5], keys_in(reply[6]), reply[8]]
 
 
 def keys_in(problems: Sequence[str]) -> list[str]:
@@ -123,6 +123,7 @@ class Arrivals(ScriptMachine):
             noted,
             apart,
             timed,
+            "mpy:fence",
             reading=claimed,
         )
 

@@ -105,7 +105,7 @@ class ClusterBackendMachine(ClusterMachine):
         change = Change(
             key=uuid_of(drawn["key"]),
             mark=drawn["mark"],
-            epoch=drawn["epoch"],
+            epoch=self.epoch(drawn["epoch"]),
             force=drawn["force"],
             fires=drawn["fires"],
             states=[renamed(state) for state in drawn["states"]],
@@ -147,10 +147,13 @@ class ClusterBackendMachine(ClusterMachine):
         if self.effects:
             self.carry_out(self.effects[-1 - pick % len(self.effects)])
 
-    @rule(task=Task, run=st.integers(0, 1))
-    def begin(self, task: str, run: int) -> None:
-        name = name_of(uuid_of(task))
-        self.run_at(self.at(uuid_of(task)), redis_scripts.BEGIN, backend.begin, [(name, run)])
+    @rule(passed=Passed, task=Task, run=st.integers(0, 1), ahead=st.sampled_from([-1, 1]))
+    def begin(self, passed: int, task: str, run: int, ahead: int) -> None:
+        name, now = name_of(uuid_of(task)), self.passed(passed)
+        values = now, int(now) + ahead, [(name, run)], run
+        begun = self.run_at(self.at(uuid_of(task)), redis_scripts.BEGIN, backend.begin, *values)
+        if begun != "WRONGTYPE":
+            self.epochs += [epoch for epoch, _, _ in begun]
         self.run_at(self.at(uuid_of(task)), redis_scripts.MARKS, backend.marks, [name])
 
     @rule(

@@ -71,6 +71,7 @@ class ScriptMachine(RuleBasedStateMachine):
         self.beside = self.open()
         self.model = self.beside.model
         self.now = START
+        self.epochs: list[int] = []  # that were given
 
     def open(self) -> Beside:
         return Beside(self.url)
@@ -81,6 +82,10 @@ class ScriptMachine(RuleBasedStateMachine):
     def passed(self, micros: int) -> str:
         self.now += micros
         return str(self.now)
+
+    def epoch(self, back: int) -> int:
+        """Return the last epoch (1) or the one before (2), one that nobody has, or 0."""
+        return self.epochs[-back] if 0 < back <= len(self.epochs) else back
 
     def key(self, name: str) -> str:
         """What a key that belongs to no queue is called."""

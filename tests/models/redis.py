@@ -123,6 +123,11 @@ class Redis:
         self.keys[key] = str(number)
         return number
 
+    def fences(self, key: str, count: int, now: int) -> int:
+        first = max(int(self.get(key) or 0) + 1, now)
+        self.keep(key, str(first + count - 1))
+        return first
+
     # Lists
 
     def items(self, key: str) -> list[str]:

@@ -21,7 +21,7 @@ from machinery_py.backends.redis import scripts as backend
 from machinery_py.backends.redis.documents import Changes
 from machinery_py.brokers.redis import scripts as broker
 from machinery_py.connections.redis.client import raw
-from machinery_py.connections.redis.keys import queue_keys
+from machinery_py.connections.redis.keys import FENCE, queue_keys
 from machinery_py.connections.redis.scripts import Script, pack
 from machinery_py.limits import redis as limits
 from machinery_py.locks import redis as locks
@@ -221,7 +221,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "broker PUT": (NOW, "token", LIMITS, QUEUES, FULL),
     "broker REGISTER": (NOW, "s2", raw(b"record"), QUEUES),
     "broker BEAT": (NOW, "s1", QUEUES, True),
-    "broker CLAIM": (NOW, "s1", QUEUES, 9, 2, [1], "12", True, True, False, True),
+    "broker CLAIM": (NOW, "s1", QUEUES, 9, 2, [1], "12", True, True, False, True, FENCE),
     "broker DISPOSE": (NOW, "s1", QUEUES, DISPOSALS),
     "broker BEGIN": ("s1", QUEUES[0][1], "1"),
     "broker HOLDS": ("s1", [(QUEUES[0][1], "1")]),
@@ -247,7 +247,11 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "broker BROADCAST": (NOW, "machinery:topic:news", 1000, [raw(b"record")]),
     "broker TAKE_DEAD": ([(QUEUES[0], "4"), (QUEUES[1], "1")],),
     "backend APPLY": (NOW, 3600, *changes(arrivals=[ARRIVAL], outbox=b"out")),
-    "backend BEGIN": ([("task_2", 0), ("task_1", 0)],),
+    "backend BEGIN": (
+        NOW,
+        FENCE,
+        [("task_2", 0), ("task_1", 0)],
+    ),
     "backend STATES": (["task_1", "task_2"], False),
     "backend MARKS": (["task_1", "task_2"],),
     "backend READY": (10,),
@@ -288,7 +292,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "steps COMMIT": (NOW, 3600, "staged", 1, [(0, 99)], QUEUES, *changes()),
     "steps CARRY": (NOW, "left", 0),
     "backend LOOSEN": (3600,),
-    "locks ACQUIRE": ("other", "bb", 100_000),
+    "locks ACQUIRE": (NOW, "other", "bb", 100_000),
     "locks RENEW": ("lock", "aa", 100_000),
     "locks RELEASE": ("lock", "aa", 0),
 }
@@ -347,7 +351,7 @@ def fill(beside: Beside) -> None:
                 [message("1"), message("2"), message("3"), message("4", place=1)],
             ),
         ),
-        (broker.CLAIM, (start, "s1", QUEUES, 4, 1, [], "11", False, False, False, False)),
+        (broker.CLAIM, (start, "s1", QUEUES, 4, 1, [], "11", False, False, False, False, FENCE)),
         (broker.DISPOSE, (start, "s1", QUEUES, [(0, "3", "dead", 0, raw(b"head"))])),
         (
             broker.PUT,
@@ -365,12 +369,25 @@ def fill(beside: Beside) -> None:
         ),
         (
             broker.CLAIM,
-            (start, "s1", [queue_keys("none"), *QUEUES], 0, 1, [], "11", True, False, False, True),
+            (
+                start,
+                "s1",
+                [queue_keys("none"), *QUEUES],
+                0,
+                1,
+                [],
+                "11",
+                True,
+                False,
+                False,
+                True,
+                FENCE,
+            ),
         ),
         (backend.APPLY, (start, 3600, made.changes, made.states)),
         (backend.AMEND, (start, 3600, "nightly", raw(b""), raw(b"old"), 0, [], [])),
         (backend.AMEND, (start, 3600, "claimed", raw(b""), raw(b"mine"), 600, [], [])),
-        (locks.ACQUIRE, ("lock", "aa", 100_000)),
+        (locks.ACQUIRE, (start, "lock", "aa", 100_000)),
         *(
             (steps.STAGE, (start, 3600, token, "0", QUEUES, FULL, *changes()))
             for token in ("staged", "left")
@@ -435,7 +452,7 @@ def test_plain_claim_that_finds_another_type_stops(beside: Beside, will_sleep: b
     fill(beside)
     if will_sleep:
         beside.ask("DEL", "mail")
-    values = NOW, "s1", QUEUES[1:], 9, 2, [], "12", will_sleep, True, True, True
+    values = NOW, "s1", QUEUES[1:], 9, 2, [], "12", will_sleep, True, True, True, FENCE
 
     found = half_done(beside, lambda: call(beside, broker.CLAIM, values))
 

@@ -176,6 +176,11 @@ class PairClock(ManualClock):
         for part in self._parts:
             part.advance(seconds, **more)
 
+    def set_back(self, seconds: float) -> None:
+        super().set_back(seconds)
+        for part in self._parts:
+            part.set_back(seconds)
+
 
 def dies_at_once(store: Store, session: Session) -> bool:
     """Let the session die as its process would; False: only missing heartbeats show it."""

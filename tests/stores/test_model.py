@@ -10,6 +10,7 @@ RELIABILITY 4.1):
     I8  (run, rank of the state) never goes back
     I9  a session that was given up changes nothing
     I10 only a death is a strike, and only for what ran
+    I21 each delivery of a task has a greater fence than all before
 
 and, after healing and draining, that nothing is lost (I2), invented (I3) or left over (I20).
 """
@@ -101,7 +102,7 @@ class Copy:
     place: str = "none"
     due: dt.datetime | None = None
     holder: Worker | None = None
-    fence: int = 0
+    count: int = 0
     strikes: int = 0
     parks: int = 0
 
@@ -174,6 +175,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.clock = self.bench.clock
         self.store = FlakyStore(self.bench.store)
         self.numbers = itertools.count(1)
+        self.fences: dict[str, int] = {}  # of the last delivery of each task
         self.copies: dict[bytes, Copy] = {}
         self.tasks: dict[str, Task] = {}
         self.groups: dict[str, Group] = {}
@@ -316,7 +318,7 @@ class StoreMachine(RuleBasedStateMachine):
             )
             copy.place, copy.holder = "held", worker
             if deliveries is None:
-                copy.fence += 1  # or more: the hands that are known are old ones
+                copy.count += 1  # or more: the hands that are known are old ones
         if deliveries is not None:
             assert {delivery.body for delivery in deliveries} == taken
             assert len(deliveries) == len(taken)
@@ -326,14 +328,17 @@ class StoreMachine(RuleBasedStateMachine):
 
     def hand(self, delivery: Delivery) -> Hand:
         copy = self.copies[delivery.body]
-        assert delivery.fence > copy.fence
+        assert delivery.count > copy.count
+        uuid = copy.message.uuid
+        assert delivery.fence > self.fences.get(uuid, 0), "(I21)"
+        self.fences[uuid] = delivery.fence
         assert (delivery.strikes, delivery.parks) == (copy.strikes, copy.parks)
-        copy.fence = delivery.fence
+        copy.count = delivery.count
         return Hand(delivery, copy)
 
     def holds(self, worker: Worker, hand: Hand) -> bool:
         copy = hand.copy
-        return copy.place == "held" and copy.holder is worker and copy.fence == hand.delivery.fence
+        return copy.place == "held" and copy.holder is worker and copy.count == hand.delivery.count
 
     def choose(self, pick: int, among: Sequence[Worker]) -> tuple[Worker, list[Hand]] | None:
         """A worker, and its hands, those it holds last."""
@@ -1016,7 +1021,7 @@ class _HastyBroker(MemoryBroker):
     """Puts what is to wait for its eta on the queue at once when it comes back."""
 
     def _place(self, entry: _Entry, eta: dt.datetime | None, now: dt.datetime) -> None:
-        super()._place(entry, None if entry.fence else eta, now)
+        super()._place(entry, None if entry.count else eta, now)
 
 
 class _KeepingConsumer(MemoryConsumer):

@@ -214,7 +214,7 @@ def test_suspects_that_were_given_back_do_not_stop_the_worker(
         broker.resume("machinery_tasks")
         queue = broker._queues["machinery_tasks"]
         wait_until(
-            lambda: sum(entry.fence > 1 for entry in list(queue)) == 2,
+            lambda: sum(entry.count > 1 for entry in list(queue)) == 2,
             what="they were claimed, and given back",
         )
         gate.set()

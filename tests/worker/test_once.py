@@ -112,7 +112,7 @@ def test_second_message_of_a_run_that_has_begun_is_not_called(once: Once, epoch:
     assert begin_once(first)
     run(second)
 
-    assert (once.calls, second.delivery.fence, fate(second)) == ([], 1, Fate.DONE)
+    assert (once.calls, second.delivery.count, fate(second)) == ([], 1, Fate.DONE)
     assert second.settlement is not None
     # Where it has fenced the first, nobody else could write an end.
     wanted = [(State.FAILURE, "WorkerLost")] if epoch else []

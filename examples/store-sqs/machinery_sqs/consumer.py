@@ -145,7 +145,7 @@ class SQSConsumer(Consumer):
             body=body_of(raw, extra),
             queue=queue.name,
             receipt=str(raw["ReceiptHandle"]),
-            fence=extra.fence + receives,
+            count=extra.fence + receives,
             strikes=0 if queue.is_fifo else max(0, receives - FREE),
             parks=extra.parks,
             sent_at=extra.sent_at or sent_at_of(raw),
@@ -216,7 +216,7 @@ class SQSConsumer(Consumer):
                 continue
             if disposal.fate is Fate.LATER:
                 parks = one.parks + (disposal.reason != WAITING)
-                extra = Extra(eta=disposal.eta, parks=parks, fence=one.fence, sent_at=one.sent_at)
+                extra = Extra(eta=disposal.eta, parks=parks, fence=one.count, sent_at=one.sent_at)
                 self._broker.resend(held.queue, one.body, extra)
             elif disposal.fate is Fate.DEAD:
                 self._broker.keep_dead(held.queue, self._letter(held, disposal))

@@ -73,6 +73,7 @@ from machinery_py.connections.memcached.client import (
 )
 from machinery_py.connections.memcached.keys import FIRED, OUTBOX, REVOKED
 from machinery_py.errors import NameRefused
+from machinery_py.fences import FenceSequence
 from machinery_py.tasks.states import GroupMeta, TaskState
 from machinery_py.texts import get_logger, quoted
 from machinery_py.wire.states import decode_group
@@ -105,6 +106,7 @@ class MemcacheBackend(Backend, OutboxBackend):
         self._groups = MemcachedGroups(driver, self._index, expire_in=expire_in)
         self._records = MemcachedRecords(driver, self._index, self._carry_out)
         self._tend_at = 0.0
+        self._fences = FenceSequence(lambda: micros(self.now()))
 
     def now(self) -> dt.datetime:
         return self.driver.clock.now()
@@ -224,8 +226,9 @@ class MemcacheBackend(Backend, OutboxBackend):
     # Deliveries of another store's broker
 
     def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
-        now = micros(self.now())
-        found = self._edit([(uuid, functools.partial(begin, run, now)) for uuid, run in keys])
+        found = self._edit(
+            [(uuid, functools.partial(begin, run, self._fences.next())) for uuid, run in keys]
+        )
         self._carry_out([one for _, todo in found for one in todo])
         return [begun for begun, _ in found]
 

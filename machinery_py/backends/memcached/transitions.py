@@ -9,6 +9,7 @@ import msgspec
 from machinery_py.backends.base import ALREADY, FENCED, Begun, Change, Verdict
 from machinery_py.backends.memcached.documents import TaskItem, Todo, document_of
 from machinery_py.backends.transactional import decide, is_over
+from machinery_py.fences import fence_after
 from machinery_py.tasks.states import TaskState, advance
 from machinery_py.wire.states import encode_group
 
@@ -37,12 +38,11 @@ def settle(change: Change, now: int, item: TaskItem) -> tuple[Verdict, Sequence[
     return verdict, (todo,) if todo else ()
 
 
-def begin(run: int, now: int, item: TaskItem) -> tuple[Begun, Sequence[Todo]]:
+def begin(run: int, fence: int, item: TaskItem) -> tuple[Begun, Sequence[Todo]]:
     """Begin a delivery of this run; return how it stands, and open follow-ups of the run before."""
     if is_over(item.state, run):
         return Begun(epoch=item.epoch, finished=True, outbox=item.outbox), item.todo
-    # By the clock, so that an epoch from before an eviction is not given out again.
-    item.epoch = max(item.epoch + 1, now)
+    item.epoch = fence_after(item.epoch, fence)
     item.changed = True
     return Begun(epoch=item.epoch), ()
 

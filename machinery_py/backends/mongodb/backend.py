@@ -61,6 +61,7 @@ from machinery_py.connections.mongodb.client import (
     find_by_id,
     step,
 )
+from machinery_py.fences import FenceSequence, fence_after
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 
 EXPIRE_IN = 3600.0  # seconds that a finished task is kept
@@ -91,6 +92,7 @@ class MongoBackend(DriverUser, Backend, OutboxBackend):
         self.changes = MongoChanges(driver, self.tasks)
         self.schedules = MongoRecords(driver, self.tasks, self.changes)
         self._next_sweep = 0.0
+        self._fences = FenceSequence(driver.now)
 
     def now(self) -> dt.datetime:
         return self.driver.moment()
@@ -129,7 +131,7 @@ class MongoBackend(DriverUser, Backend, OutboxBackend):
                 if is_over(row.state, keys[index][1]):
                     found[index] = Begun(epoch=row.epoch, finished=True, outbox=outbox)
                 else:
-                    row.epoch, row.changed = row.epoch + 1, True
+                    row.epoch, row.changed = fence_after(row.epoch, self._fences.next()), True
                     found[index] = Begun(epoch=row.epoch)
             lost = self.tasks.save(rows, before)
             begun |= {index: one for index, one in found.items() if left[index] not in lost}

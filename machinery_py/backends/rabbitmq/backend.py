@@ -79,6 +79,7 @@ from machinery_py.connections.rabbitmq.queue_records import (
 )
 from machinery_py.connections.rabbitmq.queues import FINISHED, REVOCATIONS
 from machinery_py.errors import BackendUnavailable, DecodeError
+from machinery_py.fences import FenceSequence, fence_after
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.wire.signatures import decode_signature
 
@@ -123,6 +124,7 @@ class AMQPBackend(TransactionalBackend):
         self._transactions = QueueTransactions(driver, self._declare)
         self._revocations = Revocations(self._transactions)
         self._mine = threading.local()
+        self._fences = FenceSequence(lambda: micros(self.now()))
 
     def now(self) -> dt.datetime:
         return self.driver.clock.now()
@@ -255,8 +257,7 @@ class AMQPBackend(TransactionalBackend):
             self._current.transaction.publish(FINISHED, name_of(uuid), b"")
 
     def _next_epoch(self, epoch: int) -> int:
-        # By the clock, so that an epoch from before an expiry is not given out again.
-        return max(epoch + 1, micros(self.now()))
+        return fence_after(epoch, self._fences.next())
 
     def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
         if not keys:

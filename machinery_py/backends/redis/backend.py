@@ -112,7 +112,9 @@ class RedisBackend(Backend, OutboxBackend):
         return verdicts
 
     def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
-        begun = self.driver.run(scripts.BEGIN, keys) if keys else []
+        if not keys:
+            return []
+        begun = self.driver.run(scripts.BEGIN, self.driver.now(), redis_keys.FENCE, keys)
         return [
             Begun(epoch=epoch, finished=bool(over), outbox=_outbox(box) if box else ())
             for epoch, over, box in begun

@@ -98,6 +98,7 @@ class ClusterBackend(Backend, OutboxBackend):
         self.seconds = max(1, math.ceil(expire_in))
         self._steps = Steps(cluster, self.seconds)
         self._tend_at = cluster.clock.monotonic()
+        self._last_epoch = 0  # that this process was given
 
     def now(self) -> dt.datetime:
         return self.cluster.clock.now()
@@ -126,10 +127,16 @@ class ClusterBackend(Backend, OutboxBackend):
 
     def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
         names = [(name_of(uuid), run) for uuid, run in keys]
+        now, least = self.cluster.now(), self._last_epoch + 1
         replies = self.cluster.run(
-            BEGIN, [(prefix_of(name), ([(name, run)],)) for name, run in names]
+            BEGIN,
+            [
+                (prefix_of(name), (now, least, [(name, run)], index))
+                for index, (name, run) in enumerate(names)
+            ],
         )
         begun = [reply[0] for reply in replies]
+        self._last_epoch = max([self._last_epoch, *(epoch for epoch, _, _ in begun)])
         outboxes = self._finish(
             [(name, box) for (name, _), (_, _, box) in zip(names, begun, strict=True)]
         )

@@ -11,6 +11,7 @@ from itertools import product
 
 from machinery_py.bounds import AT_ONCE, STEP_BYTES
 from machinery_py.connections.redis.scripts import Folder
+from machinery_py.fences import LATEST
 from machinery_py.tasks.states import State, TaskState, advance
 
 #: Seconds that a state is kept that is not finished, and a chord without an arrival.
@@ -51,6 +52,7 @@ CONSTANTS: dict[str, object] = {
     "MANY": MANY,
     "RATES": RATES_LIFE,
     "LEFT": LEFT,
+    "LATEST": LATEST,
     "NEWS": NEWS,
     "BYTES": STEP_BYTES,
     "AT_ONCE": AT_ONCE,

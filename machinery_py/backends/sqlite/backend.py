@@ -41,6 +41,7 @@ from machinery_py.backends.sqlite.rows import (
 from machinery_py.backends.transactional import Row, TransactionalBackend
 from machinery_py.clock import micros, moment_of
 from machinery_py.connections.sqlite.database import SQLiteDriver, Transaction
+from machinery_py.connections.sqlite.fences import next_fence
 from machinery_py.connections.sqlite.rows import Rows, as_json, insert_rows
 from machinery_py.errors import BackendUnavailable
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
@@ -168,6 +169,10 @@ class SQLiteBackend(TransactionalBackend):
             row[0]: Row(state=state_of(row) if row[STATE] else None, mark=row[-2], epoch=row[-1])
             for row in decode_loaded(found)
         }
+
+    def _next_epoch(self, epoch: int) -> int:
+        with self._transaction() as connection:
+            return next_fence(connection, self.driver.now())
 
     def _save(self, rows: Sequence[tuple[str, Row]]) -> None:
         now = self.driver.now()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pymongo import DeleteOne, ReturnDocument
 
@@ -46,8 +46,10 @@ from machinery_py.connections.mongodb.client import (
     insert_new,
     step,
 )
+from machinery_py.connections.mongodb.fences import next_fence
 from machinery_py.connections.session_files import host_file
 from machinery_py.errors import BrokerUnavailable, MachineryError
+from machinery_py.fences import Fence
 from machinery_py.texts import printable
 
 SOONEST, LATEST = 0.01, 0.5  # seconds between two looks
@@ -55,6 +57,7 @@ LOST_LIFE = 30.0  # seconds that a claim without a reply is asked for
 TRIES = 5  # claims in a row that rivals may spoil
 KIND = "mongodb"  # of the files that say what consumers run
 ORDER = [("priority", -1), ("order", 1)]
+_Claimed = tuple[Document, Fence]
 OTHERS: Document = {"order": {"$gte": 0}}  # than those that have waited as WAITING
 
 
@@ -142,14 +145,13 @@ class MongoConsumer(DriverUser, Consumer):
             raise
         # Asked for as long as a late packet of theirs may still be carried out.
         self._lost = [one for one in self._lost if one[0] in lost]
-        deliveries = [delivery_of(document) for document in found]
-        self._limit.took(len(one.body) for one in deliveries)
-        return deliveries
+        self._limit.took(len(document["body"]) for document, _ in found)
+        return [delivery_of(document, fence) for document, fence in found]
 
     @step("claiming messages", again=False)
     def _claim_all(
         self, store: Store, limit: int, queues: Sequence[str], lease: str, lost: Sequence[str]
-    ) -> list[Document]:
+    ) -> list[_Claimed]:
         found = self._regain(store, lost, lease, limit) if lost else []
         if self._shut:
             self._shut = paused_of(store, self._queues)
@@ -163,18 +165,22 @@ class MongoConsumer(DriverUser, Consumer):
                 found += self._claim_from(store, queue, limit - len(found), lease)
         return found
 
-    def _regain(self, store: Store, lost: Sequence[str], lease: str, limit: int) -> list[Document]:
+    def _regain(self, store: Store, lost: Sequence[str], lease: str, limit: int) -> list[_Claimed]:
         """Return messages of claims that had no reply, under a new lease: they are ours."""
         theirs: Document = {"lease": {"$in": list(lost)}}
         held: Document = {"status": Status.HELD}
         untake(store, theirs)
-        found = store.machinery_messages.find({**theirs, **held}, {"_id": 1})
+        messages = store.machinery_messages
+        found = messages.find({**theirs, **held}, {"_id": 1})
         ids = [one["_id"] for one in found.sort(ORDER).limit(limit)]
+        if not ids:
+            return []
         these: Document = {"_id": {"$in": ids}, **theirs, **held}
-        store.machinery_messages.update_many(these, {"$set": {"lease": lease}})
-        return list(store.machinery_messages.find({"lease": lease, **held}).sort(ORDER))
+        messages.update_many(these, {"$set": {"lease": lease}})
+        fence = next_fence(store, self.driver.now(), len(ids))
+        return _numbered(messages.find({"lease": lease, **held}).sort(ORDER), fence)
 
-    def _claim_from(self, store: Store, queue: str, limit: int, lease: str) -> list[Document]:
+    def _claim_from(self, store: Store, queue: str, limit: int, lease: str) -> list[_Claimed]:
         messages = store.machinery_messages
         taken: Document = {"queue": queue, "lease": lease, "status": Status.TAKEN}
         if not self._take(store, queue, limit, lease):
@@ -183,16 +189,18 @@ class MongoConsumer(DriverUser, Consumer):
             self._shut.add(queue)
             untake(store, {"queue": queue, "lease": lease})
             return []
+        # Between two steps that only the holder can make: an earlier one has its fence by now, and
+        # a later one asks later. Also the claim of a worker that is stopped here finds nothing.
+        fence = next_fence(store, self.driver.now(), limit)
         hold: Document = {"$set": {"status": Status.HELD}, "$inc": {"fence": 1}}
         if limit == 1:
             one = messages.find_one_and_update(taken, hold, return_document=ReturnDocument.AFTER)
-            return [] if one is None else [one]
+            return [] if one is None else [(one, fence)]
         if not messages.update_many(taken, hold).matched_count:
             return []
         # With a batch as large as that, nothing is left to be asked for in a second command.
-        return list(
-            messages.find({**taken, "status": Status.HELD}).sort(ORDER).batch_size(limit + 1)
-        )
+        held = messages.find({**taken, "status": Status.HELD})
+        return _numbered(held.sort(ORDER).batch_size(limit + 1), fence)
 
     def _take(self, store: Store, queue: str, limit: int, lease: str) -> bool:
         """Do the first step of a claim; return whether it has taken anything."""
@@ -392,6 +400,11 @@ def update_at_end(end: DeliveryEnd, now: int, **more: object) -> Document:
         fields |= {key: printable(value) for key, value in facts.items() if value}
     is_parked = end.fate is Fate.LATER and end.reason != WAITING
     return {"$set": {**fields, **more}, **({"$inc": {"parks": 1}} if is_parked else {})}
+
+
+def _numbered(documents: Iterable[Document], fence: Fence) -> list[_Claimed]:
+    """Give the documents this fence and those that follow it."""
+    return [(one, Fence(fence + index)) for index, one in enumerate(documents)]
 
 
 def _name(delivery: Delivery) -> tuple[str, str]:

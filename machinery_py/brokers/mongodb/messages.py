@@ -5,7 +5,8 @@ order                                     its place in the queue; of one that ha
                                           its due_at - HEAD
 tenant                                    in a fair queue alone; its order is its turn (turns.py)
 status, lease, session                                            where it is; which claim has it
-fence, strikes, begun                                             how often it came and failed
+fence, strikes, begun                                             how often it came and failed;
+                                          `fence` is Delivery.count
 deed, deed_at                                                     its intent, once it is settled
 reason, error, died_at                                            of a dead letter
 """
@@ -22,6 +23,7 @@ from machinery_py.brokers.base import DeadLetter, Delivery, Message
 from machinery_py.clock import micros, moment_of
 from machinery_py.connections.mongodb.client import Document, Store
 from machinery_py.connections.session_files import ALL, Run
+from machinery_py.fences import Fence
 from machinery_py.texts import printable
 
 
@@ -115,11 +117,12 @@ def message_of(document: Document) -> Message:
     )
 
 
-def delivery_of(document: Document) -> Delivery:
+def delivery_of(document: Document, fence: Fence) -> Delivery:
     return Delivery(
         body=bytes(document["body"]),
         queue=document["queue"],
-        fence=document["fence"],
+        count=document["fence"],
+        fence=fence,
         strikes=document["strikes"],
         receipt=Receipt(document["_id"], document["lease"], document["uuid"], document["order"]),
         parks=document["parks"],

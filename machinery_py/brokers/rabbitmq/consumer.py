@@ -30,8 +30,8 @@ from machinery_py.brokers.rabbitmq.fetch import Getter
 from machinery_py.brokers.rabbitmq.holding import ConsumerConnection, HeldDelivery, HoldingQueues
 from machinery_py.brokers.rabbitmq.messages import (
     COPY,
+    COUNT,
     ETA,
-    FENCE,
     PARKS,
     SENT,
     STRIKES,
@@ -248,7 +248,7 @@ class AMQPConsumer(Consumer):
             body=one.body,
             queue=one.queue,
             receipt=f"{self.info.session}:{next(_receipts)}",
-            fence=one.number(FENCE) + 1 + one.redelivered,
+            count=one.number(COUNT) + 1 + one.redelivered,
             strikes=strikes,
             parks=one.number(PARKS),
             priority=one.priority,
@@ -289,7 +289,7 @@ class AMQPConsumer(Consumer):
     def _returned(self, held: HeldDelivery, disposal: Disposal) -> Publication:
         """Return the message for its queue, the delay levels or the dead letters."""
         delivery, message = held.delivery, held.message
-        headers = message.own_headers() | {FENCE: delivery.fence, STRIKES: delivery.strikes}
+        headers = message.own_headers() | {COUNT: delivery.count, STRIKES: delivery.strikes}
         headers.pop(COPY, None)
         headers.pop(ETA, None)
         if disposal.fate is Fate.DEAD:

@@ -36,7 +36,7 @@ from machinery_py.brokers.base import Delivery
 from machinery_py.brokers.rabbitmq.fetch import Getter
 from machinery_py.brokers.rabbitmq.messages import (
     COPY,
-    FENCE,
+    COUNT,
     STRIKES,
     Publication,
     ReceivedMessage,
@@ -134,7 +134,7 @@ class HoldingQueues:
         delivery = held.delivery
         headers = held.message.own_headers() | {
             COPY: number,
-            FENCE: delivery.fence,
+            COUNT: delivery.count,
             STRIKES: delivery.strikes + held.begun,
         }
         return Publication(addressed("", self._names[delivery.queue], held.message, headers))

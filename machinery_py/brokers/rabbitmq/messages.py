@@ -30,7 +30,7 @@ from machinery_py.texts import printable
 from machinery_py.wire.decode import KnownFields, known_fields
 
 SENT, QUEUE, ETA, PARKS = "machinery_sent", "machinery_queue", "machinery_eta", "machinery_parks"
-FENCE, STRIKES, COPY = "machinery_fence", "machinery_strikes", "machinery_copy"
+COUNT, STRIKES, COPY = "machinery_fence", "machinery_strikes", "machinery_copy"
 REASON, ERROR = "machinery_reason", "machinery_error"
 DIED, LETTER = "machinery_died", "machinery_letter"
 LATE = "machinery_late"

@@ -68,6 +68,10 @@ class QueueConsumer(RedisConsumer):
     def _registered(self) -> tuple[Sequence[str], Sequence[str]]:
         return self._owner.queues, tuple(self._owner.by_queue)
 
+    def _fences_key(self) -> str:
+        # The result backend's epochs count here: a queue's own fences know of no other queue.
+        return f"{queue_keys(self.queue)[1]}fence"
+
     def restart(self) -> None:
         """Give everything back, if that was not done, and register as the owner's next session."""
         self._give_up(scripts.TOMBSTONE)

@@ -37,10 +37,11 @@ from machinery_py.clock import micros
 from machinery_py.connections.redis.client import RedisDriver, raw
 from machinery_py.connections.redis.connection import RedisConnection, command
 from machinery_py.connections.redis.errors import ErrorKind, kind_of, log_spoilt
-from machinery_py.connections.redis.keys import queue_keys
+from machinery_py.connections.redis.keys import FENCE, queue_keys
 from machinery_py.connections.redis.scripts import pack
 from machinery_py.connections.session_files import SessionFile, host_file, host_folder, ran
 from machinery_py.errors import BrokerUnavailable, MachineryError
+from machinery_py.fences import Fence
 from machinery_py.texts import get_logger, printable
 
 logger = get_logger(__name__)
@@ -197,6 +198,7 @@ class RedisConsumer(Consumer):
             lost = [number for number, _ in self._lost]
             blocks = (client, will_sleep or bool(sleep), self._noted, is_apart, self._is_timed())
             values: list[object] = [self._driver.now(), session, keys, limit, claim, lost, *blocks]
+            values.append(self._fences_key())
             if lost:
                 before, since = self._before, self._since
                 values.append([(before.get(one, 0), since.get(one, ())) for one in queues])
@@ -214,7 +216,7 @@ class RedisConsumer(Consumer):
                 link.close()
             self._link = None
             self._driver.fail(error, doing=scripts.CLAIM.doing, away=BrokerUnavailable)
-        alive, due_in, revoked, to_wake, rows, blocking_queue, problems, bodies, *left = reply
+        alive, due_in, revoked, to_wake, rows, blocking_queue, problems, bodies, fence, *left = reply
         if problems:
             log_spoilt(problems, doing=scripts.CLAIM.doing)
         self._blocking_queue = keys[blocking_queue - 1] if blocking_queue else None
@@ -229,7 +231,7 @@ class RedisConsumer(Consumer):
             self._noted, self._due_at = False, math.inf
             return [], self._block  # the next beat starts a new session
         self.none_revoked = not revoked
-        deliveries = self._deliveries(session, queues, rows, bodies)
+        deliveries = self._deliveries(session, queues, rows, bodies, fence)
         self._noted, self._noted_at = (will_sleep or bool(sleep)) and not deliveries, now
         if self._refused and not deliveries:
             time.sleep(min(sleep, REFUSED_PAUSE))
@@ -299,6 +301,9 @@ class RedisConsumer(Consumer):
         finally:
             self._asleep = b""
 
+    def _fences_key(self) -> str:
+        return FENCE
+
     def _open_link(self) -> RedisConnection:
         timeout = self._block + min(LINK_TIMEOUT, self._driver.limits.read)
         link, self._link = self._link, None
@@ -306,11 +311,16 @@ class RedisConsumer(Consumer):
         return self._link
 
     def _deliveries(
-        self, session: str, queues: Sequence[str], rows: bytes, bodies: Sequence[bytes]
+        self,
+        session: str,
+        queues: Sequence[str],
+        rows: bytes,
+        bodies: Sequence[bytes],
+        first_fence: int,
     ) -> list[Delivery]:
         if not bodies:
             return []
-        rest = iter(bodies)
+        rest = enumerate(bodies, first_fence)
         packed = _rows(rows)
         for index, first, _, _, _, _, _, count in packed:
             queue = queues[index]
@@ -323,14 +333,15 @@ class RedisConsumer(Consumer):
                 body=body,
                 queue=queues[index],
                 receipt=f"{session}.{number}",
-                fence=fence,
+                count=deliveries,
+                fence=Fence(fence),
                 strikes=strikes,
                 parks=parks,
                 priority=priority,
                 sent_at=None if now is None or wait < 0 else now - timedelta(microseconds=wait),
             )
-            for index, first, fence, strikes, parks, priority, wait, count in packed
-            for number, body in zip(range(first, first + count), rest, strict=False)
+            for index, first, deliveries, strikes, parks, priority, wait, count in packed
+            for number, (fence, body) in zip(range(first, first + count), rest, strict=False)
         ]
 
     # Ending deliveries
@@ -369,7 +380,7 @@ class RedisConsumer(Consumer):
         index, number = self.place_of(delivery)
         if number:
             self._file.begins((int(number), self._series[delivery.queue]))
-        if delivery.fence == 1:
+        if delivery.count == 1:
             return
         # The last worker may have died of it. Noted in Redis, the run counts wherever this one
         # dies.

@@ -12,6 +12,7 @@ from machinery_py.brokers.topics import TOPIC_LENGTH
 from machinery_py.connections.redis.keys import DELAYED
 from machinery_py.connections.redis.scripts import Folder
 from machinery_py.errors import BrokerUnavailable
+from machinery_py.fences import LATEST
 
 TOKEN_LIFE = 600  # seconds; longer than anybody repeats a submission
 TOMBSTONE = 86_400_000_000  # µs that a condemned session is looked at
@@ -33,6 +34,7 @@ CONSTANTS: dict[str, object] = {
     "AT_ONCE": AT_ONCE,
     "SOON": SOON,
     "IDLE_LIFE": IDLE_LIFE,
+    "LATEST": LATEST,
 }
 
 _lua = Folder("brokers/redis/lua", CONSTANTS, away=BrokerUnavailable)

@@ -27,8 +27,10 @@ from machinery_py.brokers.sqlite.turns import give_turns, serve_turns
 from machinery_py.clock import micros, moment_of
 from machinery_py.connections.session_files import ALL, SessionFile
 from machinery_py.connections.sqlite.database import SQLiteDriver
+from machinery_py.connections.sqlite.fences import next_fence
 from machinery_py.connections.sqlite.rows import as_json
 from machinery_py.errors import MachineryError
+from machinery_py.fences import Fence
 from machinery_py.texts import printable
 
 BIG = 65536  # bytes
@@ -88,7 +90,7 @@ SELECT EXISTS (SELECT 1 FROM json_each(?1) AS q WHERE EXISTS (
        (SELECT min(due_at) FROM messages INDEXED BY messages_delayed WHERE status = 1)
 """
 
-# In: ids (JSON), session. Out: [[id, fence], …] of those that the session holds. JSON, so that it
+# In: ids (JSON), session. Out: [[id, count], …] of those that the session holds. JSON, so that it
 # is one step.
 _OURS = """
 SELECT json_group_array(json_array(id, fence)) FROM messages NOT INDEXED
@@ -153,7 +155,7 @@ class SQLiteConsumer(Consumer):
         self._name_queues = name_queues
         self._notifier = driver.notifier("q")
         self._claims = itertools.count(1)
-        self._unread: tuple[int, int] | None = None
+        self._unread: tuple[int, int, int] | None = None  # session, claim, limit
         self._limit = ClaimLimit()
         self._closed = False
         self._pid = os.getpid()
@@ -213,11 +215,16 @@ class SQLiteConsumer(Consumer):
         return bool(waiting) or due_in <= 0 or self._unread is not None, due_in
 
     def _claim(self, limit: int, order: Sequence[str]) -> list[Delivery]:
-        if self._unread is not None and (lost := self._read_claim(*self._unread, order)):
-            return lost  # they were claimed, and then reading them failed
+        if self._unread is not None:  # they may be ours, and then reading them failed
+            number, claim, most = self._unread
+            with self._driver.claiming() as connection:
+                fence = next_fence(connection, self._driver.now(), most)
+            if lost := self._read_claim(number, claim, order, fence):
+                return lost
         number, claim = self._number, next(self._claims)
-        self._unread = number, claim
         left = limit = self._limit.of(limit)
+        self._unread = number, claim, limit
+        fence = Fence(0)
         with self._driver.claiming() as connection:
             if connection.execute(PROMOTE, (self._driver.now(),)).rowcount:
                 give_turns(connection)
@@ -226,14 +233,18 @@ class SQLiteConsumer(Consumer):
                 if left > 0:
                     left -= _claim_from(connection, (number, claim, queue), left)
             if left < limit:
+                fence = next_fence(connection, self._driver.now(), limit - left)
                 serve_turns(connection, number, claim)
         if left == limit:
             self._unread = None
             return []
         # After the commit: others may write while we fetch, and these are ours.
-        return self._read_claim(number, claim, order)
+        return self._read_claim(number, claim, order, fence)
 
-    def _read_claim(self, number: int, claim: int, order: Sequence[str]) -> list[Delivery]:
+    def _read_claim(
+        self, number: int, claim: int, order: Sequence[str], fence: Fence
+    ) -> list[Delivery]:
+        """Return what that claim has taken; its fences are this one and those that follow it."""
         with self._driver.reading() as connection:
             rows = _claimed(connection.execute(_CLAIMED, (BIG, number, claim)).fetchone()[0])
             bodies = [
@@ -248,14 +259,17 @@ class SQLiteConsumer(Consumer):
             Delivery(
                 body=body,
                 queue=queue,
-                receipt=f"{id}.{fence}.{number}",
-                fence=fence,
+                receipt=f"{id}.{count}.{number}",
+                count=count,
+                fence=Fence(fence + index),
                 strikes=strikes,
                 parks=parks,
                 priority=priority,
                 sent_at=moment_of(sent_at),
             )
-            for (id, queue, fence, strikes, parks, priority, sent_at, _, _), body in pairs
+            for index, ((id, queue, count, strikes, parks, priority, sent_at, _, _), body) in (
+                enumerate(pairs)
+            )
         ]
         self._unread = None
         self._limit.took(len(one.body) for one in deliveries)
@@ -277,7 +291,7 @@ class SQLiteConsumer(Consumer):
             by_fate: dict[Fate, list[tuple[int, Disposal]]] = {}
             for disposal in disposals:
                 id = _id(disposal.delivery)
-                mine = ours.get(id) == disposal.delivery.fence
+                mine = ours.get(id) == disposal.delivery.count
                 verdicts.append(mine)
                 if mine:
                     del ours[id]  # a second disposal of it in this batch finds nothing
@@ -317,7 +331,7 @@ class SQLiteConsumer(Consumer):
     def _ours(
         self, connection: sqlite3.Connection, deliveries: Iterable[Delivery]
     ) -> dict[int, int]:
-        """Return id → fence of those that this session holds; receipts name their session."""
+        """Return id → count of those that this session holds; receipts name their session."""
         mine = f".{self._number}"
         ids = [_id(delivery) for delivery in deliveries if delivery.receipt.endswith(mine)]
         if not ids:
@@ -327,7 +341,7 @@ class SQLiteConsumer(Consumer):
     def holds(self, deliveries: Sequence[Delivery]) -> list[bool]:
         with self._driver.reading() as connection:
             ours = self._ours(connection, deliveries)
-        return [ours.get(_id(delivery)) == delivery.fence for delivery in deliveries]
+        return [ours.get(_id(delivery)) == delivery.count for delivery in deliveries]
 
     def run_begins(self, delivery: Delivery) -> None:
         if self._file.notes_runs:

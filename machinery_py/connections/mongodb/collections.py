@@ -52,6 +52,8 @@ ITEMS = (
                "topic → `born`, `number`, `until`; topic and place → a record: `topic`, `place`, "
                "`number`, `at`, `until`, `body`; the newest 2,000 of each topic, and up to a "
                "hundred more", "until the `ttl` is over and more is sent", "broker"),
+    StoredItem("machinery_fences", "collection", "`last` → the last fence of a delivery",
+               "for ever", "broker"),
     StoredItem("machinery_locks", "collection", "name → `token`, `fence`, `expires_at`",
                "for ever, for the fence", "lock"),
     StoredItem("machinery_limits", "collection",

@@ -17,7 +17,7 @@ PARTIAL = b"mpy:partial"
 READY = b"mpy:ready"
 GROUPS = b"mpy:groups"
 REVOKED = b"mpy:revoked"
-FENCE = b"mpy:fence"
+FENCE = "mpy:fence"
 GO_MUTEX = b"TriggerChordMutex"
 TOKENS = b"mpy:p:"  # before the token of a submission
 STAGED = b"mpy:staged:"  # before it, too
@@ -181,7 +181,8 @@ ONE_SERVER = (
                "backend"),
     StoredItem("mpy:records", "hash", "schedules by name", "until removed", "backend"),
     StoredItem("mpy:records:n", "string", "number of changes of schedules", "for ever", "backend"),
-    StoredItem("mpy:fence", "string", "the last fence of a lock", "for ever", "lock"),
+    StoredItem("mpy:fence", "string", "the last fence of a delivery or a lock", "for ever",
+               "consumer, backend, lock"),
 )
 
 CLUSTER = (
@@ -211,6 +212,9 @@ CLUSTER = (
                "backend"),
     StoredItem("mpy:{mpy:records}:o:%=<key>", "string", "record of what a tick sends",
                "until carried out", "backend"),
+    StoredItem("mpy:{<queue>}:fence", "string",
+               "the last fence of a delivery, for a backend that counts none", "for ever",
+               "consumer"),
     StoredItem("mpy:fence:{<name>}", "string", "the last fence of this lock", "`ttl` and a day",
                "lock"),
 )

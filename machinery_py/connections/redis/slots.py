@@ -18,7 +18,7 @@ from machinery_py.connections.redis.keys import DELAYED, FENCE, QUEUES, REVOKED,
 from machinery_py.connections.redis.scripts import Folder, Script
 
 SLOTS = 16_384
-_OF_NO_QUEUE = (QUEUES, DELAYED.encode(), REVOKED, FENCE)
+_OF_NO_QUEUE = (QUEUES, DELAYED.encode(), REVOKED, FENCE.encode())
 
 _CALL = "local call = redis.call\n"
 _LOCAL_CALL = Folder("connections/redis/lua").text(

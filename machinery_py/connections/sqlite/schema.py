@@ -46,8 +46,9 @@ ITEMS = (
     StoredItem("claims", "table", "keys of unique tasks", CLAIM_LIFE, "backend"),
     StoredItem("topics", "table", "records of topics; the newest 2,000 of each",
                "until the `ttl` is over and more is sent", "broker"),
-    StoredItem("locks", "table", "locks that are held; the id is the fence", "`ttl` of the lock",
-               "lock"),
+    StoredItem("locks", "table",
+               "locks that are held; the id is the fence, and the last id the last fence of all, "
+               "also of deliveries", "`ttl` of the lock", "lock"),
     StoredItem("limits", "table",
                "a row for each limited key: moment of the next run, slots, who waits; with an "
                "empty key the limits that were changed at run time",
@@ -160,7 +161,7 @@ TABLES: tuple[str, ...] = (
     "WITHOUT ROWID",
     "CREATE TABLE revoked (uuid TEXT PRIMARY KEY, expires_at INTEGER NOT NULL) WITHOUT ROWID",
     "CREATE INDEX revoked_expiring ON revoked (expires_at)",
-    # id is the fence: AUTOINCREMENT never gives a number twice.
+    # id is the fence, and its sequence that of all fences of the file (fences.py).
     """
     CREATE TABLE locks (
         id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, token TEXT NOT NULL,

@@ -88,7 +88,7 @@ class BrokerConformance(
         broker.put([message(b"a", parks=3)], token="")
         (delivery,) = consumer.receive(1, 0)
 
-        assert (delivery.queue, delivery.fence, delivery.strikes, delivery.parks) == ("q", 1, 0, 3)
+        assert (delivery.queue, delivery.count, delivery.strikes, delivery.parks) == ("q", 1, 0, 3)
         assert not delivery.redelivered
         hash(delivery.receipt)
 
@@ -317,7 +317,7 @@ class BrokerConformance(
 
         found = consumer.receive(10, 0)
         assert bodies(found) == [b"1", b"2", b"3", b"4"]
-        counts = [(delivery.fence, delivery.strikes, delivery.parks) for delivery in found]
+        counts = [(delivery.count, delivery.strikes, delivery.parks) for delivery in found]
         assert counts == [(2, 0, 0), (2, 0, 0), (1, 0, 0), (1, 0, 0)]
 
     def test_parked_message_waits_and_counts_its_parks(
@@ -326,7 +326,7 @@ class BrokerConformance(
         put(broker, b"a")
         for turn, (parks, reason) in enumerate([(0, ""), (1, WAITING), (1, ""), (2, "")]):
             (delivery,) = consumer.receive(5, 0)
-            assert (delivery.parks, delivery.strikes, delivery.fence) == (parks, 0, turn + 1)
+            assert (delivery.parks, delivery.strikes, delivery.count) == (parks, 0, turn + 1)
             eta = seconds(clock.now(), 5.0)
             later = Disposal(delivery=delivery, fate=Fate.LATER, eta=eta, reason=reason)
             assert consumer.dispose([later]) == [True]

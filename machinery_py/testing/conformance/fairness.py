@@ -116,7 +116,7 @@ class FairConformance(BrokerCase):
         assert texts(held) == ["a0", "b0", "a1", "b1"]
         assert consumer.dispose([*back(held[2], held[0]), *done(held[1])]) == [True] * 3
         assert texts(again := consumer.receive(3, 0)) == ["a0", "a1", "a2"]
-        assert [one.fence for one in again] == [2, 2, 1]
+        assert [one.count for one in again] == [2, 2, 1]
 
         self.crash_consumer(broker, consumer, clock)
 

@@ -158,6 +158,63 @@ class StoreCase:
         return heir, delivery
 
 
+class _Life:
+    """A task, its delivery, and the fences that it had. Each step leaves one message of it."""
+
+    def __init__(self, store: Store, session: Session) -> None:
+        self.store, self.session = store, session
+        self.run = 0
+        self.fences: list[int] = []
+
+    def send(self) -> None:
+        submit(self.store, "a")
+        self.take(self.session.receive(1, 0)[0])
+
+    def take(self, delivery: Delivery) -> None:
+        self.delivery = delivery
+        self.fences.append(delivery.fence)
+
+    def give_back(self) -> None:
+        self._settle(fate=Fate.BACK)
+
+    def retry(self) -> None:
+        self._settle(state_of("a", State.RETRY, run=self.run), [message_of("a", run=self.run + 1)])
+        self.run += 1
+
+    def die(self) -> None:
+        """Become a dead letter, which is replayed: run 0 again."""
+        self._settle(state_of("a", State.FAILURE, run=self.run), fate=Fate.DEAD, reason="poison")
+        self._replay()
+        self.store.broker.take_dead([one.id for one in self.store.broker.dead_letters(limit=9)])
+
+    def fail(self) -> None:
+        """Fail, and be sent again by an operator: run 0 again."""
+        self._settle(state_of("a", State.FAILURE, run=self.run))
+        self._replay()
+
+    def forget(self) -> None:
+        """Fail, be forgotten, and be sent as if it were new."""
+        self._settle(state_of("a", State.FAILURE, run=self.run))
+        self.store.backend.purge_state("a")
+        submit(self.store, "a")
+        self.run = 0
+
+    def _settle(
+        self, state: TaskState | None = None, send: Sequence[Message] = (), **more: Any
+    ) -> None:
+        states = () if state is None else (state,)
+        end = Settlement(
+            delivery=self.delivery, uuid="a", name="add", states=states, send=send, **more
+        )
+        assert self.session.settle([end]) == [SETTLED]
+
+    def _replay(self) -> None:
+        self.run = 0
+        self.store.submit(
+            Submission(token="", messages=[message_of("a")], states=[state_of("a")], replay=True)
+        )
+
+
 class FencingConformance(StoreCase):
     """Sessions that lost their deliveries."""
 
@@ -210,13 +267,57 @@ class FencingConformance(StoreCase):
     ) -> None:
         submit(store, "a")
         (delivery,) = session.receive(1, 0)
-        numbers = [delivery.epoch or delivery.fence]
+        numbers = [delivery.fence]
         for _ in range(3):
             session, delivery = self.take_over(store, session, clock)
-            numbers.append(delivery.epoch or delivery.fence)
+            numbers.append(delivery.fence)
 
         assert numbers == sorted(set(numbers))
         assert session.settle([settlement(delivery)]) == [SETTLED]
+
+    def test_fences_grow_whatever_becomes_of_a_task(
+        self, store: Store, session: Session, clock: ManualClock
+    ) -> None:
+        """Through crashes, returns, retries, dead letters, replays, and a state that is gone."""
+        life = _Life(store, session)
+        life.send()
+        for step in (life.give_back, life.retry, life.die, life.fail, life.forget, life.retry):
+            step()
+            found = life.session.receive(1, 0)
+            assert found, (step, life.fences)
+            life.take(found[0])
+            life.take(self.crashed(life, clock))
+
+        assert len(life.fences) == 13
+        assert life.fences == sorted(set(life.fences))
+
+    def crashed(self, life: _Life, clock: ManualClock) -> Delivery:
+        life.session, delivery = self.take_over(life.store, life.session, clock)
+        return delivery
+
+    def test_fences_of_a_claim_follow_the_order_of_its_messages(
+        self, store: Store, session: Session
+    ) -> None:
+        names = [f"task-{number}" for number in range(20)]
+        submit(store, *names)
+        found = [*session.receive(3, 0), *session.receive(20, 0)]
+        fences = [delivery.fence for delivery in found]
+
+        assert [uuid_of(delivery) for delivery in found] == names
+        assert fences == sorted(set(fences))
+
+    def test_fences_grow_where_the_clock_was_set_back(
+        self, store: Store, session: Session, clock: ManualClock
+    ) -> None:
+        life = _Life(store, session)
+        life.send()
+        for _ in range(3):
+            clock.set_back(3600.0)
+            life.retry()
+            life.take(session.receive(1, 0)[0])
+
+        assert life.fences == sorted(set(life.fences))
+        assert len(life.fences) == 4
 
     def test_worker_that_lost_the_delivery_sends_no_retry(
         self, store: Store, session: Session, clock: ManualClock

@@ -149,9 +149,9 @@ class LeaseConformance(BrokerCase):
         (second,) = broker.consume(["q"], worker="heir").receive(10, 0)
 
         assert (second.body, second.queue) == (b"a", "q")
-        assert (second.strikes, second.fence, second.parks) == (
+        assert (second.strikes, second.count, second.parks) == (
             first.strikes + 1,
-            first.fence + 1,
+            first.count + 1,
             0,
         )
         assert second.redelivered
@@ -180,7 +180,7 @@ class LeaseConformance(BrokerCase):
             consumer = broker.consume(["q"], worker="w")
             (delivery,) = consumer.receive(1, 0)
             consumer.run_begins(delivery)
-            seen.append((delivery.strikes, delivery.fence))
+            seen.append((delivery.strikes, delivery.count))
             self.crash_consumer(broker, consumer, clock)
 
         assert seen == [(0, 1), (1, 2), (2, 3), (3, 4)]
@@ -202,7 +202,7 @@ class LeaseConformance(BrokerCase):
             (b"ran before", 0),
             (b"runs", 1),
         ]
-        assert [delivery.fence for delivery in found] == [2, 2, 2]
+        assert [delivery.count for delivery in found] == [2, 2, 2]
 
     def test_message_only_held_gets_no_strike_however_many_die(
         self, broker: Broker, clock: ManualClock
@@ -390,7 +390,7 @@ class LeaseConformance(BrokerCase):
 
         assert bodies(found) == [b"1", b"2", b"3"]
         assert [delivery.strikes for delivery in found] == [0, 0, 0]
-        assert [delivery.fence for delivery in found] == [one.fence + 1, two.fence + 1, 1]
+        assert [delivery.count for delivery in found] == [one.count + 1, two.count + 1, 1]
 
     def test_closed_consumer_receives_nothing(self, broker: Broker, consumer: Consumer) -> None:
         put(broker, b"a")

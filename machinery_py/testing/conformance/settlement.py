@@ -214,7 +214,7 @@ class SettlementConformance(FencingConformance, BoundsConformance):
             State.STARTED,
             1,
         )
-        assert (second.strikes, second.fence) == (0, 1)
+        assert (second.strikes, second.count) == (0, 1)
         assert session.settle([retry]) != [SETTLED]
         assert session.settle([settlement(second, run=1)]) == [SETTLED]
         assert session.receive(9, 0) == []

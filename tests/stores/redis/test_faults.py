@@ -350,7 +350,7 @@ def test_dead_worker_of_this_host_is_found_at_the_first_poll(
 
     consumer = broker.consume(["mail"], worker="heir")
     found = consumer.receive(5, 0)
-    assert [(one.body, one.strikes, one.fence) for one in found] == [
+    assert [(one.body, one.strikes, one.count) for one in found] == [
         (b"1", 1, 2),
         (b"2", 0, 2),
     ]  # it ran the first

@@ -1,17 +1,22 @@
--- In: (UUID, run) of each delivery. Out: for each (epoch, 1 if its run is over, outbox or "").
+-- In: now, key of the fences (in a cluster the least one to be given), (UUID, run) of each delivery,
+-- in a cluster how many others are begun before these.
+-- Out: for each (epoch, 1 if its run is over, outbox or "").
 --! include backends/redis/lua/changes.lua
+--! include connections/redis/lua/fences.lua
 
-local begun, uuids = {}, {}
-for i, one in ipairs(unpacked[1]) do uuids[i] = one[1] end
+local text, key, deliveries, others = unpack(unpacked)
+local now, begun, uuids = now_of(text), {}, {}
+for i, one in ipairs(deliveries) do uuids[i] = one[1] end
 look(uuids)
-for i, one in ipairs(unpacked[1]) do
+local first = type(key) == 'number' and math.max(key, now) + others or fences(key, #deliveries, now)
+for i, one in ipairs(deliveries) do
   local uuid, run = one[1], one[2]
   local row = read(uuid)
   local final = row.word == 'SUCCESS' or row.word == 'FAILURE'
   if final or (row.word and (row.run > run or (row.run == run and row.word == 'RETRY'))) then
     begun[i] = {tonumber(row.epoch), 1, call('GET', 'mpy:o:{' .. uuid .. '}') or ''}
   else
-    local epoch = int(row.epoch + 1)
+    local epoch = int(math.max(row.epoch + 1, first + i - 1))
     local rest = row.kept and string.match(row.kept, '^%d+\n%d+\n([^\n]*\n.*)$') or '\n\n\n\n\n'
     call('SET', row.m, int(row.run) .. '\n' .. epoch .. '\n' .. rest, 'EX', math.max($LONG, call('TTL', row.m)))
     known[uuid] = nil

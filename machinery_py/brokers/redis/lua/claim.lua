@@ -1,17 +1,17 @@
 -- In: now, session, queues, limit, number of this claim, numbers of lost ones, client (see waking.lua) or "", true if
 -- it will block, true if it may be noted as a blocked client, true if it blocks at none of these
--- queues, true if it is to say how long messages have waited; if there are lost claims, for each queue
+-- queues, true if it is to say how long messages have waited; key of the fences; if there are lost claims, for each queue
 -- (the highest receipt before them, those that were reported since), which are not looked at again.
 -- Out: what is left of the session (1, or 0 if it was given up); µs until something is due (-1:
 -- nothing is); how many tasks are revoked; clients to be woken; msgpack of (queue, first
 -- receipt, fence, strikes, parks, priority, µs waited or -1, how many), in which the receipts
 -- follow each other; which queue the client is to block at, from 1 on (0: all are paused or spoilt); texts
 -- that name keys under which something else lies; the bodies in that order, since to pack them would
--- make one more string of them; 1 if more of the lost claims is left. A queue with such a key is left alone, and the others are claimed from.
+-- make one more string of them; the fence of the first body, which those of the others follow; 1 if more of the lost claims is left. A queue with such a key is left alone, and the others are claimed from.
 --! include brokers/redis/lua/plain_claim.lua
 --! include brokers/redis/lua/messages.lua
 
-local text, session, queues, limit, claim, lost, client, will_sleep, noted, apart, timed, known = unpack(unpacked)
+local text, session, queues, limit, claim, lost, client, will_sleep, noted, apart, timed, fences_key, known = unpack(unpacked)
 local now, to_wake, found, given, with_notes, places, problems, left = now_of(text), {}, {}, {}, {}, {}, {}, nil
 local function report(index, receipt, fence, strikes, parks, level, wait, body)
   if level > 255 then level = math.ceil(level / $FAIR) - 1 end
@@ -76,6 +76,7 @@ local function read_queue(index, q)
   alive = beat and alive
 end
 if not first_due() then expect('zset', DELAYED) end
+expect('string', fences_key)
 local revoked = try('ZCARD', 'mpy:revoked')
 if not revoked then
   expect('zset', 'mpy:revoked')
@@ -107,7 +108,7 @@ if not alive then
     call('DEL', q[2] .. 'i:' .. session)
     return_arrivals(q, arrived[index])
   end
-  return {0, -1, 1, to_wake, cmsgpack.pack(found), 0, problems, given}
+  return {0, -1, 1, to_wake, cmsgpack.pack(found), 0, problems, given, 0}
 end
 for index, q in ipairs(queues) do
   if #lost > 0 then
@@ -197,4 +198,5 @@ local due = due_in(queues, now)
 local open = {}
 for index, q in ipairs(queues) do open[#open + 1] = not stopped[index] and q or nil end
 pass_on(open, #given >= limit or claimed >= $BYTES, due, to_wake)
-return {1, due, revoked, to_wake, cmsgpack.pack(found), places[blocking_queue] or 0, problems, given, left}
+local first = #given > 0 and fences(fences_key, #given, now) or 0
+return {1, due, revoked, to_wake, cmsgpack.pack(found), places[blocking_queue] or 0, problems, given, first, left}

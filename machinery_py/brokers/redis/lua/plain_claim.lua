@@ -13,6 +13,7 @@
 -- pass_on: who has claimed all that it may does not look again soon, so another one is told of what
 -- waits, or is due before it looks by itself.
 --! include brokers/redis/lua/waking.lua
+--! include connections/redis/lua/fences.lua
 
 local claimed = 0
 local function pop(list, most)
@@ -95,7 +96,7 @@ local function fly(found, given, place, q, session, claim, level, bodies, waits)
   rows('HSET', q[2] .. 'f:' .. session, entries)
 end
 do
-  local text, session, queues, limit, claim, lost, client, will_sleep, noted, apart, timed = unpack(unpacked)
+  local text, session, queues, limit, claim, lost, client, will_sleep, noted, apart, timed, fence = unpack(unpacked)
   local now, least, revoked, lengths, arrived = now_of(text), math.huge, 0, {}, {}
   local function is_due(key, unit)
     local first = call('ZRANGE', key, 0, 0, 'WITHSCORES')[2]
@@ -112,6 +113,7 @@ do
       if lengths[i] > 0 or #arrived[i] > 0 then counter(p .. 'n') end
     end
     is_due('$DELAYED', 1000)
+    counter(fence)
     revoked = call('ZCARD', 'mpy:revoked')
     return true
   end
@@ -145,6 +147,7 @@ do
       end
     end
     pass_on(queues, #given >= limit or claimed >= $BYTES, due, to_wake)
-    return {1, due, revoked, to_wake, cmsgpack.pack(found), 1, {}, given}
+    local first = #given > 0 and fences(fence, #given, now) or 0
+    return {1, due, revoked, to_wake, cmsgpack.pack(found), 1, {}, given, first}
   end
 end
