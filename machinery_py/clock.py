@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import functools
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 UTC = dt.timezone.utc
@@ -22,6 +23,15 @@ def micros(moment: dt.datetime) -> int:
 def moment_of(number: int) -> dt.datetime:
     """The moment of that many microseconds."""
     return _EPOCH + dt.timedelta(microseconds=number)
+
+
+#: Seconds since some moment. They go on while the machine is suspended, where the system has such a
+#: clock: with it a lease that a store gave is compared, since the store's clock goes on as well.
+boottime: Callable[[], float] = (
+    functools.partial(time.clock_gettime, time.CLOCK_BOOTTIME)
+    if hasattr(time, "CLOCK_BOOTTIME")
+    else time.monotonic
+)
 
 
 class Clock(Protocol):

@@ -8,7 +8,6 @@ import os
 import socket
 import textwrap
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from machinery_py.cli import health, logs, orphans, reload
 from machinery_py.cli.output import READY, clean, many, say, shown_url
 from machinery_py.cli.processes import STACKS, STOP_NOW, Orders, ParentLink, label_of
 from machinery_py.cli.watchdog import BROKEN, Watchdog, copy_of_stderr
+from machinery_py.clock import boottime
 from machinery_py.connections.streams import drop_unread
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable, ConfigError, MachineryError
 from machinery_py.texts import get_logger
@@ -79,7 +79,7 @@ def _work(args: argparse.Namespace, link: ParentLink) -> int:
 
     def is_ready() -> bool:
         # Where a store hangs, beats stay away without an error; they come each quarter of a lease.
-        return one.ready and time.monotonic() - one.beat_at <= one.app.config.lease
+        return one.ready and boottime() - one.beat_at <= one.app.config.lease
 
     def give_sign(line: str) -> bool:
         watchdog.check()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterable, Sequence
 
+from machinery_py.clock import boottime
 from machinery_py.connections.shared_calls import SharedCalls
 from machinery_py.errors import MachineryError
 from machinery_py.limits.base import Admission, Entrant, Limits, Rule, Slot, slots_of
@@ -46,7 +46,7 @@ class SlotKeeper(LeaseKeeper[Limits, tuple[Slot, ...]]):
                 waits for, or be called by it (a log handler, a signal's).
             on_lost: called in the keeper's thread when a slot of the run is lost.
         """
-        limits, length, asked_at = self._open_limits(), self._length(), time.monotonic()
+        limits, length, asked_at = self._open_limits(), self._length(), boottime()
         one = Entrant(scope=scope, who=who, token=token, rules=rules, ttl=length, again=again)
         if together and limits.asks_together:
             answer = self._asking(limits)(one)

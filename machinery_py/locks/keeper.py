@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
+from machinery_py.clock import boottime
 from machinery_py.errors import MachineryError
 from machinery_py.texts import get_logger
 from machinery_py.threads import LoopThread
@@ -31,7 +31,7 @@ class Lease(Generic[S, H]):
 
     Attributes:
         name: for the log.
-        ends: the monotonic second until which it surely is ours.
+        ends: the second of `boottime` until which it surely is ours.
         then: called when it has been given back; see `give_back_soon`.
     """
 
@@ -143,23 +143,23 @@ class LeaseKeeper(ABC, Generic[S, H]):
             loop.join(10.0)
 
     def _work(self) -> None:
-        due_at = time.monotonic() + self._length() / RENEWALS
+        due_at = boottime() + self._length() / RENEWALS
         while True:
             with self._changed:
                 if not self._leases and not self._over:
                     self._loop = None
                     return
-                while self._leases and not self._over and (left := due_at - time.monotonic()) > 0:
+                while self._leases and not self._over and (left := due_at - boottime()) > 0:
                     self._changed.wait(left)
-                leases = list(self._leases.values()) if time.monotonic() >= due_at else []
+                leases = list(self._leases.values()) if boottime() >= due_at else []
             self.flush()
             if leases:
-                due_at = time.monotonic() + self._length() / RENEWALS
+                due_at = boottime() + self._length() / RENEWALS
             for batch in self._batches(leases):
                 self._renew_batch(batch)
 
     def _renew_batch(self, batch: Sequence[Lease[S, H]]) -> None:
-        length, asked_at = self._length(), time.monotonic()
+        length, asked_at = self._length(), boottime()
         ours: Sequence[bool | None] = [None] * len(batch)
         try:
             ours = self._renew(batch, length)
@@ -170,7 +170,7 @@ class LeaseKeeper(ABC, Generic[S, H]):
         for lease, is_ours in zip(batch, ours, strict=True):
             if is_ours:
                 lease.ends = asked_at + length
-            elif is_ours is False or time.monotonic() >= lease.ends:
+            elif is_ours is False or boottime() >= lease.ends:
                 self._lose(lease)
 
     def _lose(self, lease: Lease[S, H]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from machinery_py.async_twins import twin
 from machinery_py.call_threads import in_thread, taking
+from machinery_py.clock import boottime
 from machinery_py.errors import LockLost, LockNotAcquired, MachineryError
 from machinery_py.locks.base import Lock, LockHolding
 from machinery_py.locks.keeper import Lease, LeaseKeeper
@@ -41,7 +42,7 @@ class LockKeeper(LeaseKeeper[Lock, LockHolding]):
         Args:
             on_lost: called in the keeper's thread when the lease is lost.
         """
-        lock, length, asked_at = self._open_lock(), self._length(), time.monotonic()
+        lock, length, asked_at = self._open_lock(), self._length(), boottime()
         held = lock.acquire(name, ttl=length)
         if held is None:
             return None
@@ -82,7 +83,7 @@ class NamedLock:
     @property
     def lost(self) -> bool:
         """Whether the lease ended too early: somebody else may hold the lock now."""
-        return self._held is not None and (self._held.lost or time.monotonic() >= self._held.ends)
+        return self._held is not None and (self._held.lost or boottime() >= self._held.ends)
 
     @property
     def fence(self) -> int:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 
 from machinery_py.app import Application
+from machinery_py.clock import boottime
 from machinery_py.config.config import OPTIONS
 from machinery_py.config.options import raise_all
 from machinery_py.connections import proc
@@ -33,6 +34,7 @@ from machinery_py.worker.executors import Executors
 from machinery_py.worker.frames import Setup
 from machinery_py.worker.go_groups import GoGroupPoller
 from machinery_py.worker.hooks import HandlerSetters
+from machinery_py.worker.lease import WorkerLease
 from machinery_py.worker.limit_watch import LimitWatch
 from machinery_py.worker.maintenance import Maintenance
 from machinery_py.worker.parts import CONSUMER, Part, RunningParts, added
@@ -92,7 +94,7 @@ class Engine(HandlerSetters):
         self.shutdown_timeout = (
             app.config.shutdown_timeout if shutdown_timeout is None else shutdown_timeout
         )
-        self.beat_at = -math.inf  # monotonic seconds; the last beat that the broker answered
+        self.beat_at = -math.inf  # seconds of `boottime`; the last beat that the broker answered
         self.on_failure: Callable[[], object] = lambda: None  # before it stops by a failure
         self.on_retire: Callable[[], object] = lambda: None  # before it stops by an order
         self.is_worn = False  # it has ended to be renewed
@@ -189,10 +191,12 @@ class Engine(HandlerSetters):
         self._settler = Settler(
             app, session, self._groups, reconnect=self._reconnect, name=self.name
         )
+        lease = WorkerLease(session, app.config.lease)
         self._executors = Executors(
             self._concurrency,
             session,
             name=self.name,
+            lease=lease,
             on_done=self._settler.put,
             on_mark=self._settler.mark,
             processes=self._processes,
@@ -206,6 +210,7 @@ class Engine(HandlerSetters):
             self._settler,
             order=self.order,
             reconnect=self._reconnect,
+            lease=lease,
             name=self.name,
             burst=self.burst,
             autoscaler=Autoscaler(*self.autoscale) if self.autoscale else None,
@@ -217,6 +222,7 @@ class Engine(HandlerSetters):
             self._executors,
             self._settler,
             self._groups,
+            lease=lease,
             name=self.name,
             on_beat=self._on_beat,
         )
@@ -373,7 +379,7 @@ class Engine(HandlerSetters):
     def _on_beat(self) -> None:
         if self._signs is not None:
             self._signs.give()
-        self.beat_at = time.monotonic()
+        self.beat_at = boottime()
         if self._is_online:  # the first event of a worker says that
             self._emit_heartbeat()
 

@@ -8,6 +8,7 @@ finish              follow_up                → the settlement; the first calle
 from __future__ import annotations
 
 import datetime as dt
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -114,6 +115,7 @@ class Execution:
     error_is_handled: bool = False  # by the error handler, in place of the log
     error: Exception | None = None
     received_at: float = 0.0  # monotonic second
+    claimed_at: float = math.inf  # when the claim was asked for, by the clock of WorkerLease
     started_at: dt.datetime | None = None
     call_started: float = 0.0  # performance counter; 0: not begun
     runtime: float = 0.0  # seconds

@@ -23,6 +23,7 @@ from machinery_py.texts import get_logger
 from machinery_py.worker.event_loop import EventLoopThread
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.interrupts import interrupt, is_boundary
+from machinery_py.worker.lease import WorkerLease
 from machinery_py.worker.processes import ProcessPool
 from machinery_py.worker.runner import Report, run, run_async, run_elsewhere
 from machinery_py.worker.timer import Timer, TimerEntry
@@ -56,6 +57,7 @@ class Executors:
         session: Session,
         *,
         name: str,
+        lease: WorkerLease,
         on_done: Report,
         on_mark: Callable[[Sequence[Execution]], None],
         processes: ProcessPool | None = None,
@@ -63,6 +65,7 @@ class Executors:
     ) -> None:
         self.concurrency = concurrency
         self._consumer = session.consumer
+        self._lease = lease
         self._name = name
         self._on_done = on_done
         self._on_mark = on_mark
@@ -197,7 +200,8 @@ class Executors:
         self._slots.get()
         execution.thread_id = threading.get_ident()
         for one in execution.calls or (execution,):
-            if self._consumer.is_lost(one.delivery) and one.hand_back():
+            is_ours = self._lease.holds(one.claimed_at)
+            if (not is_ours or self._consumer.is_lost(one.delivery)) and one.hand_back():
                 self._on_done(one)  # its new owner runs it
         if not execution.begin():  # handed back while it waited
             self._give_slot()

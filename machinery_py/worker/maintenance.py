@@ -15,6 +15,7 @@ from machinery_py.worker.chords import settle_ready_groups
 from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.go_groups import GoGroupPoller
+from machinery_py.worker.lease import WorkerLease
 from machinery_py.worker.receiver import Receiver
 from machinery_py.worker.settler import Settler
 from machinery_py.worker.timer import Timer
@@ -44,6 +45,7 @@ class Maintenance:
         settler: Settler,
         groups: GoGroupPoller,
         *,
+        lease: WorkerLease,
         name: str,
         on_beat: Callable[[], None],
     ) -> None:
@@ -53,6 +55,8 @@ class Maintenance:
         self._executors = executors
         self._settler = settler
         self._groups = groups
+        self._lease = lease
+        lease.on_lost = self._lost
         self._on_beat = on_beat
         self.beat_every = app.config.lease / 4
         self.timer = Timer(f"{name}-maintenance", on_error=_told)
@@ -63,16 +67,18 @@ class Maintenance:
 
     def _beat(self) -> None:
         try:
-            if not self._session.beat():
-                logger.warning(
-                    "this worker has lost its lease (it gave no sign of life for that long: was it "
-                    "stopped?): what it ran belongs to others now"
-                )
-                self._receiver.hand_back()  # its new owner runs it
-                for execution in self._executors.running():
-                    self._executors.cancel(execution)
+            self._lease.beat()
         finally:
             self._on_beat()  # alive, whatever the store says
+
+    def _lost(self) -> None:
+        logger.warning(
+            "this worker has lost its lease (it gave no sign of life for that long: was it "
+            "stopped?): what it ran belongs to others now"
+        )
+        self._receiver.hand_back()  # its new owner runs it
+        for execution in self._executors.running():
+            self._executors.cancel(execution)
 
     def _tend(self) -> None:
         pause = AFTER_FAILURE

@@ -32,6 +32,7 @@ from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.hooks import WorkerHooks
 from machinery_py.worker.intake import accept, peek
+from machinery_py.worker.lease import WorkerLease
 from machinery_py.worker.reconnect import Reconnect
 from machinery_py.worker.runner import set_guard
 from machinery_py.worker.settler import Settler
@@ -110,6 +111,7 @@ class Receiver:
         *,
         order: QueueOrder,
         reconnect: Reconnect,
+        lease: WorkerLease,
         name: str,
         burst: bool = False,
         autoscaler: Autoscaler | None = None,
@@ -117,6 +119,7 @@ class Receiver:
         self._app = app
         self._hooks = hooks
         self._session = session
+        self._lease = lease
         self._executors = executors
         self._settler = settler
         self.order = order
@@ -288,10 +291,11 @@ class Receiver:
                 timeout = self._patience() if self.connected else 0.0
                 order = self.order.draw(self._random) if self.order.weights else ()
                 consumer.is_timed = has_log or TaskReceived in self._app.events.wanted
+                asked_at = self._lease.now()
                 deliveries = self._session.receive(free, timeout, order)
                 if self._autoscaler is not None:
                     self._autoscaler.claimed(time.monotonic(), is_full=len(deliveries) >= free)
-                self._accept_all(deliveries)
+                self._accept_all(deliveries, asked_at)
                 if not self._reconnect.is_there:
                     self._reconnect.succeeded()
                 self.connected, self.received_at = True, time.monotonic()
@@ -353,7 +357,7 @@ class Receiver:
                 patience = 0.05 if not self._held else 0.25
                 self._room.wait(min(patience, self._batch_is_due_in()))
 
-    def _accept_all(self, deliveries: list[Delivery]) -> None:
+    def _accept_all(self, deliveries: list[Delivery], asked_at: float) -> None:
         if not deliveries:
             if not self._held and self.idle_since is None:
                 self.idle_since = time.monotonic()
@@ -370,7 +374,7 @@ class Receiver:
         ]
         now = time.monotonic()
         for execution in executions:
-            execution.received_at = now
+            execution.received_at, execution.claimed_at = now, asked_at
             self._held[id(execution)] = execution
         revoked = self._revoked(executions)
         if TaskStarted in self._app.events.wanted:

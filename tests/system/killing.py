@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 from machinery_py import Server, current_task
@@ -32,6 +33,14 @@ def work(number: int) -> int:
 def deadly() -> None:
     note("deadly")
     os.kill(os.getpid(), 9)
+
+
+@server.task
+def halt() -> None:
+    """Stop the whole process, as SIGSTOP from outside would; not so when it is run again."""
+    note("halt")
+    if not current_task().is_redelivery:
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 @server.task

