@@ -216,7 +216,9 @@ class RedisConsumer(Consumer):
                 link.close()
             self._link = None
             self._driver.fail(error, doing=scripts.CLAIM.doing, away=BrokerUnavailable)
-        alive, due_in, revoked, to_wake, rows, blocking_queue, problems, bodies, fence, *left = reply
+        alive, due_in, revoked, to_wake, rows, blocking_queue, problems, bodies, fence, *left = (
+            reply
+        )
         if problems:
             log_spoilt(problems, doing=scripts.CLAIM.doing)
         self._blocking_queue = keys[blocking_queue - 1] if blocking_queue else None
