@@ -26,7 +26,6 @@ from machinery_py.wire.signatures import decode_signature
 
 UNLIMITED = 2**31 - 1
 PURGE_STEP = 200  # messages of one step of `Broker.purge_each`, at most
-PURGE_BYTES = 4_000_000  # bytes that such a step is kept to, as far as sizes are known before
 
 
 class BrokerFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):

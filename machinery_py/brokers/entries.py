@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from machinery_py.bounds import STEP_BYTES
 from machinery_py.brokers.base import (
-    PURGE_BYTES,
     PURGE_STEP,
     WAITING,
     Consumer,
@@ -56,7 +56,7 @@ def in_steps(sized: Iterable[tuple[Id, int]]) -> Iterator[list[Id]]:
     """
     some, weight = list[Id](), 0
     for id, size in sized:
-        if some and (len(some) == PURGE_STEP or weight + size > PURGE_BYTES):
+        if some and (len(some) == PURGE_STEP or weight + size > STEP_BYTES):
             yield some
             some, weight = [], 0
         some.append(id)

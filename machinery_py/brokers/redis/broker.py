@@ -8,7 +8,6 @@ Limits: one server; in a cluster it is the broker of one queue (cluster.py).
 
 from __future__ import annotations
 
-import itertools
 import time
 import weakref
 from collections import Counter
@@ -19,7 +18,6 @@ import msgspec
 
 from machinery_py.bounds import STEP_BYTES, pieces
 from machinery_py.brokers.base import (
-    PURGE_BYTES,
     PURGE_STEP,
     Broker,
     BrokerFeatures,
@@ -328,16 +326,15 @@ class RedisBroker(Broker):
             before(found)
             yield self._without(keys, found)
             weight = max(1, sum(len(one.body) for one in found))
-            size = max(1, min(PURGE_STEP, len(found) * PURGE_BYTES // weight))
+            size = max(1, min(PURGE_STEP, len(found) * STEP_BYTES // weight))
         yield from self._purge_delayed(keys, before)
 
     def _purge_delayed(
         self, keys: tuple[str, str], before: Callable[[Sequence[Message]], object]
     ) -> Iterator[Sequence[Message]]:
         parked = f"{keys[1]}z".encode()
-        members = self._ask(b"ZRANGE", parked, b"0", b"-1", b"WITHSCORES", doing="purging a queue")
         found: list[tuple[Message, bytes, bool]] = []
-        for member, due in zip(members[::2], members[1::2], strict=True):
+        for member, due in self._sorted_set(parked):
             found.append((message_parked(member, keys[0], int(float(due))), member, True))
         for member in self._late_for(keys[0]):
             found.append((message_of_go(member, 0), member, False))
@@ -351,14 +348,23 @@ class RedisBroker(Broker):
 
     def _late_for(self, queue: str) -> list[bytes]:
         """Return the members of Go's delayed set that are for this queue."""
-        key, found = self.driver.limits.delayed_key.encode(), list[bytes]()
-        for start in itertools.count(0, COUNT):
-            place = b"%d" % start, b"%d" % (start + COUNT - 1)
-            members = self._ask(b"ZREVRANGE", key, *place, doing="purging a queue")
-            found += bodies_for(queue, members)
-            if len(members) < COUNT:
-                break
-        return found
+        key = self.driver.limits.delayed_key.encode()
+        return bodies_for(queue, (member for member, _ in self._sorted_set(key)))
+
+    def _sorted_set(self, key: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Yield members and scores of a sorted set in steps, the last first.
+
+        One that comes meanwhile may be left out; one that goes may hide another.
+        """
+        start, size = 0, FIRST_STEP
+        while True:
+            place = b"%d" % start, b"%d" % (start + size - 1), b"WITHSCORES"
+            found = self._ask(b"ZREVRANGE", key, *place, doing="purging a queue")
+            yield from zip(found[::2], found[1::2], strict=True)
+            count, weight = len(found) // 2, sum(map(len, found))
+            if count < size:
+                return
+            start, size = start + count, max(1, min(COUNT, count * STEP_BYTES // weight))
 
     def _without(self, keys: tuple[str, str], messages: Sequence[Message]) -> list[Message]:
         """Delete these messages, which were the first of a queue; return those that were there."""
