@@ -195,14 +195,8 @@ class RedisConsumer(Consumer):
         try:
             link = self._open_link()
             client, is_apart = self._blocked_client(link)
-            lost = [number for number, _ in self._lost]
-            blocks = (client, will_sleep or bool(sleep), self._noted, is_apart, self._is_timed())
-            values: list[object] = [self._driver.now(), session, keys, limit, claim, lost, *blocks]
-            values.append(self._fences_key())
-            if lost:
-                before, since = self._before, self._since
-                values.append([(before.get(one, 0), since.get(one, ())) for one in queues])
-            argument = pack(values)
+            blocks = (client, will_sleep or bool(sleep), self._noted, is_apart)
+            argument = self._claim_argument(queues, keys, limit, claim, blocks)
             looks = self._looks(client, keys) if sleep else []
             self._noted = True  # until the reply says that it is not
             reply = self._ask(link, argument, sleep, move_of, looks)
@@ -216,9 +210,8 @@ class RedisConsumer(Consumer):
                 link.close()
             self._link = None
             self._driver.fail(error, doing=scripts.CLAIM.doing, away=BrokerUnavailable)
-        alive, due_in, revoked, to_wake, rows, blocking_queue, problems, bodies, fence, *left = (
-            reply
-        )
+        alive, due_in, revoked, to_wake, rows, blocking_queue, problems, *claimed = reply
+        bodies, fence, *left = claimed
         if problems:
             log_spoilt(problems, doing=scripts.CLAIM.doing)
         self._blocking_queue = keys[blocking_queue - 1] if blocking_queue else None
@@ -242,6 +235,22 @@ class RedisConsumer(Consumer):
             due_in = 10_000  # what is due still cannot be moved now, or another mover is at it
         self._due_at = math.inf if due_in < 0 else now + due_in / 1e6
         return deliveries, self._block if due_in < 0 else due_in / 1e6
+
+    def _claim_argument(
+        self,
+        queues: Sequence[str],
+        keys: Sequence[tuple[str, str]],
+        limit: int,
+        claim: int,
+        blocks: Sequence[object],
+    ) -> bytes:
+        lost = [number for number, _ in self._lost]
+        values = [self._driver.now(), self.session, keys, limit, claim, lost, *blocks]
+        values += [self._is_timed(), self._fences_key()]
+        if lost:
+            before, since = self._before, self._since
+            values.append([(before.get(one, 0), since.get(one, ())) for one in queues])
+        return pack(values)
 
     def _moved(self, count: int, deliveries: Sequence[Delivery]) -> int:
         """End the move of so many in front of the last claim; return how many were moved."""
