@@ -456,5 +456,8 @@ class AMQPBackend(TransactionalBackend):
     def _which_finished(self, uuids: Sequence[str]) -> list[str]:
         return [uuid for uuid, state in self.get_states(uuids).items() if state.is_finished]
 
+    def is_entered(self) -> bool:
+        return self._transactions.is_entered() or self._revocations.is_entered()
+
     def close(self) -> None:
         self._transactions.close()

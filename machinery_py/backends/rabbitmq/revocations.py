@@ -36,7 +36,7 @@ class Revocations:
 
     def __init__(self, transactions: QueueTransactions) -> None:
         self._transactions = transactions
-        self._lock = ForkLock()
+        self._lock = ForkLock(reentrant=True)
         self._names: dict[str, int] = {}  # → until when, in µs
         self._reader: QueueReader | None = None
         self._queue = ""
@@ -57,6 +57,10 @@ class Revocations:
 
     def _now(self) -> int:
         return micros(self._transactions.driver.clock.now())
+
+    def is_entered(self) -> bool:
+        """Return whether this thread is reading."""
+        return self._lock.is_mine()
 
     def among(self, uuids: Sequence[str]) -> set[str]:
         """Return those of these tasks that are revoked."""

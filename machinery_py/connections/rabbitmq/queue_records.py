@@ -328,7 +328,7 @@ class QueueTransactions:
         """`declare` is called for each new connection, with a channel that is closed then."""
         self.driver = driver
         self._declare = declare
-        self._lock = ForkLock()
+        self._lock = ForkLock(reentrant=True)
         self._link: AmqpConnection | None = None
         self._free: deque[QueueTransaction] = deque()
         self._pid = os.getpid()
@@ -388,6 +388,10 @@ class QueueTransactions:
             if free.is_open:
                 free.reset()
                 return free
+
+    def is_entered(self) -> bool:
+        """Return whether this thread is opening or closing the connection."""
+        return self._lock.is_mine()
 
     def link(self) -> AmqpConnection:
         """Return the connection, with all that transactions need declared on its server.
