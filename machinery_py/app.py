@@ -552,9 +552,12 @@ class Application:
 
     def now(self) -> dt.datetime:
         """Return the moment by the store's clock, as it was last measured."""
-        if self._stores is None and self._lock.is_mine():
-            return self.clock.now()  # called on top of what opens the stores
-        return self.stores.clock.now()
+        stores = self._stores
+        if stores is None:
+            if self._lock.is_mine():
+                return self.clock.now()  # called on top of what opens the stores
+            stores = self.stores
+        return stores.clock.now()
 
     def moment(self) -> dt.datetime:
         """Return the moment from which a delay is counted; asks the store's clock at first."""

@@ -88,7 +88,10 @@ class Settlement(DeliveryEnd, frozen=True, kw_only=True, gc=False):
 
 def carried_by(settlement: Settlement) -> int:
     """Return about how many bytes a settlement carries."""
-    return carried_beside(settlement) + sum(map(size_of_state, settlement.states))
+    size = carried_beside(settlement)
+    for state in settlement.states:
+        size += size_of_state(state)
+    return size
 
 
 def carried_beside(settlement: Settlement) -> int:

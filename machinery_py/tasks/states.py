@@ -161,7 +161,8 @@ def size_of_state(state: TaskState) -> int:
     """Return about how many bytes a state takes, without encoding it."""
     size = len(state.error) + len(state.traceback) + len(state.message) + len(state.notes_json)
     for result in state.results:
-        size += size_of(result.value)
+        value = result.value
+        size += 8 if isinstance(value, int | float | None) else size_of(value)
     return size
 
 

@@ -13,12 +13,15 @@ from machinery_py.config.config import Config
 from machinery_py.worker.execution import Execution
 
 TASKS = 1_000
-MOST = (
-    64  # Python calls for a task, 60 when this was written; look at benchmarks before you raise it
-)
+# Python calls for a task: 60 when this was written, and 70 since the lease, the bytes and the guard
+# of a call are looked at; look at benchmarks before you raise it.
+MOST = 74
 
 PACKAGE = str(Path(machinery_py.__file__).parent)
-STORE = tuple(f"{PACKAGE}/{folder}/" for folder in ("brokers", "backends", "connections"))
+STORE = (
+    *(f"{PACKAGE}/{folder}/" for folder in ("brokers", "backends", "connections")),
+    f"{PACKAGE}/fences.py",
+)
 
 
 def test_plain_task_makes_few_python_calls() -> None:
