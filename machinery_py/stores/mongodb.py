@@ -155,6 +155,7 @@ class MongoStore(DriverUser, Store):
         uuids = (state.task_uuid for state in submission.states)
         for error in self.states.tasks.refusals(uuids).values():
             raise error
+        self.messages.check_sizes(submission.messages)
         if submission.token:
             self.messages.once(
                 submission.token,

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from machinery_py import Context, Server, Signature, TaskFailed, current_task
+from machinery_py import Context, Ignore, Server, Signature, TaskFailed, current_task
 from machinery_py.errors import MachineryError, RetryTaskLater, TimeLimitExceeded
 from machinery_py.tasks.signature import HEADER_EXPIRES, Arg
 from machinery_py.testing.harness import Harness
@@ -65,6 +65,10 @@ def _later() -> None:
     raise RetryTaskLater("later", delay=LONG)
 
 
+def _ignore() -> None:
+    raise Ignore("of no use")
+
+
 def _hang() -> None:
     while True:
         time.sleep(0.005)
@@ -91,7 +95,10 @@ ROWS: dict[str, Callable[[Server], object]] = {
         _raise
     ).send(),
     "raises, and no try is left": lambda server: server.task("t")(_raise).send(),
-    "raises `RetryTaskLater`": lambda server: server.task("t")(_later).send(),
+    "raises `RetryTaskLater`, or `Reject(requeue=True)`": lambda server: server.task("t")(
+        _later
+    ).send(),
+    "raises `Reject`, or `Ignore`": lambda server: server.task("t")(_ignore).send(),
     "runs longer than its time limit": lambda server: server.task("t", time_limit=0.02)(
         _hang
     ).send(),

@@ -38,7 +38,7 @@ from tests.worker.pooled import server
 app = app_in_a_folder
 
 ASKED = "the retry that it asked for: "
-REFUSED_LATER = {"surrogate": ASKED, "reserved": ASKED, "misfit": ASKED}
+REFUSED_LATER = {"surrogate": ASKED, "reserved": ASKED, "misfit": ASKED, "no-text": ASKED}
 
 
 @pytest.fixture

@@ -53,9 +53,16 @@ from machinery_py.connections.mongodb.client import (
     step,
 )
 from machinery_py.connections.session_files import host_folder, ran, remove
-from machinery_py.errors import BrokerUnavailable, MachineryError, PublishRefused, PublishUnknown
+from machinery_py.errors import (
+    BrokerUnavailable,
+    MachineryError,
+    PublishRefused,
+    PublishUnknown,
+    for_good,
+)
 from machinery_py.texts import printable
 
+LARGEST = 16 * 2**20 - 4096  # bytes of a message's body: a document has 16 MB
 LEASE = 10.0  # seconds without a heartbeat until a consumer is given up
 TOKEN_LIFE = 600 * 1_000_000  # µs; longer than anybody repeats a submission
 SWEEP = 60.0  # seconds between two looks for old tokens
@@ -104,7 +111,19 @@ class MongoBroker(DriverUser, Broker):
         if not token:
             self.store([("", messages)], again=False)
             return True
+        self.check_sizes(messages)
         return self.once(token, MESSAGES, _pack(messages), lambda: self.store([(token, messages)]))
+
+    def check_sizes(self, messages: Sequence[Message]) -> None:
+        """Refuse a message that no document can hold, before anything is accepted."""
+        for one in messages:
+            if len(one.body) > LARGEST:
+                raise for_good(
+                    PublishRefused(
+                        f"task {one.uuid} ({one.name}): its message has {len(one.body):,} bytes: "
+                        "a document would be greater than MongoDB allows (16 MB)"
+                    )
+                )
 
     @step("looking for a submission")
     def was_put(self, store: Store, token: str) -> bool:
@@ -438,7 +457,7 @@ class MongoBroker(DriverUser, Broker):
     @step("purging a queue")
     def _queued(self, store: Store, ids: Sequence[str]) -> list[Message]:
         query = {"_id": {"$in": ids}, "status": {"$in": _PURGED}}
-        return [message_of(one) for one in store.machinery_messages.find(query)]
+        return [message_of(one) for one in store.machinery_messages.find(query).sort("order")]
 
     @step("purging a queue", again=False)
     def _delete_queued(self, store: Store, ids: Sequence[str]) -> list[Message]:

@@ -318,7 +318,8 @@ def test_failed_sweep_is_tried_again_a_minute_later(proxy: Proxy, mongodb_url: s
     clock = ManualClock()
     driver = MongoDriver(proxy.through(mongodb_url), clock=clock)
     backend = MongoBackend(driver)
-    backend.revoke(["a"], life=0.0)
+    backend.revoke(["a"], life=0.5)
+    clock.advance(1.0)
 
     proxy.answer_next(private_mongo.refusal(50), matching=b"\x02delete\x00")
     with pytest.raises(BackendUnavailable):
