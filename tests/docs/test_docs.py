@@ -12,9 +12,12 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
+from ipaddress import IPv4Address
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -426,6 +429,9 @@ def test_value_is_encoded_as_in_the_table(expression: str, type_name: str, wire:
         "dt": dt,
         "Decimal": Decimal,
         "UUID": UUID,
+        "IPv4Address": IPv4Address,
+        "Path": Path,
+        "deque": deque,
     }
     value = eval(compile(ast.parse(expression, mode="eval"), "types.md", "eval"), names)
 
