@@ -422,6 +422,7 @@ class KillingStores:
     def __init__(self, stores: Any) -> None:
         self._stores = stores
         self.store = KillingStore(stores.store)
+        self.clock = stores.clock
         self.lock = None
 
     def close(self) -> None:

@@ -142,6 +142,7 @@ class FlowStores:
     def __init__(self, stores: Any) -> None:
         self._stores = stores
         self.store = FlowStore(stores.store)
+        self.clock = stores.clock
         self.limits = stores.limits
         enter_all = self.limits.enter_all
 
