@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from machinery_py.clock import SYSTEM_CLOCK, Clock, micros, moment_of
+from machinery_py.clock import SYSTEM_CLOCK, Clock, micros
 from machinery_py.connections.server_clock import ServerClock
 from machinery_py.connections.sqlite import wakeup
 from machinery_py.connections.sqlite.errors import (
@@ -113,8 +113,12 @@ class SQLiteDriver:
         return wakeup.Notifier(self.wakeup_folder, kind)
 
     def is_entered(self) -> bool:
-        """Return whether this thread is in a transaction, or about to begin one."""
-        return self._handles.lock._is_owned()  # type: ignore[attr-defined,no-any-return]
+        """Return whether this thread is in a transaction, or about to begin one.
+
+        A child is not: the lock that its parent's thread took for the fork is copied as it was.
+        """
+        handles = self._handles
+        return handles.pid == os.getpid() and handles.lock._is_owned()  # type: ignore[attr-defined]
 
     def check(self) -> None:
         """Make sure that the file is still the one that was opened.
@@ -370,10 +374,5 @@ class Reading:
 
 
 def _machines_moment() -> dt.datetime:
-    """Return the moment by SQLite's own clock: processes whose clocks were shifted agree on it."""
-    connection = sqlite3.connect(":memory:")
-    try:
-        (days,) = connection.execute("SELECT julianday('now') - 2440587.5").fetchone()
-        return moment_of(round(days * 86400e6))
-    finally:
-        connection.close()
+    """Return the moment by the machine: processes whose SystemClock was shifted agree on it."""
+    return dt.datetime.fromtimestamp(time.time(), dt.UTC)
