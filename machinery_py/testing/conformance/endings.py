@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from machinery_py import (
     Ignore,
     Reject,
+    Replace,
     Retry,
     RetryTaskLater,
     State,
@@ -320,6 +322,58 @@ class LossConformance(QueueConformance):
         with idle.running():
             assert queued.get(timeout=HANG) == "later"
         assert idle.calls == [("hold", "gate"), ("hold", "later")]
+
+    @pytest.mark.parametrize("seed", range(2))
+    def test_fence_grows_whatever_becomes_of_a_task(self, idle: App, seed: int) -> None:
+        """Through retries, returns, dead letters, replacements and crashes, in any order."""
+        fences: list[int] = []
+        steps: list[str] = []
+
+        @idle.server.task(retries=100, backoff=[0.0], dont_retry_on=LookupError)
+        def live() -> None:
+            fences.append(current_task().fence)
+            match steps.pop() if steps else "end":
+                case "postpone":
+                    raise RetryTaskLater("in a moment", 0.0)
+                case "retry":
+                    raise ValueError
+                case "return":
+                    raise Reject(requeue=True)
+                case "reject":
+                    raise Reject
+                case "replace":
+                    raise Replace(live.signature())
+                case "fail":
+                    raise LookupError
+
+        inspect = idle.server.inspect
+        result = live.send()
+        chance = random.Random(seed)
+        for returned in (["return"], []):
+            give_back(idle, State.STARTED)
+            before, count = len(fences), 6 + len(returned)
+            steps[:] = [*returned, "postpone", "retry", "reject", "replace", "fail"]
+            chance.shuffle(steps)
+            steps.insert(0, "fail")  # the last one, which leaves the task to the next round
+            with idle.running(concurrency=1):
+                while steps:
+                    idle.wait_for_state(result.uuid, State.FAILURE)
+                    if not steps:
+                        break
+                    if result.get_state().error_type == "Rejected":
+                        wait_until(inspect.dead, what="a dead letter")
+                        inspect.replay_dead([inspect.dead()[0].id])
+                    else:
+                        inspect.retry([result.uuid])
+                idle.wait_for_state(result.uuid, State.FAILURE)
+                idle.wait_until_idle()
+            assert len(fences) == before + count
+            assert inspect.retry([result.uuid]) == [result.uuid]
+
+        with idle.running():
+            result.get(timeout=HANG)
+        assert fences == sorted(set(fences))
+        assert len(fences) == 14
 
     def test_lost_run_is_a_dead_letter_if_wanted(self, idle: App) -> None:
         hold = waiting(idle, ack="early", on_failure="dead_letter")
