@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime as dt
 import functools
+import math
+import numbers
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -11,7 +13,52 @@ from typing import Protocol
 UTC = dt.timezone.utc
 # Seconds; nothing waits longer, whatever a message says. Go's clock ends in 2262.
 LONGEST = 100 * 365 * 86400.0
+ABOVE_ZERO = math.ulp(0.0)  # `least` of `seconds_of` for a length that must not be 0
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=UTC)
+
+#: A length of time, as public calls take it: seconds, or a timedelta. Inside it is a float.
+Seconds = float | dt.timedelta
+
+
+def seconds_of(what: str, length: Seconds, *, least: float = 0.0, most: float = math.inf) -> float:
+    """Return a length in seconds.
+
+    Args:
+        what: the parameter, for the error.
+
+    Raises:
+        TypeError: it is neither a number nor a timedelta; True and "5" are not.
+        ValueError: it is NaN, or not in these bounds.
+    """
+    number = length.total_seconds() if isinstance(length, dt.timedelta) else length
+    if not isinstance(number, (float, numbers.Real)) or isinstance(number, bool):
+        raise TypeError(f"{what}: found {length!r} (expected seconds as a number, or a timedelta)")
+    if not least <= number <= most:
+        raise ValueError(
+            f"{what}: found {length!r} (expected seconds or a timedelta{_bounds(least, most)})"
+        )
+    try:
+        return float(number)
+    except OverflowError:  # an int that no float can be
+        return math.inf if number > 0 else -math.inf
+
+
+def timeout_of(timeout: Seconds | None) -> float | None:
+    """Return the seconds that a call waits. A negative timeout is over, as 0 is; None: no end.
+
+    Raises:
+        TypeError, ValueError: as `seconds_of`.
+    """
+    if timeout is None:
+        return None
+    return max(0.0, seconds_of("timeout", timeout, least=-math.inf))
+
+
+def _bounds(least: float, most: float) -> str:
+    text = ", more than 0" if least == ABOVE_ZERO else ""
+    if ABOVE_ZERO != least > -math.inf:
+        text = f", {least:g} or more"
+    return text + (f", at most {most:,.12g} s" if most < math.inf else "")
 
 
 def micros(moment: dt.datetime) -> int:

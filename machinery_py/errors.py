@@ -44,10 +44,11 @@ is longer than texts.MAX_ERROR. Each error can be pickled, with its attributes.
 from __future__ import annotations
 
 import datetime as dt
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from machinery_py.clock import LONGEST
+from machinery_py.clock import LONGEST, Seconds, seconds_of
 from machinery_py.texts import MAX_ERROR, cut
 
 E = TypeVar("E", bound="MachineryError")
@@ -343,11 +344,9 @@ class RetryTaskLater(MachineryError):
 
     limit: int | None = None
 
-    def __init__(
-        self, message: str, delay: float | dt.timedelta, *, limit: int | None = None
-    ) -> None:
+    def __init__(self, message: str, delay: Seconds, *, limit: int | None = None) -> None:
         self.message = message
-        self.delay = _seconds("delay of RetryTaskLater", delay)
+        self.delay = _pause("delay of RetryTaskLater", delay)
         self.limit = _number("limit of RetryTaskLater", limit)
         super().__init__(f"{message} (to be retried in {self.delay:g} s)")
 
@@ -375,7 +374,7 @@ class Retry(MachineryError):
         self,
         message: str = "the task asked for a retry",
         *,
-        delay: float | dt.timedelta | None = None,
+        delay: Seconds | None = None,
         eta: dt.datetime | None = None,
         queue: str = "",
         args: Sequence[Any] | None = None,
@@ -387,7 +386,7 @@ class Retry(MachineryError):
         if eta is not None and eta.utcoffset() is None:
             raise ValueError(f"Retry: eta {eta!r} has no time zone")
         self.message = message
-        self.delay = None if delay is None else _seconds("delay of Retry", delay)
+        self.delay = None if delay is None else _pause("delay of Retry", delay)
         self.eta = None if eta is None else _in_utc("eta of Retry", eta)
         self.queue = queue
         self.args_of_task = None if args is None else tuple(args)
@@ -411,11 +410,8 @@ class Replace(MachineryError):
         super().__init__(f"replaced by {workflow!r}")
 
 
-def _seconds(what: str, length: float | dt.timedelta) -> float:
-    seconds = length.total_seconds() if isinstance(length, dt.timedelta) else float(length)
-    if seconds != seconds:
-        raise ValueError(f"{what}: {length} (expected seconds or a timedelta)")
-    return min(LONGEST, max(0.0, seconds))
+def _pause(what: str, delay: Seconds) -> float:
+    return min(LONGEST, max(0.0, seconds_of(what, delay, least=-math.inf)))
 
 
 def _in_utc(what: str, moment: dt.datetime) -> dt.datetime:

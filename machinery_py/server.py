@@ -13,7 +13,7 @@ from machinery_py.app import Application
 from machinery_py.async_twins import twin
 from machinery_py.backends.base import Backend
 from machinery_py.brokers.base import Broker
-from machinery_py.clock import SYSTEM_CLOCK, Clock
+from machinery_py.clock import SYSTEM_CLOCK, Clock, Seconds
 from machinery_py.config.config import Config, resolve
 from machinery_py.control.client import Control
 from machinery_py.dashboard.dashboard import Dashboard
@@ -354,13 +354,15 @@ class Server(TaskRegistrar):
 
     revoke_async = twin(revoke)
 
-    def lock(self, name: str, *, timeout: float | None = None, blocking: bool = True) -> NamedLock:
+    def lock(
+        self, name: str, *, timeout: Seconds | None = None, blocking: bool = True
+    ) -> NamedLock:
         """Return a lock across processes: `with server.lock("feed-7"):`, or `async with`.
 
         It is free `lease` seconds after its holder was killed.
 
         Args:
-            timeout: seconds to wait at most; then LockNotAcquired.
+            timeout: seconds (or a timedelta) to wait at most; then LockNotAcquired.
             blocking: False: do not wait at all.
         """
         return NamedLock(self.app.locks, name, timeout=timeout, blocking=blocking)
@@ -371,7 +373,7 @@ class Server(TaskRegistrar):
         rate: str = "",
         *,
         key: str = "",
-        timeout: float | None = None,
+        timeout: Seconds | None = None,
         **limits: Unpack[LimiterOptions],
     ) -> Limiter:
         """Return a limit across processes: `with server.limiter("smtp", "20/s"):`."""
@@ -455,7 +457,7 @@ class Server(TaskRegistrar):
         *,
         queues: Queues = (),
         burst: bool = False,
-        shutdown_timeout: float | None = None,
+        shutdown_timeout: Seconds | None = None,
         scheduler: bool = True,
         pool: str = "",
         max_tasks_per_child: int = 0,
@@ -470,7 +472,7 @@ class Server(TaskRegistrar):
             queues: names in strict order, or a mapping of names to weights; by default those of
                 the configuration.
             burst: end when there is nothing left to do.
-            shutdown_timeout: seconds that running tasks get at the end.
+            shutdown_timeout: seconds (or a timedelta) that running tasks get at the end.
             scheduler: whether it sends what is due by a schedule; a burst worker never does.
             pool: "thread" or "process", for tasks that do not say; by default the setting `pool`.
             max_tasks_per_child: runs after which a task process is renewed; 0: any number. After

@@ -62,7 +62,7 @@ class LoopThread:
         """Wait for its end. False: it goes on. From inside the thread, or before `start`: True."""
         if self._thread.ident is None or self._thread is threading.current_thread():
             return True
-        self._thread.join(timeout)
+        self._thread.join(min(timeout, threading.TIMEOUT_MAX))
         return not self._thread.is_alive()
 
     def _run(self) -> None:

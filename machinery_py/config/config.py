@@ -26,7 +26,10 @@ from machinery_py.config.files import FilePath, kind_of
 from machinery_py.config.options import (
     MOMENT,
     SHORTEST_STALL,
+    Length,
     Section,
+    WholeLength,
+    length_option,
     one_of,
     option,
     options_of,
@@ -102,17 +105,21 @@ class Config(Section):
     fair_queues: Mapping[str, str] = option(
         {}, "queues in which the values of an argument (or header) take turns", check=fair_problem
     )
-    results_expire_in: int = option(
+    results_expire_in: WholeLength = length_option(
         3600, "life of states and results; 0 = 3600", "s", empty_is_default=True
     )
     no_unix_signals: bool = option(False, "workers leave SIGINT and SIGTERM to the program")
 
-    publish_timeout: float = option(5.0, "longest wait until a task is stored", "s", low=MOMENT)
-    shutdown_timeout: float = option(30.0, "how long a stopping worker lets tasks run on", "s")
-    lease: float = option(
+    publish_timeout: Length = length_option(
+        5.0, "longest wait until a task is stored", "s", low=MOMENT
+    )
+    shutdown_timeout: Length = length_option(
+        30.0, "how long a stopping worker lets tasks run on", "s"
+    )
+    lease: Length = length_option(
         10.0, "other workers run the tasks of one that was silent for this long", "s", low=MOMENT
     )
-    stall_timeout: float = option(
+    stall_timeout: Length = length_option(
         600.0,
         "a worker process that gives no sign of life for this long is killed, "
         "or loses its lease where nobody may kill it",
@@ -122,7 +129,7 @@ class Config(Section):
     max_strikes: int = option(
         3, "a task whose worker was lost this many times while it ran is dead-lettered", low=1
     )
-    unregistered_timeout: float = option(
+    unregistered_timeout: Length = length_option(
         3600.0, "a task that no worker knows is dead-lettered after this", "s"
     )
     max_message_size: int = option(

@@ -6,10 +6,11 @@ This module knows no setting; `config.py` and `sections.py` declare them.
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, cast, overload
 
 from machinery_py.config import urls
 from machinery_py.config.files import kind_of
@@ -22,6 +23,29 @@ CENTURY = 100 * 365 * 86400  # seconds; what is longer overflows the clocks of s
 MOMENT = 0.001  # seconds; the shortest length where none at all would make no sense
 SHORTEST_STALL = 5.0  # seconds; a worker process gives a sign of life each second, at the latest
 UNLIMITED = 2**63 - 1  # what Go and the stores keep in an integer
+
+
+N = TypeVar("N", int, float)
+
+if TYPE_CHECKING:
+
+    class _LengthField(Generic[N]):
+        """Field that is given as a number or a timedelta, and read as a number."""
+
+        @overload
+        def __get__(self, instance: None, owner: type) -> Self: ...
+        @overload
+        def __get__(self, instance: object, owner: type) -> N: ...
+        def __get__(self, instance: object, owner: type) -> Any: ...
+        def __set__(self, instance: object, value: N | dt.timedelta) -> None: ...
+
+    Length = _LengthField[float]
+    WholeLength = _LengthField[int]
+else:
+    Length, WholeLength = float, int
+_NUMBERS = {"Length": "float", "WholeLength": "int"}  # kinds of these fields
+
+_UNITS = {"s": dt.timedelta(seconds=1), "ms": dt.timedelta(milliseconds=1)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -49,7 +73,8 @@ class Option:
 
     def problem(self, value: object) -> str:
         """Return what is wrong with the value (found and expected); "" if nothing."""
-        high = CENTURY if self.unit in {"s", "ms"} else UNLIMITED
+        value = self._number(value)
+        high = CENTURY if self.unit in _UNITS else UNLIMITED
         limits = (
             f"{self.low:g} or more" if high == UNLIMITED else f"{self.low:g} to {high} {self.unit}"
         )
@@ -78,12 +103,20 @@ class Option:
         return text and f"{self.key}: {text}"
 
     def settled(self, value: object) -> object:
-        """Return a right value as it is kept: a length as float, Go's 0 as the default."""
+        """Return a right value as it is kept: a length as a number, Go's 0 as the default."""
+        value = self._number(value)
         if self.empty_is_default and not value:
             return self.default
         if self.kind == "float":
             return float(cast(float, value))
         return dict(cast(Mapping[str, object], value)) if isinstance(value, Mapping) else value
+
+    def _number(self, value: object) -> object:
+        """Return a timedelta as the number of units that it is; other values as they are."""
+        if not isinstance(value, dt.timedelta) or self.unit not in _UNITS:
+            return value
+        number = value / _UNITS[self.unit]
+        return int(number) if self.kind == "int" and number.is_integer() else number
 
 
 def _shown(value: object) -> str:
@@ -127,6 +160,11 @@ def option(
     if isinstance(default, dict):
         return cast(T, field(default_factory=dict[str, object], hash=False, metadata=facts))
     return field(default=default, metadata=facts)
+
+
+def length_option(default: float, meaning: str, unit: str, **limits: Any) -> Any:
+    """Declare a field of a Section that is a Length or a WholeLength; else as `option`."""
+    return option(default, meaning, unit, **limits)
 
 
 class _WrongCall(ConfigError, TypeError):
@@ -173,7 +211,8 @@ def options_of(section: type[Section]) -> Mapping[str, Option]:
         variable = each.metadata["variable"] or key.upper().replace(".", "_")
         default = each.default if each.default is not dataclasses.MISSING else {}
         facts = {**each.metadata, "variable": variable, "default": default}
-        found[each.name] = Option(key=key, kind=str(each.type), **facts)
+        kind = _NUMBERS.get(str(each.type), str(each.type))
+        found[each.name] = Option(key=key, kind=kind, **facts)
     return found
 
 

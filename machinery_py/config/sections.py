@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from machinery_py.config.options import Section, option
+from machinery_py.config.options import Length, Section, WholeLength, length_option, option
 
 #: Sections of Go's files that are refused, and the store that each is for.
 NOT_PORTED = {
@@ -26,29 +26,29 @@ class RedisConfig(Section):
 
     max_idle: int = option(64, "most unused connections that stay open (Go: 3)")
     max_active: int = option(0, "most connections; 0 = no limit")
-    max_idle_timeout: int = option(
+    max_idle_timeout: WholeLength = length_option(
         240,
         "an unused connection is closed after this; 0 = never",
         "s",
         variable="REDIS_IDLE_TIMEOUT",
     )
     wait: bool = option(False, "at `max_active` wait for a connection instead of failing")
-    read_timeout: float = option(
+    read_timeout: Length = length_option(
         15.0, "longest wait for a reply; 0 = `publish_timeout`, which is the longest anyway", "s"
     )
-    write_timeout: float = option(
+    write_timeout: Length = length_option(
         15.0, "longest wait until a command is sent; 0 and limit as with `read_timeout`", "s"
     )
-    connect_timeout: float = option(
+    connect_timeout: Length = length_option(
         15.0, "longest wait for a connection; 0 and limit as with `read_timeout`", "s"
     )
-    normal_tasks_poll_period: int = option(
+    normal_tasks_poll_period: WholeLength = length_option(
         1000,
         "longest pause between two polls of an empty queue; 0 = 1000",
         "ms",
         empty_is_default=True,
     )
-    delayed_tasks_poll_period: int = option(
+    delayed_tasks_poll_period: WholeLength = length_option(
         500,
         "Go's; not used here: a worker wakes when the next task is due",
         "ms",
@@ -86,7 +86,7 @@ class AMQPConfig(Section):
     prefetch_count: int = option(3, "Go's; not used here, see `prefetch`")
     auto_delete: bool = option(False, "Go's, for its delay queues; not used here")
     delayed_queue: str = option("", "Go's, for its delay queues; not used here")
-    consumer_timeout: float = option(
+    consumer_timeout: Length = length_option(
         1800.0,
         "the server's `consumer_timeout`; longer tasks are held in another way",
         "s",

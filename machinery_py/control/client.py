@@ -22,6 +22,7 @@ import msgspec
 from machinery_py.async_twins import twin
 from machinery_py.brokers.base import Broker
 from machinery_py.brokers.topics import MAX_RECORD, TOPIC_AGE
+from machinery_py.clock import ABOVE_ZERO, Seconds, seconds_of
 from machinery_py.control.answers import (
     ActiveTask,
     Answers,
@@ -69,19 +70,18 @@ class ChosenWorkers:
         lamport: LamportClock,
         patterns: Sequence[str],
         *,
-        timeout: float,
+        timeout: Seconds,
     ) -> None:
-        if not 0 < timeout <= TOPIC_AGE:
-            raise ArgumentError(
-                f"timeout: found {timeout!r} (expected more than 0 s, at most {TOPIC_AGE:g} s)"
-            )
+        try:
+            self._timeout = seconds_of("timeout", timeout, least=ABOVE_ZERO, most=TOPIC_AGE)
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(str(error)) from None
         if len(patterns) > MOST_NAMES:
             raise ArgumentError(f"workers: found {len(patterns):,} names (at most {MOST_NAMES:,})")
         check_encodable("workers", patterns)
         self._broker = broker
         self._lamport = lamport
         self._patterns = list(patterns)
-        self._timeout = timeout
 
     def ping(self) -> Answers[Pong]:
         """Return which workers answer, and how soon."""
@@ -172,7 +172,7 @@ class ChosenWorkers:
 
     cancel_queue_async = twin(cancel_queue)
 
-    def set_time_limit(self, task: str, seconds: float | None) -> None:
+    def set_time_limit(self, task: str, seconds: Seconds | None) -> None:
         """Give a task this time limit, from its next run on; None: no limit.
 
         The limit of a single call goes before it. Raises as `set_concurrency`.
@@ -339,20 +339,20 @@ class Control:
         self._revoke = revoke
         self._limit = limit
 
-    def workers(self, *names: str, timeout: float = TIMEOUT) -> ChosenWorkers:
+    def workers(self, *names: str, timeout: Seconds = TIMEOUT) -> ChosenWorkers:
         """Return the workers with these names, to ask or to change them; without names: all.
 
         Args:
             names: `*` in one stands for any text: `web-*`.
-            timeout: seconds to wait for answers at most, with each call.
+            timeout: seconds (or a timedelta) to wait for answers at most, with each call.
 
         Raises:
-            ArgumentError: the timeout is not more than 0, or longer than an hour; more than 1,000
-                names, or half a surrogate pair in one.
+            ArgumentError: the timeout is no length, not more than 0, or longer than an hour; more
+                than 1,000 names, or half a surrogate pair in one.
         """
         return ChosenWorkers(self._broker, self._lamport, names, timeout=timeout)
 
-    def ping(self, *, timeout: float = TIMEOUT) -> Answers[Pong]:
+    def ping(self, *, timeout: Seconds = TIMEOUT) -> Answers[Pong]:
         """Ask all workers for a sign of life.
 
         Raises:
@@ -369,7 +369,7 @@ class Control:
         *uuids: str,
         headers: Mapping[str, Any] | None = None,
         terminate: bool = False,
-        timeout: float = TIMEOUT,
+        timeout: Seconds = TIMEOUT,
     ) -> Revoked:
         """Revoke tasks, as `Server.revoke`, and with `terminate` end those that run.
 

@@ -11,6 +11,7 @@ store can write to a topic.
 
 from __future__ import annotations
 
+import datetime as dt
 import re
 import sys
 import zlib
@@ -20,7 +21,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from machinery_py.brokers.topics import MAX_RECORD, TOPIC_AGE
-from machinery_py.clock import LONGEST
+from machinery_py.clock import LONGEST, seconds_of
 from machinery_py.control.lamport import MOST
 from machinery_py.errors import ArgumentError
 from machinery_py.values.malformed import MALFORMED
@@ -180,7 +181,11 @@ def arguments(kind: str, given: Mapping[str, Any], *, strict: bool = True) -> ms
     try:
         if kind not in KINDS:
             raise ValueError("there is no such order")
-        found = msgspec.convert(given, KINDS[kind], strict=strict)
+        plain = {
+            name: seconds_of(name, value) if isinstance(value, dt.timedelta) else value
+            for name, value in given.items()
+        }
+        found = msgspec.convert(plain, KINDS[kind], strict=strict)
         msgspec.json.encode(found)  # half a surrogate pair cannot be
         return found
     except MALFORMED as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import math
 import threading
 import time
 from collections import deque
@@ -13,6 +14,7 @@ from machinery_py.async_twins import twin
 from machinery_py.brokers.base import Broker
 from machinery_py.brokers.topics import Subscription
 from machinery_py.call_threads import taking
+from machinery_py.clock import ABOVE_ZERO, Seconds, seconds_of
 from machinery_py.control.fleet import FleetState
 from machinery_py.control.lamport import LamportClock
 from machinery_py.control.publisher import EventPublisher
@@ -28,6 +30,7 @@ logger = get_logger(__name__)
 READ_TIMEOUT = 1.0  # seconds; bounds how late a cancelled coroutine's thread ends
 PAUSE = 1.0  # seconds until a store that is away is asked again
 WARN_EVERY = 60.0  # seconds
+JOIN = 10.0  # seconds that the thread of a camera gets to end
 
 E = TypeVar("E", bound=Event)
 
@@ -45,13 +48,13 @@ class EventStream(Generic[E]):
     """
 
     def __init__(
-        self, broker: Callable[[], Broker], kinds: Iterable[type[E]], *, since: float = 0.0
+        self, broker: Callable[[], Broker], kinds: Iterable[type[E]], *, since: Seconds = 0.0
     ) -> None:
         self._broker = broker
         self._kinds: dict[str, type[Event]] = {
             each.__name__: each for kind in kinds for each in kinds_of(kind)
         }
-        self.since = since
+        self.since = seconds_of("since", since)
         self._subscription: Subscription | None = None
         self._found: deque[E] = deque()
         self._lost = 0  # by their processes
@@ -85,9 +88,9 @@ class EventStream(Generic[E]):
         if self._subscription is not None:
             self._subscription.close()
 
-    def read(self, timeout: float) -> list[E]:
-        """Return the events since the last call; waits up to `timeout` seconds for the first."""
-        deadline = time.monotonic() + timeout
+    def read(self, timeout: Seconds) -> list[E]:
+        """Return the events since the last call; waits up to `timeout` for the first."""
+        deadline = time.monotonic() + seconds_of("timeout", timeout, least=-math.inf)
         while not self._fill(max(0.0, deadline - time.monotonic())):
             if self._closed.is_set() or time.monotonic() >= deadline:
                 return []
@@ -179,11 +182,12 @@ class Camera:
         self._loop = LoopThread("machinery-camera", self._work, wake=stream.close)
         self._loop.start()
 
-    def stop(self, timeout: float = 10.0) -> None:
+    def stop(self, timeout: Seconds = JOIN) -> None:
         """End it, after a call that goes on now. May be called twice."""
+        length = max(0.0, seconds_of("timeout", timeout, least=-math.inf))
         self.is_stopped = True
         self._loop.stop()
-        self._loop.join(timeout)
+        self._loop.join(length)
 
     def _work(self) -> None:
         begun = time.monotonic()
@@ -226,18 +230,20 @@ class ServerEvents(EventBus):
         self.publisher.disable()
 
     @overload
-    def stream(self, *, since: float = 0.0) -> EventStream[Event]: ...
+    def stream(self, *, since: Seconds = 0.0) -> EventStream[Event]: ...
     @overload
-    def stream(self, *kinds: type[E], since: float = 0.0) -> EventStream[E]: ...
-    def stream(self, *kinds: type[Any], since: float = 0.0) -> EventStream[Any]:
+    def stream(self, *kinds: type[E], since: Seconds = 0.0) -> EventStream[E]: ...
+    def stream(self, *kinds: type[Any], since: Seconds = 0.0) -> EventStream[Any]:
         """Return a stream of the events of all processes that send theirs.
 
         Args:
             kinds: classes of events, or their bases; by default all.
-            since: begin with the events of so many seconds before, where the broker keeps them.
+            since: begin with the events of so many seconds (or a timedelta) before, where the
+                broker keeps them.
 
         Raises:
             TypeError: one is no class of events.
+            ValueError: `since` is negative.
         """
         for kind in kinds:
             if not (isinstance(kind, type) and issubclass(kind, Event)):
@@ -245,7 +251,7 @@ class ServerEvents(EventBus):
         return EventStream(self._broker, kinds or (Event,), since=since)
 
     def every(
-        self, seconds: float, camera: Callable[[FleetState], object], *, since: float = 0.0
+        self, seconds: Seconds, camera: Callable[[FleetState], object], *, since: Seconds = 0.0
     ) -> Camera:
         """Call `camera` every so many seconds with the state of all that the stream has told.
 
@@ -256,14 +262,14 @@ class ServerEvents(EventBus):
             since: as for `stream`.
 
         Raises:
-            ValueError: the seconds are not positive.
+            TypeError, ValueError: the seconds are not more than 0, or `since` is negative.
             Unsupported: this broker has no topics.
         """
-        if not seconds > 0:
-            raise ValueError(f"every: found {seconds!r} seconds (expected more than 0)")
+        pause = seconds_of("seconds", seconds, least=ABOVE_ZERO)
+        stream = self.stream(since=since)
         if not self._broker().features.topics:
             self._broker().subscribe(EVENTS)  # raises, in the broker's words
-        started = Camera(self.stream(since=since), seconds, camera)
+        started = Camera(stream, pause, camera)
         self._cameras = [one for one in self._cameras if not one.is_stopped] + [started]
         return started
 

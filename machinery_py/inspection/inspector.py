@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import math
 import sys
 from collections.abc import Callable, Sequence
 
@@ -10,6 +11,7 @@ from machinery_py.app import Application
 from machinery_py.async_twins import twin
 from machinery_py.backends.listings import Count
 from machinery_py.brokers.base import DeadLetter, WorkerInfo
+from machinery_py.clock import LONGEST, Seconds, seconds_of
 from machinery_py.errors import (
     BackendUnavailable,
     BrokerUnavailable,
@@ -156,11 +158,11 @@ class Inspector:
         queue: str = "",
         worker: str = "",
         text: str = "",
-        since: dt.datetime | float | None = None,
-        until: dt.datetime | float | None = None,
+        since: dt.datetime | Seconds | None = None,
+        until: dt.datetime | Seconds | None = None,
         limit: int = 100,
         cursor: str = "",
-        within: float = 0.25,
+        within: Seconds = 0.25,
     ) -> TaskPage:
         """Return a page of the states of tasks, the last changed first.
 
@@ -171,25 +173,26 @@ class Inspector:
             state: some of the six, in any case; "failed", "done" and the like are understood.
             text: in any case, in errors, error types, results, and arguments where the message is
                 kept (`TaskReport`).
-            since, until: last changed then or between; or that many seconds ago.
+            since, until: last changed then or between; or so long ago, in seconds or a timedelta.
             cursor: of the page before.
-            within: seconds that are spent on looking.
+            within: seconds (or a timedelta) that are spent on looking.
 
         Raises:
-            ArgumentError: the cursor is none, or a moment has no time zone.
-            ValueError: there is no such state.
+            ArgumentError: the cursor is none, or a moment has no time zone or is none.
+            TypeError, ValueError: there is no such state, or `within` is no length.
             Unsupported: the backend cannot list its states.
         """
+        length = seconds_of("within", within)
         wanted = Filter(
             states=states_of(state),
             name=name,
             queue=queue,
             worker=worker,
             text=text.casefold(),
-            since=moment(self._app, since),
-            until=moment(self._app, until),
+            since=moment(self._app, "since", since),
+            until=moment(self._app, "until", until),
         )
-        return search(self._app, wanted, limit=limit, cursor=cursor, within=within)
+        return search(self._app, wanted, limit=limit, cursor=cursor, within=length)
 
     search_async = twin(search)
 
@@ -198,7 +201,7 @@ class Inspector:
         *,
         state: str | State | None = None,
         name: str = "",
-        since: dt.datetime | float | None = None,
+        since: dt.datetime | Seconds | None = None,
         queue: str = "",
         limit: int = 50,
         worker: str = "",
@@ -231,30 +234,32 @@ class Inspector:
     def errors(
         self,
         *,
-        since: dt.datetime | float | None = None,
+        since: dt.datetime | Seconds | None = None,
         name: str = "",
         queue: str = "",
-        within: float = 0.25,
+        within: Seconds = 0.25,
     ) -> ErrorSummary:
         """Group the kept failures by task and error type, the newest first until the time is up.
 
         Args:
             since, within: as of `search`, which also says what is raised.
         """
-        states, begun_at = [State.FAILURE], moment(self._app, since)
+        states, begun_at = [State.FAILURE], moment(self._app, "since", since)
         wanted = Filter(states=states, name=name, queue=queue, since=begun_at)
-        return summary(self._app, wanted, within=within)
+        return summary(self._app, wanted, within=seconds_of("within", within))
 
     errors_async = twin(errors)
 
-    def history(self, *, seconds: float = 3600.0, step: int = 60) -> list[Count]:
+    def history(self, *, seconds: Seconds = 3600.0, step: Seconds = 60) -> list[Count]:
         """Return how many tasks ended of late, by queue and by steps of so many seconds.
 
-        The steps are those of unix time; one in which nothing ended is left out. Redis knows the
-        last hour, other stores what they still keep.
+        Both are seconds or timedeltas. The steps are whole seconds of unix time; one in which
+        nothing ended is left out. Redis knows the last hour, other stores what they still keep.
         """
-        moment = self._app.now() - dt.timedelta(seconds=seconds)
-        return self._app.store.backend.finished_since(moment, max(1, step))
+        length = seconds_of("seconds", seconds, most=LONGEST)
+        steps = max(1, math.ceil(seconds_of("step", step, most=LONGEST)))
+        begun_at = self._app.now() - dt.timedelta(seconds=length)
+        return self._app.store.backend.finished_since(begun_at, steps)
 
     history_async = twin(history)
 
@@ -338,7 +343,7 @@ class Inspector:
         *,
         state: str | State = State.FAILURE,
         name: str = "",
-        since: dt.datetime | float | None = None,
+        since: dt.datetime | Seconds | None = None,
         limit: int = 10_000,
     ) -> list[str]:
         """Send failed tasks again, at once, with all their retries and under the same UUIDs.

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from machinery_py.app import Application
+from machinery_py.clock import Seconds
 from machinery_py.errors import ArgumentError, nearest
 from machinery_py.limits.base import Rule, ScopeReport, UsageReport, stored_name
 from machinery_py.limits.limiter import Limiter
@@ -156,7 +157,7 @@ def _coded(app: Application, name: str, before: ScopeReport | None) -> Mapping[s
 
 
 def limiter_of(
-    app: Application, name: str, options: Mapping[str, Any], *, key: str, timeout: float | None
+    app: Application, name: str, options: Mapping[str, Any], *, key: str, timeout: Seconds | None
 ) -> Limiter:
     """Return a limiter; see `Server.limiter`.
 

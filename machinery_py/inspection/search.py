@@ -16,7 +16,7 @@ import msgspec
 
 from machinery_py.app import Application
 from machinery_py.backends.listings import Listing, Place
-from machinery_py.clock import micros, moment_of
+from machinery_py.clock import LONGEST, Seconds, micros, moment_of, seconds_of
 from machinery_py.errors import ArgumentError, DecodeError
 from machinery_py.inspection.reports import ErrorGroup, ErrorSummary, TaskPage
 from machinery_py.tasks.signature import Signature
@@ -80,17 +80,25 @@ def states_of(given: str | State | Sequence[str | State] | None) -> Sequence[Sta
     return [one if isinstance(one, State) else state_named(one) for one in words]
 
 
-def moment(app: Application, given: dt.datetime | float | None) -> dt.datetime | None:
+def moment(app: Application, what: str, given: dt.datetime | Seconds | None) -> dt.datetime | None:
     """Return the moment that is meant by so many seconds ago.
 
+    Args:
+        what: the parameter, for the error.
+
     Raises:
-        ArgumentError: it has no time zone.
+        ArgumentError: it has no time zone, or is neither a moment nor a length.
     """
-    if isinstance(given, dt.datetime) and given.tzinfo is None:
-        raise ArgumentError(f"{given!r} has no time zone (give an aware datetime, or seconds)")
-    if isinstance(given, int | float):
-        return app.now() - dt.timedelta(seconds=given)
-    return given
+    if given is None:
+        return None
+    if isinstance(given, dt.datetime):
+        if given.tzinfo is None:
+            raise ArgumentError(f"{given!r} has no time zone (give an aware datetime, or seconds)")
+        return given
+    try:
+        return app.now() - dt.timedelta(seconds=seconds_of(what, given, most=LONGEST))
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"{error}, or an aware datetime") from None
 
 
 def search(

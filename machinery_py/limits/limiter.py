@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
 
 from machinery_py.async_twins import twin
 from machinery_py.call_threads import in_thread, taking
+from machinery_py.clock import Seconds, timeout_of
 from machinery_py.errors import BackendUnavailable, LimitNotAcquired, MachineryError
 from machinery_py.limits.base import Rule, slots_of
 from machinery_py.limits.keeper import SlotKeeper, SlotLease
@@ -31,20 +33,20 @@ class Limiter:
         name: str,
         rules: Sequence[Rule],
         *,
-        timeout: float | None,
+        timeout: Seconds | None,
     ) -> None:
         self.name = name
         self._keeper = keeper
         self._scope = scope
         self._rules = rules
-        self._timeout = timeout
+        self._timeout = timeout_of(timeout)
         self._held: list[SlotLease] = []  # whoever leaves gives back one of them
 
-    def acquire(self, *, timeout: float | None = None) -> bool:
+    def acquire(self, *, timeout: Seconds | None = None) -> bool:
         """Wait for the turn of one. False: it did not come in time.
 
         Args:
-            timeout: seconds to wait; by default those of the limiter.
+            timeout: seconds to wait, or a timedelta; by default that of the limiter.
         """
         asking, deadline = self._asking(), self._deadline(timeout)
         try:
@@ -61,7 +63,7 @@ class Limiter:
             raise
         return True
 
-    async def acquire_async(self, *, timeout: float | None = None) -> bool:
+    async def acquire_async(self, *, timeout: Seconds | None = None) -> bool:
         """`acquire` for coroutines."""
         import asyncio  # loaded by now: we are in a coroutine
 
@@ -96,9 +98,9 @@ class Limiter:
 
     release_async = twin(release, goes_on=True)
 
-    def _deadline(self, timeout: float | None) -> float:
-        timeout = self._timeout if timeout is None else timeout
-        return time.monotonic() + (float("inf") if timeout is None else timeout)
+    def _deadline(self, timeout: Seconds | None) -> float:
+        length = self._timeout if timeout is None else timeout_of(timeout)
+        return time.monotonic() + (math.inf if length is None else length)
 
     def _asking(self) -> Callable[..., float]:
         """Return a function that asks for one run, and says how long to wait; 0.0: it has it.

@@ -7,11 +7,11 @@ min_interval=60         Rule "interval": a minute from each begin to the next
 
 from __future__ import annotations
 
-import datetime as dt
 import re
 from collections.abc import Iterable, Mapping
-from typing import TypedDict
+from typing import Any, TypedDict
 
+from machinery_py.clock import Seconds, seconds_of
 from machinery_py.limits.base import Rule
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}  # seconds
@@ -36,7 +36,7 @@ class LimiterOptions(TypedDict, total=False):
 
     burst: int | str
     max_running: int
-    min_interval: float | dt.timedelta
+    min_interval: Seconds
 
 
 class LimitOptions(LimiterOptions, total=False):
@@ -87,24 +87,23 @@ def burst_of(burst: object) -> int:
     return number
 
 
-def seconds_of(length: object) -> float:
+def least_interval(length: Any) -> float:
     """Return a least interval in seconds.
 
     Raises:
         ValueError: it is none.
     """
-    if isinstance(length, dt.timedelta):
-        length = length.total_seconds()
-    if not isinstance(length, (int, float)) or not 1e-5 <= length <= SLOWEST or length is True:
-        raise ValueError("expected seconds or a timedelta, more than 0, at most 366 days")
-    return float(length)
+    try:
+        return seconds_of("min_interval", length, least=1e-5, most=SLOWEST)
+    except (TypeError, ValueError):
+        raise ValueError("expected seconds or a timedelta, more than 0, at most 366 days") from None
 
 
 _CHECKS = {
     "rate": interval_of,
     "burst": burst_of,
     "max_running": burst_of,
-    "min_interval": seconds_of,
+    "min_interval": least_interval,
 }
 
 
@@ -115,7 +114,7 @@ def rules_of(options: Mapping[str, object]) -> tuple[Rule, ...]:
         burst = burst_of(options.get("burst") or 1)
         rules.append(Rule(name=RATE, limit=burst, interval=interval_of(rate)))
     if least := options.get("min_interval"):
-        rules.append(Rule(name=INTERVAL, interval=seconds_of(least), strict=True))
+        rules.append(Rule(name=INTERVAL, interval=least_interval(least), strict=True))
     if most := options.get("max_running"):
         rules.append(Rule(name=RUNNING, limit=burst_of(most)))
     return tuple(rules)

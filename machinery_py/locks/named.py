@@ -6,13 +6,14 @@ renewed in time is lost: `lost`, `check()` and the end of the `with` block say s
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
 
 from machinery_py.async_twins import twin
 from machinery_py.call_threads import in_thread, taking
-from machinery_py.clock import boottime
+from machinery_py.clock import Seconds, boottime, timeout_of
 from machinery_py.errors import LockLost, LockNotAcquired, MachineryError
 from machinery_py.locks.base import Lock, LockHolding
 from machinery_py.locks.keeper import Lease, LeaseKeeper
@@ -66,13 +67,14 @@ class NamedLock:
     """
 
     def __init__(
-        self, keeper: LockKeeper, name: str, *, timeout: float | None, blocking: bool
+        self, keeper: LockKeeper, name: str, *, timeout: Seconds | None, blocking: bool
     ) -> None:
         """Raises NameRefused: no lock may be called so."""
         check_lock(name)
         self.name = name
         self._keeper = keeper
-        self._timeout = timeout if blocking else 0.0
+        length = timeout_of(timeout)
+        self._timeout = length if blocking else 0.0
         self._held: LockLease | None = None
 
     @property
@@ -104,12 +106,12 @@ class NamedLock:
         if not self.held:
             raise LockLost(self.name)
 
-    def acquire(self, *, blocking: bool = True, timeout: float | None = None) -> bool:
+    def acquire(self, *, blocking: bool = True, timeout: Seconds | None = None) -> bool:
         """Take the lock. False: it was not free in time.
 
         Args:
             blocking: False: do not wait.
-            timeout: seconds to wait; by default those of the lock.
+            timeout: seconds to wait, or a timedelta; by default that of the lock.
         """
         deadline = self._deadline(timeout, blocking=blocking)
         pause = POLL[0]
@@ -122,7 +124,7 @@ class NamedLock:
             pause = min(POLL[1], pause * 1.5)
         return True
 
-    async def acquire_async(self, *, blocking: bool = True, timeout: float | None = None) -> bool:
+    async def acquire_async(self, *, blocking: bool = True, timeout: Seconds | None = None) -> bool:
         """`acquire` for coroutines."""
         import asyncio  # loaded by now: we are in a coroutine
 
@@ -139,12 +141,11 @@ class NamedLock:
             await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.0)))
             pause = min(POLL[1], pause * 1.5)
 
-    def _deadline(self, timeout: float | None, *, blocking: bool) -> float:
-        if timeout is None:
-            timeout = self._timeout
+    def _deadline(self, timeout: Seconds | None, *, blocking: bool) -> float:
+        length = self._timeout if timeout is None else timeout_of(timeout)
         if not blocking:
-            timeout = 0.0
-        return time.monotonic() + (float("inf") if timeout is None else timeout)
+            length = 0.0
+        return time.monotonic() + (math.inf if length is None else length)
 
     def _try(self) -> bool:
         lease = self._keeper.take(self.name)

@@ -16,6 +16,7 @@ from typing import Any, Literal, NotRequired, TypedDict, get_args, get_origin, g
 import msgspec
 
 from machinery_py.clock import LONGEST as LONGEST_RUN
+from machinery_py.clock import Seconds, seconds_of
 from machinery_py.errors import NoRetry, TimeLimitExceeded, nearest
 from machinery_py.limits.settings import LIMIT_OPTIONS, LimitOptions, check_limits
 from machinery_py.tasks.backoff import Backoff, check_backoff
@@ -38,7 +39,6 @@ from machinery_py.tasks.signature import (
 )
 
 Key = str | Callable[..., str]
-Length = float | dt.timedelta
 Errors = type[BaseException] | Sequence[type[BaseException]]
 
 
@@ -64,13 +64,13 @@ class CallOptions(TypedDict, total=False):
     queue: str
     priority: int
     retries: int | None
-    time_limit: Length | None
-    kill_after: Length
+    time_limit: Seconds | None
+    kill_after: Seconds
     ignore_result: bool
-    result_expires: Length | None
+    result_expires: Seconds | None
     on_duplicate: Literal["join", "reject", "replace"]
     exclusive: Literal["wait", "skip"]
-    exclusive_timeout: Length | None
+    exclusive_timeout: Seconds | None
 
 
 class SendOptions(CallOptions, total=False):
@@ -87,14 +87,14 @@ class SendOptions(CallOptions, total=False):
     block: seconds (or a timedelta) that `send` waits for room in a queue of `queue_limits`.
     """
 
-    delay: Length
+    delay: Seconds
     eta: dt.datetime
-    expires: Length | dt.datetime
+    expires: Seconds | dt.datetime
     headers: Mapping[str, str]
     uuid: str
     unique: bool | str
     exclusive_key: str
-    block: Length
+    block: Seconds
 
 
 class TaskOptions(CallOptions, LimitOptions, total=False):
@@ -145,9 +145,9 @@ class TaskOptions(CallOptions, LimitOptions, total=False):
     send_secrets: bool | None
     unique: bool | Key
     unique_key: Key
-    unique_for: Length
+    unique_for: Seconds
     unique_until: Literal["finish", "start"]
-    debounce: Length
+    debounce: Seconds
     exclusive_key: Key
     rate_key: Key
     running_key: Key
@@ -162,7 +162,7 @@ class BatchOptions(TaskOptions):
     """
 
     batch: int
-    batch_within: NotRequired[Length]
+    batch_within: NotRequired[Seconds]
 
 
 class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,7 +215,7 @@ class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
         check(name, given, TASK_OPTIONS)
         for option, value in given.items():
             if isinstance(value, dt.timedelta):
-                given[option] = value.total_seconds()
+                given[option] = seconds_of(option, value)
             elif option in _ERRORS:
                 given[option] = value and _tuple(value)
         given["retries"] = counted_retries(given.get("retries", 0))
@@ -301,7 +301,7 @@ def headers_of_call(options: Mapping[str, Any]) -> dict[str, str]:
         elif isinstance(value, (bool, str, type(None))):
             headers[_HEADERS[option]] = value if isinstance(value, str) else json.dumps(value)
         else:
-            headers[_HEADERS[option]] = repr(float(_seconds(value)))
+            headers[_HEADERS[option]] = repr(seconds_of(option, value, least=-LONGEST))
     return headers
 
 
@@ -378,23 +378,26 @@ _TYPES: Mapping[str, tuple[Any, str]] = {
 }
 # For one call None would read as "none", whatever its task says.
 _NEVER_NONE = frozenset({"exclusive", "headers", "ignore_result", "queue"})
-_LIMIT = 1e-9, LONGEST_RUN, "seconds or a timedelta, more than 0, at most 100 years"
-_LATER = -LONGEST, LONGEST, "seconds or a timedelta, at most 317 years"
-#: Options that are numbers: the least, the most, and what is expected.
+#: Options that are whole numbers: the least, the most, and what is expected.
 _NUMBERS = {
     "priority": (0, 255, "a whole number, 0 to 255, the higher first"),
     "retries": (0, UNLIMITED, f"a whole number, 0 to {UNLIMITED}, or None"),
+    "batch": (1, 1000, "a whole number, 1 to 1,000"),
+}
+_LIMIT = 1e-9, LONGEST_RUN, "seconds or a timedelta, more than 0, at most 100 years"
+_WAIT = 0.0, LONGEST_RUN, "seconds or a timedelta, at most 100 years"
+#: Options that are lengths of time: the same in seconds.
+_LENGTHS = {
     "time_limit": _LIMIT,
-    "kill_after": (0.0, LONGEST_RUN, "seconds or a timedelta, at most 100 years"),
+    "kill_after": _WAIT,
     "result_expires": _LIMIT,
     "unique_for": _LIMIT,
     "debounce": _LIMIT,
-    "batch": (1, 1000, "a whole number, 1 to 1,000"),
     "batch_within": (1e-9, 600.0, "seconds or a timedelta, more than 0, at most 10 minutes"),
     "exclusive_timeout": _LIMIT,
-    "block": (0.0, LONGEST_RUN, "seconds or a timedelta, at most 100 years"),
+    "block": _WAIT,
     "delay": (0.0, LONGEST, "seconds or a timedelta, 0 or more, at most 317 years"),
-    "expires": _LATER,
+    "expires": (-LONGEST, LONGEST, "seconds or a timedelta, at most 317 years"),
 }
 
 
@@ -451,10 +454,15 @@ def _misfit(option: str, value: Any) -> str:
         fits = isinstance(value, dt.datetime) and value.utcoffset() is not None
         expected = "a datetime with a time zone, as datetime.now(timezone.utc) + …"
     elif option in _NUMBERS:
-        least, most, expected = _NUMBERS[option]
-        kinds = (int, float, dt.timedelta) if isinstance(least, float) else int
-        is_number = isinstance(value, kinds) and not isinstance(value, bool)
-        fits = is_number and least <= _seconds(value) <= most
+        low, high, expected = _NUMBERS[option]
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        fits = is_whole and low <= value <= high
+    elif option in _LENGTHS:
+        least, most, expected = _LENGTHS[option]
+        try:
+            seconds_of(option, value, least=least, most=most)
+        except (TypeError, ValueError):
+            fits = False
     elif option in _TYPES:
         kind, expected = _TYPES[option]
         fits = isinstance(value, kind)
@@ -480,10 +488,6 @@ def _words() -> Mapping[str, tuple[str, ...]]:
     """Return the options that are words, and which."""
     hints = get_type_hints(TaskOptions)
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
-
-
-def _seconds(length: float | dt.timedelta) -> float:
-    return length.total_seconds() if isinstance(length, dt.timedelta) else length
 
 
 def _tuple(classes: Any) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar, cast
 from machinery_py.async_twins import twin
 from machinery_py.backends.base import Backend
 from machinery_py.call_threads import in_thread
-from machinery_py.clock import Clock
+from machinery_py.clock import Clock, Seconds, timeout_of
 from machinery_py.errors import BackendUnavailable, ResultExpired, ResultTimeout, TaskFailed
 from machinery_py.results.waiter import LOOK_AGAIN, AsyncWaiter, AsyncWaiters
 from machinery_py.tasks.context import check_time
@@ -61,11 +61,11 @@ class Waitable(Generic[R]):
         self._sent_at = time.monotonic()
         return self
 
-    def get(self, timeout: float | None = None, *, propagate: bool = True) -> R:
+    def get(self, timeout: Seconds | None = None, *, propagate: bool = True) -> R:
         """Wait for the result, and return it.
 
         Args:
-            timeout: seconds; None waits as long as it takes.
+            timeout: seconds, or a timedelta; None waits as long as it takes, 0 and less look once.
             propagate: False: of what has failed, return the TaskFailed in place of its value.
 
         Raises:
@@ -73,6 +73,7 @@ class Waitable(Generic[R]):
             ResultTimeout: the result was not there in time; the task goes on.
             ResultExpired: there is no state (any more).
             BackendUnavailable: the result backend was away when the time was up.
+            TypeError, ValueError: the timeout is no length, or NaN.
         """
         if not propagate:
             return cast(R, self._get_all(timeout))
@@ -109,14 +110,14 @@ class Waitable(Generic[R]):
         finally:
             listener.close()
 
-    def _get_all(self, timeout: float | None) -> Any:
+    def _get_all(self, timeout: Seconds | None) -> Any:
         """Return the value, with each TaskFailed in place of what has failed."""
         try:
             return self.get(timeout)
         except TaskFailed as error:
             return error
 
-    async def get_async(self, timeout: float | None = None, *, propagate: bool = True) -> R:
+    async def get_async(self, timeout: Seconds | None = None, *, propagate: bool = True) -> R:
         """Wait in a coroutine: `get` for coroutines."""
         if not propagate:
             return cast(R, await self._get_all_async(timeout))
@@ -128,7 +129,7 @@ class Waitable(Generic[R]):
                     await waiter.wait(pause)
         return self._value()
 
-    async def _get_all_async(self, timeout: float | None) -> Any:
+    async def _get_all_async(self, timeout: Seconds | None) -> Any:
         try:
             return await self.get_async(timeout)
         except TaskFailed as error:
@@ -234,10 +235,10 @@ class Waitable(Generic[R]):
 class Wait:
     """Time of one `get`: pauses between reads, an outage of the store, the warning, the timeout."""
 
-    def __init__(self, waitable: Waitable[Any], timeout: float | None) -> None:
+    def __init__(self, waitable: Waitable[Any], timeout: Seconds | None) -> None:
         self._waitable = waitable
         self._clock = waitable._source.clock
-        self._timeout = timeout
+        self._timeout = timeout_of(timeout)
         self._start = self._clock.monotonic()
         self._warned = False
         self._pause = FIRST_PAUSE

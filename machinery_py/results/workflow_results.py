@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 from machinery_py.async_twins import twin
 from machinery_py.call_threads import in_thread
+from machinery_py.clock import Seconds, timeout_of
 from machinery_py.errors import BackendUnavailable, ResultExpired, StateNotFound, TaskFailed
 from machinery_py.results.async_results import (
     AsyncResult,
@@ -74,19 +75,19 @@ class GroupResult(Waitable[R]):
     def __iter__(self) -> Iterator[AsyncResult[Any]]:
         return iter(self.results)
 
-    def as_completed(self, timeout: float | None = None) -> AsCompleted:
+    def as_completed(self, timeout: Seconds | None = None) -> AsCompleted:
         """Return an iterator over the results of the members as they end, for `async for`, too.
 
         While it is iterated it raises ResultTimeout if some have not ended in time; they go on.
         """
         return AsCompleted(self, timeout)
 
-    def _get_all(self, timeout: float | None) -> Any:
+    def _get_all(self, timeout: Seconds | None) -> Any:
         for _ in self.as_completed(timeout):
             pass
         return self._values()
 
-    async def _get_all_async(self, timeout: float | None) -> Any:
+    async def _get_all_async(self, timeout: Seconds | None) -> Any:
         async for _ in self.as_completed(timeout):
             pass
         return self._values()
@@ -186,9 +187,9 @@ class GroupResult(Waitable[R]):
 class AsCompleted:
     """Iterator of `GroupResult.as_completed`. Each iteration begins anew."""
 
-    def __init__(self, group: GroupResult[Any], timeout: float | None) -> None:
+    def __init__(self, group: GroupResult[Any], timeout: Seconds | None) -> None:
         self._group = group
-        self._timeout = timeout
+        self._timeout = timeout_of(timeout)
 
     def __iter__(self) -> Iterator[AsyncResult[Any]]:
         group, wait = self._group, Wait(self._group, self._timeout)

@@ -11,6 +11,7 @@ import msgspec
 
 from machinery_py.app import NOTHING, Application, Outgoing
 from machinery_py.async_twins import twin
+from machinery_py.clock import LONGEST, Seconds, seconds_of
 from machinery_py.errors import MachineryError, ScheduleError, ScheduleNotFound, nearest
 from machinery_py.registry.hooks import NothingSent
 from machinery_py.schedules.definition import (
@@ -44,7 +45,7 @@ class PeriodicOptions(TypedDict, total=False):
 
     tz: zone of its times, if the spec names none; by default UTC.
     catch_up: ticks that no worker was there for: "skip" (or False), "latest" (or True), "all".
-    window: seconds back that "latest" (a day) and "all" (an hour) look.
+    window: seconds (or a timedelta) back that "latest" (a day) and "all" (an hour) look.
     overlap: a tick while the last run goes on is sent ("allow"), left out ("skip") or waits
         ("queue").
     dst: when clocks change: "once", or "go" for Go's rules.
@@ -52,7 +53,7 @@ class PeriodicOptions(TypedDict, total=False):
 
     tz: str
     catch_up: bool | CatchUp
-    window: float
+    window: Seconds
     overlap: Overlap
     dst: Dst
 
@@ -110,14 +111,18 @@ def _with_options(definition: Definition, options: PeriodicOptions) -> Definitio
             f"no option {unknown[0]!r} (known: {', '.join(PeriodicOptions.__annotations__)}"
             f"{nearest(unknown[0], PeriodicOptions.__annotations__)})"
         )
-    changes = dict(options)
+    changes: dict[str, Any] = {**options}
+    try:
+        if "window" in changes:
+            changes["window"] = seconds_of("window", changes["window"], most=LONGEST)
+    except (TypeError, ValueError) as error:
+        raise ScheduleError(f"schedule {definition.spec!r}: {error}") from None
     if isinstance(caught := changes.get("catch_up"), bool):
         changes["catch_up"] = "latest" if caught else "skip"
     changed = msgspec.structs.replace(definition, **changes)
     for option, fits, expected in (
         ("catch_up", changed.catch_up in WINDOWS, "'skip', 'latest' or 'all'"),
         ("overlap", changed.overlap in get_args(Overlap), "'allow', 'skip' or 'queue'"),
-        ("window", 0 <= changed.window < float("inf"), "seconds"),
     ):
         if not fits:
             found = f"{option}={getattr(changed, option)!r}"

@@ -5,17 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
+from machinery_py.clock import ABOVE_ZERO, Seconds, seconds_of
 from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
 
 MAX_DELAY = 86400.0  # seconds; no back-off of ours waits longer than a day
 
-#: Pauses between the tries of a task: "fibonacci" (Go's), "exponential", seconds for each try, or
+#: Pauses between the tries of a task: "fibonacci" (Go's), "exponential", a length for each try, or
 #: a function, as `exponential(…)` returns.
-Backoff = str | Sequence[float] | Callable[[int], float]
+Backoff = str | Sequence[Seconds] | Callable[[int], Seconds]
 
 
 def next_fibonacci(after: int) -> int:
@@ -60,22 +61,23 @@ class ExponentialBackoff:
 
 
 def exponential(
-    *, base: float = 1.0, cap: float = 600.0, jitter: Jitter | None = "full"
+    *, base: Seconds = 1.0, cap: Seconds = 600.0, jitter: Jitter | None = "full"
 ) -> ExponentialBackoff:
-    """Return a back-off that waits `base` seconds, then twice as long each time, at most `cap`.
+    """Return a back-off that waits `base`, then twice as long each time, at most `cap`.
 
     Args:
+        base, cap: seconds, or timedeltas.
         jitter: how much of a pause is random, lest many tasks come back together: "full" (0 s up to
             the pause), "half" (from half of it), or None.
 
     Raises:
-        ValueError: a length is not positive, or the jitter is unknown.
+        TypeError, ValueError: a length is none, or not positive, or the jitter is unknown.
     """
-    if not (base > 0 and cap > 0):
-        raise ValueError(f"exponential(base={base!r}, cap={cap!r}): expected seconds, more than 0")
+    first = seconds_of("exponential: base", base, least=ABOVE_ZERO)
+    most = seconds_of("exponential: cap", cap, least=ABOVE_ZERO)
     if jitter not in ("full", "half", None):
         raise ValueError(f"exponential(jitter={jitter!r}): expected 'full', 'half' or None")
-    return ExponentialBackoff(base=base, cap=cap, jitter=jitter)
+    return ExponentialBackoff(base=first, cap=most, jitter=jitter)
 
 
 _HALF = exponential(jitter="half")
@@ -118,12 +120,14 @@ def check_backoff(backoff: object) -> None:
     elif isinstance(backoff, Sequence):
         if not backoff:
             raise ValueError("backoff is empty (expected seconds for each try)")
-        for seconds in backoff:
-            if not (isinstance(seconds, (int, float)) and 0 <= seconds <= MAX_DELAY):
+        for length in backoff:
+            try:
+                seconds_of("backoff", length, most=MAX_DELAY)
+            except (TypeError, ValueError):
                 raise ValueError(
-                    f"backoff {backoff!r}: found {seconds!r} "
-                    "(expected seconds for each try, 0 to 86,400: a day)"
-                )
+                    f"backoff {backoff!r}: found {length!r} "
+                    "(expected seconds or a timedelta for each try, 0 to 86,400 s: a day)"
+                ) from None
 
 
 def delay_for(backoff: Backoff, attempt: int, previous: int) -> float:
@@ -138,11 +142,10 @@ def delay_for(backoff: Backoff, attempt: int, previous: int) -> float:
     if isinstance(backoff, str):
         return _HALF(attempt) if backoff == "exponential" else float(next_fibonacci(previous))
     if isinstance(backoff, Sequence):
-        return float(backoff[min(attempt, len(backoff)) - 1])
+        pauses = cast("Sequence[Seconds]", backoff)
+        return seconds_of("backoff", pauses[min(attempt, len(pauses)) - 1])
     try:
-        delay = float(backoff(attempt))
-        if not delay >= 0:
-            raise ValueError(f"it gives {delay!r} (expected seconds, 0 or more)")
+        delay = seconds_of("what it returned", backoff(attempt))
     except Exception:  # user code
         logger.exception("the back-off function failed after try %d; Fibonacci's is taken", attempt)
         return float(next_fibonacci(previous))

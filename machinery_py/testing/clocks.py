@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import datetime as dt
+import math
 import threading
+
+from machinery_py.clock import Seconds, seconds_of
 
 START = dt.datetime(2024, 1, 1, 12, 0, 0, tzinfo=dt.timezone.utc)
 
@@ -26,13 +29,13 @@ class ManualClock:
         with self._lock:
             return self._passed.total_seconds()
 
-    def advance(self, seconds: float = 0.0, **more: float) -> None:
-        """Let time pass, with the arguments of `timedelta`: `advance(90)`, `advance(hours=1)`.
+    def advance(self, seconds: Seconds = 0.0, **more: float) -> None:
+        """Let time pass: `advance(90)`, `advance(timedelta(hours=1))`, `advance(hours=1)`.
 
         Raises:
             ValueError: the length is negative; a clock never goes back.
         """
-        length = dt.timedelta(seconds=seconds, **more)
+        length = dt.timedelta(seconds=seconds_of("seconds", seconds, least=-math.inf), **more)
         if length < dt.timedelta():
             raise ValueError(
                 f"clock advanced by {length.total_seconds():g} s (a clock never goes back)"
@@ -40,7 +43,8 @@ class ManualClock:
         with self._lock:
             self._passed += length
 
-    def set_back(self, seconds: float) -> None:
+    def set_back(self, seconds: Seconds) -> None:
         """Set the moment on the wall back, as who corrects a clock; `monotonic` goes on."""
+        length = dt.timedelta(seconds=seconds_of("seconds", seconds))
         with self._lock:
-            self._start -= dt.timedelta(seconds=seconds)
+            self._start -= length

@@ -12,13 +12,14 @@ import contextlib
 import datetime as dt
 import inspect
 import itertools
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import msgspec
 
-from machinery_py.clock import SYSTEM_CLOCK, UTC, Clock
+from machinery_py.clock import SYSTEM_CLOCK, UTC, Clock, Seconds, seconds_of
 from machinery_py.config.config import Config
 from machinery_py.errors import ArgumentError, TaskFailed, nearest
 from machinery_py.events import TaskSent
@@ -119,15 +120,18 @@ class Harness:
             raise _failure([state for state, _ in failed]) from failed[0][1]
         return sum(execution.started_at is not None for execution in done)
 
-    def advance(self, **length: float) -> None:
-        """Move the clock, with the arguments of `timedelta`: `advance(hours=1)`. Runs no task.
+    def advance(self, seconds: Seconds = 0.0, **more: float) -> None:
+        """Move the clock: `advance(90)`, `advance(timedelta(hours=1))`, `advance(hours=1)`.
+
+        Runs no task.
 
         Sends the ticks of schedules, each at its time.
 
         Raises:
             ValueError: the length is negative.
         """
-        end = self.clock.now() + dt.timedelta(**length)
+        length = dt.timedelta(seconds=seconds_of("seconds", seconds, least=-math.inf), **more)
+        end = self.clock.now() + length
         while (tick := self._next_tick()) is not None and tick <= end:
             self.clock.advance(max(0.0, (tick - self.clock.now()).total_seconds()))
             self._scheduler.refresh()

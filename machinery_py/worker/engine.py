@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 from machinery_py.app import Application
-from machinery_py.clock import boottime
+from machinery_py.clock import Seconds, boottime, seconds_of
 from machinery_py.config.config import OPTIONS
 from machinery_py.config.options import raise_all
 from machinery_py.connections import proc
@@ -65,7 +65,7 @@ class Engine(HandlerSetters):
         concurrency: int = 0,
         queues: Queues = (),
         burst: bool = False,
-        shutdown_timeout: float | None = None,
+        shutdown_timeout: Seconds | None = None,
         pool: str = "",
         max_tasks_per_child: int = 0,
         max_memory_per_child: int = 0,
@@ -92,7 +92,9 @@ class Engine(HandlerSetters):
         self.child_app = child_app
         self._max_per_child = max_tasks_per_child, max_memory_per_child
         self.shutdown_timeout = (
-            app.config.shutdown_timeout if shutdown_timeout is None else shutdown_timeout
+            app.config.shutdown_timeout
+            if shutdown_timeout is None
+            else seconds_of("shutdown_timeout", shutdown_timeout)
         )
         self.beat_at = -math.inf  # seconds of `boottime`; the last beat that the broker answered
         self.on_failure: Callable[[], object] = lambda: None  # before it stops by a failure

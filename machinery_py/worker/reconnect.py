@@ -8,12 +8,14 @@ attempt is a round over them, and counts as many as there are URLs.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
 from machinery_py.app import Application
+from machinery_py.clock import Seconds, seconds_of
 from machinery_py.errors import (
     BackendUnavailable,
     BrokerUnavailable,
@@ -35,8 +37,8 @@ FIRST_SILENCE, LONGEST_SILENCE = 10.0, 300.0
 # Errors after which a start tries again, unless they are StoreUnusable.
 PASSES = (PublishRefused, PublishUnknown, BackendUnavailable)
 
-#: Called with each failure; may return how long to wait, in seconds.
-Handler = Callable[[ConnectionLost], float | None]
+#: Called with each failure; may return how long to wait.
+Handler = Callable[[ConnectionLost], Seconds | None]
 
 
 class Reconnect:
@@ -123,7 +125,9 @@ class Reconnect:
             return lost.delay
         try:
             chosen = self.handler(lost)
-            return lost.delay if chosen is None else max(0.0, float(chosen))
+            if chosen is None:
+                return lost.delay
+            return max(0.0, seconds_of("what it returned", chosen, least=-math.inf))
         except Exception:  # user code
             logger.exception("the connection error handler failed")
             return lost.delay

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from machinery_py.async_twins import twin
+from machinery_py.clock import ABOVE_ZERO, Seconds, seconds_of
 from machinery_py.connections import proc
 from machinery_py.errors import MachineryError
 from machinery_py.registry.hooks import WorkerPart, added_part
@@ -45,16 +46,19 @@ class Worker(Engine):
 
     # Beside the tasks
 
-    def after(self, seconds: float, function: Callable[[], object]) -> TimerEntry:
+    def after(self, seconds: Seconds, function: Callable[[], object]) -> TimerEntry:
         """Call a function, or a coroutine function, once: so many seconds from now.
 
         Before the worker runs: from its start. It is called in this process, in one thread for
         all; an exception is logged. The result's `cancel` takes it back.
+
+        Raises:
+            TypeError, ValueError: the seconds are no length, negative, or endless.
         """
-        return self._timer.after(seconds, self._waited(function))
+        return self._timer.after(seconds_of("seconds", seconds), self._waited(function))
 
     def every(
-        self, seconds: float, function: Callable[[], object], *, first: float | None = None
+        self, seconds: Seconds, function: Callable[[], object], *, first: Seconds | None = None
     ) -> TimerEntry:
         """Call it again and again while the worker runs, at a fixed beat; else as `after`.
 
@@ -62,9 +66,11 @@ class Worker(Engine):
             first: seconds until the first call; by default as between two.
 
         Raises:
-            ValueError: the seconds are not more than 0.
+            TypeError, ValueError: as `after`; or the seconds are not more than 0.
         """
-        return self._timer.every(seconds, self._waited(function), first=first)
+        pause = seconds_of("seconds", seconds, least=ABOVE_ZERO)
+        wait = pause if first is None else seconds_of("first", first)
+        return self._timer.every(pause, self._waited(function), first=wait)
 
     def _waited(self, function: Callable[[], object]) -> Callable[[], object]:
         def call() -> None:
