@@ -321,8 +321,10 @@ def test_what_is_no_length_is_refused_by_its_name() -> None:
                 text = str(error)
                 if one.parameter not in text or "expected" not in text.lower():
                     wrong.append(f"{one}: {value!r}: {text}")
+                    break  # NaN might never end
             else:
                 wrong.append(f"{one}: {value!r} is accepted")
+                break
     fleet.close()
 
     assert not wrong, "\n".join(wrong)
