@@ -80,6 +80,9 @@ def alert(error: str, team: str) -> None:
 # 1 and 2
 
 assert_type(add.send(2, 3).get(timeout=5), int)
+assert_type(add.send(2, 3).get(timeout=dt.timedelta(seconds=5)), int)
+assert_type(Config(lease=dt.timedelta(seconds=5)).lease, float)
+assert_type(Config(results_expire_in=dt.timedelta(days=1)).results_expire_in, int)
 assert_type(add(2, 3), int)
 assert_type(add.signature(1, 2), Signature[int])
 assert_type(server.send_task(add.signature(1, 2)), AsyncResult[int])
