@@ -27,6 +27,7 @@ ROWS: tuple[str, ...] = (
     "wire",
     "config",
     "connections",
+    "rows",
     "brokers backends locks limits",
     "stores",
     "results notices",

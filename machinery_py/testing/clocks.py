@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import math
+import math
 import threading
 
 from machinery_py.clock import Seconds, seconds_of
@@ -44,7 +45,7 @@ class ManualClock:
             self._passed += length
 
     def set_back(self, seconds: Seconds) -> None:
-        """Set the moment on the wall back, as who corrects a clock; `monotonic` goes on."""
-        length = dt.timedelta(seconds=seconds_of("seconds", seconds))
+        """Set the time on the wall back (negative: ahead); `monotonic` goes on."""
+        length = dt.timedelta(seconds=seconds_of("seconds", seconds, least=-math.inf))
         with self._lock:
             self._start -= length

@@ -9,6 +9,7 @@
     backends     BackendConformance
     settlement   SettlementConformance
     locks        LockConformance
+    rows         RowsConformance: a store of rows, over which locks and limits are written
     schedules    ScheduleConformance: the records of schedules, and the messages sent with them
     claims       ClaimConformance: the keys of unique tasks
     unique       UniqueConformance: unique tasks of a Server on these stores
@@ -42,6 +43,7 @@ _SUITES = (
     "schedules",
     "claims",
     "locks",
+    "rows",
     "application",
     "unique",
     "exclusive",
