@@ -22,7 +22,7 @@ from machinery_py.connections.mongodb.client import Document, DriverUser, Store,
 from machinery_py.errors import BackendUnavailable
 from machinery_py.limits import rules as pure
 from machinery_py.limits.base import Admission, Rule, Slot, slots_of
-from machinery_py.limits.records import RecordLimits, Work, decode_record, decode_rules, encode
+from machinery_py.limits.records import RecordJob, RecordLimits, decode_record, decode_rules, encode
 from machinery_py.limits.rules import Asking, LimitRecord, kept_until, record_key
 
 OF_SCOPE = ""  # key of the document that keeps what `change` has set; those of records have a colon
@@ -54,11 +54,11 @@ class MongoLimits(DriverUser, RecordLimits):
         def work(records: Sequence[LimitRecord], _: Sequence[Rule], now: int) -> None:
             pure.undo(records[0], asking)
 
-        self._work(asking.scope, [record_key(rule)], work)
+        self._work(RecordJob(asking.scope, [record_key(rule)], work))
 
     @step("asking a limit")
-    def _work(self, store: Store, scope: str, keys: Sequence[str], work: Work[T]) -> T:
-        (key,) = keys
+    def _work(self, store: Store, job: RecordJob[T]) -> T:
+        scope, (key,) = job.scope, job.keys
         here, of_scope = _id(scope, key), _id(scope, OF_SCOPE)
         deadline = time.monotonic() + PATIENCE
         while True:
@@ -69,7 +69,7 @@ class MongoLimits(DriverUser, RecordLimits):
             changed = decode_rules(found[of_scope]["body"]) if of_scope in found else ()
             record = decode_record(found[here]["body"]) if here in found else LimitRecord()
             now = self.driver.now()
-            result = work([record], changed, now)
+            result = job.work([record], changed, now)
             if _save(store, here, record, now, found.get(here)):
                 break
             if time.monotonic() > deadline:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -26,8 +26,21 @@ from machinery_py.limits.base import (
 from machinery_py.limits.rules import Asking, LimitRecord, record_key, stored_slot
 
 T = TypeVar("T")
-#: Changes the records, in the order of their keys; gets what `change` has set, and the time in µs.
-Work = Callable[[Sequence[LimitRecord], Sequence[Rule], int], T]
+
+
+class RecordJob(NamedTuple, Generic[T]):
+    """A change of some records of one scope.
+
+    Attributes:
+        keys: of the records (`record_key`).
+        work: changes the records, in the order of their keys; gets what `change` has set, and the
+            time in µs.
+    """
+
+    scope: str
+    keys: Sequence[str]
+    work: Callable[[Sequence[LimitRecord], Sequence[Rule], int], T]
+
 
 encode = msgspec.msgpack.Encoder().encode
 decode_record = msgspec.msgpack.Decoder(LimitRecord).decode
@@ -62,8 +75,8 @@ class RecordLimits(AskedLimits):
     """Base of a store whose records are changed by the pure rules."""
 
     @abstractmethod
-    def _work(self, scope: str, keys: Sequence[str], work: Work[T]) -> T:
-        """Do the work on the records of these keys (`record_key`), as one step."""
+    def _work(self, job: RecordJob[T]) -> T:
+        """Do the job as one step."""
 
     @abstractmethod
     def _set(self, scope: str, rules: Sequence[Rule]) -> None:
@@ -74,31 +87,14 @@ class RecordLimits(AskedLimits):
         """Return all records by scope and key, the newest first, and the time."""
 
     def _enter(self, asking: Asking) -> Admission:
-        def work(records: Sequence[LimitRecord], changed: Sequence[Rule], now: int) -> Admission:
-            return pure.enter(records, asking.under(changed), now)
-
-        return self._work(asking.scope, list(map(record_key, asking.rules)), work)
+        return self._work(entering(asking))
 
     def renew(self, held: Sequence[Slot], *, ttl: float) -> list[bool]:
-        return [self._renew(slot, pure.micros_of(ttl)) for slot in map(stored_slot, held)]
-
-    def _renew(self, slot: Slot, ttl: int) -> bool:
-        return self._work(
-            slot.scope,
-            [record_key(slot)],
-            lambda records, _, now: pure.renew(records[0], slot, now, ttl),
-        )
+        return [self._work(renewing(slot, ttl)) for slot in held]
 
     def leave(self, held: Sequence[Slot]) -> None:
-        for slot in map(stored_slot, held):
-            self._leave(slot)
-
-    def _leave(self, slot: Slot) -> None:
-        self._work(
-            slot.scope,
-            [record_key(slot)],
-            lambda records, _, now: pure.leave(records[0], slot, now),
-        )
+        for slot in held:
+            self._work(leaving(slot))
 
     def change(self, scope: str, rules: Sequence[Rule]) -> None:
         self._set(stored_name(scope), rules)
@@ -114,3 +110,30 @@ class RecordLimits(AskedLimits):
             for scope, found in sorted(scopes.items())
         ]
         return [one for one in reports if one.changed or one.usage]
+
+
+def entering(asking: Asking) -> RecordJob[Admission]:
+    """Return the job of `Limits.enter`."""
+    return RecordJob(
+        asking.scope,
+        list(map(record_key, asking.rules)),
+        lambda records, changed, now: pure.enter(records, asking.under(changed), now),
+    )
+
+
+def renewing(held: Slot, ttl: float) -> RecordJob[bool]:
+    """Return the job of `Limits.renew` for one slot."""
+    slot, length = stored_slot(held), pure.micros_of(ttl)
+    return RecordJob(
+        slot.scope,
+        [record_key(slot)],
+        lambda records, _, now: pure.renew(records[0], slot, now, length),
+    )
+
+
+def leaving(held: Slot) -> RecordJob[None]:
+    """Return the job of `Limits.leave` for one slot."""
+    slot = stored_slot(held)
+    return RecordJob(
+        slot.scope, [record_key(slot)], lambda records, _, now: pure.leave(records[0], slot, now)
+    )

@@ -21,9 +21,10 @@ from machinery_py.config.urls import StoreUrl
 from machinery_py.connections.forks import ForkLock
 from machinery_py.connections.memory import MemoryHub
 from machinery_py.errors import ConfigError
-from machinery_py.limits.base import Admission
-from machinery_py.limits.memory import MemoryLimits
+from machinery_py.limits.base import Admission, Entrant
+from machinery_py.limits.rows import RowsLimits
 from machinery_py.locks.memory import MemoryLock
+from machinery_py.rows.memory import MemoryRows
 from machinery_py.stores.base import Firing, Mark, Session, Settlement, Submission
 from machinery_py.stores.open import Family, FamilyOptions
 from machinery_py.stores.transactional import OneSession, OneStore
@@ -38,8 +39,9 @@ class _Shared:
         self.hub = MemoryHub(options.clock)
         self.broker = MemoryBroker(self.hub, lease=options.lease)
         self.backend = MemoryBackend(self.hub, expire_in=options.expire_in)
-        self.lock = MemoryLock(self.hub)
-        self.limits = MemoryLimits(self.hub)
+        rows = MemoryRows(self.hub)
+        self.lock = MemoryLock(rows)
+        self.limits = RowsLimits(rows)
 
 
 _named: weakref.WeakValueDictionary[str, _Shared] = weakref.WeakValueDictionary()
@@ -73,7 +75,7 @@ class MemoryFamily(Family):
     def lock(self) -> MemoryLock:
         return self._shared.lock
 
-    def limits(self) -> MemoryLimits:
+    def limits(self) -> RowsLimits:
         return self._shared.limits
 
     def together(self) -> OneStore:
@@ -151,8 +153,11 @@ def _at_once(messages: Sequence[Message]) -> list[Message]:
     return [msgspec.structs.replace(message, eta=None) for message in messages]
 
 
-class EagerLimits(MemoryLimits):
+class EagerLimits(RowsLimits):
     """Limits that hold nobody back: a call of the eager store is over before `send` returns."""
+
+    def enter_all(self, entrants: Sequence[Entrant]) -> list[Admission]:
+        return [Admission()] * len(entrants)
 
     def enter(self, *_: object, **__: object) -> Admission:
         return Admission()
@@ -166,7 +171,7 @@ class EagerFamily(MemoryFamily):
         self.url = url
 
     def limits(self) -> EagerLimits:
-        return EagerLimits(self._shared.hub)
+        return EagerLimits(MemoryRows(self._shared.hub))
 
     def together(self) -> EagerStore:
         return EagerStore(self._shared.broker, self._shared.backend, self._shared.hub.transaction)

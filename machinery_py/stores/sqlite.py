@@ -6,8 +6,9 @@ from machinery_py.backends.sqlite.backend import SQLiteBackend
 from machinery_py.brokers.sqlite.broker import SQLiteBroker
 from machinery_py.config.urls import StoreUrl
 from machinery_py.connections.sqlite.database import SQLiteDriver
-from machinery_py.limits.sqlite import SQLiteLimits
-from machinery_py.locks.sqlite import SQLiteLock
+from machinery_py.limits.rows import RowsLimits
+from machinery_py.locks.rows import RowsLock
+from machinery_py.rows.sqlite import SQLiteRows
 from machinery_py.stores.open import Family, FamilyOptions
 from machinery_py.stores.transactional import OneStore
 
@@ -34,11 +35,11 @@ class SQLiteFamily(Family):
     def backend(self) -> SQLiteBackend:
         return SQLiteBackend(self._driver, expire_in=self.options.expire_in)
 
-    def lock(self) -> SQLiteLock:
-        return SQLiteLock(self._driver)
+    def lock(self) -> RowsLock:
+        return RowsLock(SQLiteRows(self._driver))
 
-    def limits(self) -> SQLiteLimits:
-        return SQLiteLimits(self._driver)
+    def limits(self) -> RowsLimits:
+        return RowsLimits(SQLiteRows(self._driver))
 
     def together(self) -> OneStore:
         return OneStore(self.broker(), self.backend(), self._driver.transaction)

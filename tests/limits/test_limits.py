@@ -11,9 +11,10 @@ import pytest
 from machinery_py.connections.memory import MemoryHub
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.limits import Limits
-from machinery_py.limits.memory import MemoryLimits
 from machinery_py.limits.redis import RedisLimits
-from machinery_py.limits.sqlite import SQLiteLimits
+from machinery_py.limits.rows import RowsLimits
+from machinery_py.rows.memory import MemoryRows
+from machinery_py.rows.sqlite import SQLiteRows
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.limits import LimitsConformance, OpenLimits
 from tests.stores.redis.case import Drivers, ServerClock, clock, open_driver
@@ -24,7 +25,7 @@ __all__ = ["clock", "open_driver"]
 class TestMemoryLimits(LimitsConformance):
     @pytest.fixture
     def open_limits(self, clock: ManualClock) -> OpenLimits:
-        limits = MemoryLimits(MemoryHub(clock))
+        limits = RowsLimits(MemoryRows(MemoryHub(clock)))
         return lambda: limits
 
 
@@ -37,7 +38,7 @@ class TestSQLiteLimits(LimitsConformance):
             drivers.append(
                 SQLiteDriver(tmp_path / "machinery.db", clock=clock, synchronous="NORMAL")
             )
-            return SQLiteLimits(drivers[-1])
+            return RowsLimits(SQLiteRows(drivers[-1]))
 
         yield open_sqlite
         for driver in drivers:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from machinery_py.connections.memory import MemoryHub
 from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.limits import Rule, Slot
 from machinery_py.limits.base import slots_of
-from machinery_py.limits.memory import MemoryLimits
 from machinery_py.limits.redis import RedisLimits
+from machinery_py.limits.rows import RowsLimits
 from machinery_py.limits.rules import MOST_WAITING
+from machinery_py.rows.contract import Committed, Conflict, Key, RowStep, Write
+from machinery_py.rows.memory import MemoryRows
 from machinery_py.testing.clocks import ManualClock
 from tests.models.machine import EXAMPLES
 
@@ -60,6 +63,17 @@ STEPS = st.builds(
 )
 
 
+class KeptRows(MemoryRows):
+    """Rows that never expire: Redis expires by a clock of its own, which stands still here."""
+
+    def commit(self, steps: Sequence[RowStep]) -> list[Committed | Conflict]:
+        return super().commit([replace(one, write=_for_ever(one.write)) for one in steps])
+
+
+def _for_ever(write: Mapping[Key, Write | None]) -> dict[Key, Write | None]:
+    return {key: one and replace(one, expires_at=None) for key, one in write.items()}
+
+
 class Both:
     """A store by the pure rules and one by Lua, with the same clock. Each call asks both."""
 
@@ -67,7 +81,7 @@ class Both:
         clock = driver.clock.host
         assert isinstance(clock, ManualClock)
         self.clock = clock
-        self.pure, self.lua = MemoryLimits(MemoryHub(self.clock)), RedisLimits(driver)
+        self.pure, self.lua = RowsLimits(KeptRows(MemoryHub(self.clock))), RedisLimits(driver)
         self.scope = f"scope {next(_scopes)}"
         self.tokens: dict[int, str] = {}
         self.held: dict[int, tuple[Slot, ...]] = {}

@@ -19,7 +19,9 @@ from machinery_py.locks import Lock
 from machinery_py.locks.base import go_lock_key
 from machinery_py.locks.memory import MemoryLock
 from machinery_py.locks.redis import RedisLock
-from machinery_py.locks.sqlite import SQLiteLock
+from machinery_py.locks.rows import RowsLock
+from machinery_py.rows.memory import MemoryRows
+from machinery_py.rows.sqlite import SQLiteRows
 from machinery_py.schedules.timetable import Schedule
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.locks import LockConformance, OpenLock
@@ -32,7 +34,7 @@ __all__ = ["clock", "open_driver"]
 class TestMemoryLock(LockConformance):
     @pytest.fixture
     def open_lock(self, clock: ManualClock) -> OpenLock:
-        lock = MemoryLock(MemoryHub(clock))
+        lock = MemoryLock(MemoryRows(MemoryHub(clock)))
         return lambda: lock
 
 
@@ -45,7 +47,7 @@ class TestSQLiteLock(LockConformance):
             drivers.append(
                 SQLiteDriver(tmp_path / "machinery.db", clock=clock, synchronous="NORMAL")
             )
-            return SQLiteLock(drivers[-1])
+            return RowsLock(SQLiteRows(drivers[-1]))
 
         yield open_sqlite
         for driver in drivers:
@@ -65,8 +67,9 @@ class TestRedisLock(LockConformance):
 
 def test_of_several_processes_one_wins(tmp_path: Path) -> None:
     script = """
-from machinery_py.locks.sqlite import SQLiteLock
-lock = SQLiteLock(driver)
+from machinery_py.locks.rows import RowsLock
+from machinery_py.rows.sqlite import SQLiteRows
+lock = RowsLock(SQLiteRows(driver))
 heard()
 say(*[name for name in map(str, range(50)) if lock.acquire(name, ttl=60.0)])
 """
@@ -180,7 +183,7 @@ def test_a_tick_is_locked_as_by_go(line: dict[str, Any], redis_url: str) -> None
 
 def test_gos_lock_in_memory_is_held_until_its_moment() -> None:
     clock = ManualClock()
-    lock = MemoryLock(MemoryHub(clock)).go()
+    lock = MemoryLock(MemoryRows(MemoryHub(clock))).go()
     until = nanoseconds(clock.now() + dt.timedelta(seconds=10))
     assert lock.lock("k", until)
     assert not lock.lock_with_retries("k", until + 10**10)
@@ -191,4 +194,4 @@ def test_gos_lock_in_memory_is_held_until_its_moment() -> None:
 
 def test_go_knows_no_locks_in_sqlite(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="Go Machinery knows no locks there"):
-        SQLiteLock(SQLiteDriver(tmp_path / "machinery.db")).go()
+        RowsLock(SQLiteRows(SQLiteDriver(tmp_path / "machinery.db"))).go()

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import NoReturn
+
 import pytest
 
 from machinery_py.connections.memory import MemoryHub
-from machinery_py.rows.contract import Key, RowStep, Write
+from machinery_py.connections.sqlite.database import SQLiteDriver
+from machinery_py.rows.contract import Key, RowStep, StoredRow, Write
 from machinery_py.rows.memory import MemoryRows
+from machinery_py.rows.sqlite import SQLiteRows
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.rows import SECOND, OpenRows, RowsConformance
+from machinery_py.testing.waiting import wait_until
 
 
 class TestMemoryRows(RowsConformance):
@@ -33,3 +42,46 @@ class TestMemoryRows(RowsConformance):
             clock.advance(0.1)
 
         assert len(rows._kinds["kind"]) < 20
+
+
+class TestSQLiteRows(RowsConformance):
+    @pytest.fixture
+    def open_rows(self, clock: ManualClock, tmp_path: Path) -> Iterator[OpenRows]:
+        with ExitStack() as drivers:
+
+            def open_one() -> SQLiteRows:
+                driver = SQLiteDriver(
+                    tmp_path / "machinery.db", clock=clock, synchronous="NORMAL", busy_timeout=30.0
+                )
+                drivers.callback(driver.close)
+                return SQLiteRows(driver)
+
+            yield open_one
+
+    def test_decision_that_fails_writes_nothing(self, open_rows: OpenRows) -> None:
+        rows, key = open_rows(), Key("kind", "a")
+
+        def decide(found: Sequence[StoredRow | None], now: int) -> NoReturn:
+            rows.commit([RowStep(write={key: Write(body=b"1")})])
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            rows.change([key], decide)
+
+        assert rows.read([key]) == [None]
+
+    def test_expired_rows_are_deleted_while_others_are_written(
+        self, open_rows: OpenRows, clock: ManualClock, tmp_path: Path
+    ) -> None:
+        rows = open_rows()
+        for number in range(1000):
+            write = Write(body=b"1", expires_at=rows.now() + SECOND)
+            rows.commit([RowStep(write={Key("kind", str(number)): write}, durable=False)])
+        clock.advance(1.0)
+
+        def count() -> int:
+            rows.commit([RowStep(write={Key("other", "a"): Write(body=b"1")}, durable=False)])
+            with closing(sqlite3.connect(tmp_path / "machinery.db")) as file:
+                return int(file.execute("SELECT count(*) FROM rows").fetchone()[0])
+
+        wait_until(lambda: count() == 1)

@@ -11,7 +11,11 @@ def to_first_version(connection: sqlite3.Connection) -> None:
     connection.execute("DROP TABLE paused")
     connection.execute("DROP TABLE claims")
     connection.execute("DROP TABLE topics")
-    connection.execute("DROP TABLE limits")
+    connection.execute("DROP TABLE rows")
+    connection.execute(
+        "CREATE TABLE locks (id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE,"
+        " token TEXT NOT NULL, expires_at INTEGER NOT NULL)"
+    )
     connection.execute("DROP TABLE turns")
     connection.execute("DROP INDEX messages_turnless")
     connection.execute("DROP INDEX messages_waiting")

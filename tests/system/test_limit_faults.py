@@ -180,7 +180,7 @@ def forget_limits(url: str) -> int:
     if url.startswith("sqlite"):
         file = sqlite3.connect(url.removeprefix("sqlite:///"))
         with contextlib.closing(file), file:
-            return file.execute("DELETE FROM limits").rowcount
+            return file.execute("DELETE FROM rows WHERE kind = 'limit'").rowcount
     if url.startswith("mongodb"):
         with MongoClient[Any](url) as client:
             return client.get_default_database().machinery_limits.delete_many({}).deleted_count

@@ -1,4 +1,4 @@
-"""The fences of a file. The last one is SQLite's own last id of the table `locks`."""
+"""The fences of a file. The last one is kept among SQLite's own sequences."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import sqlite3
 
 from machinery_py.fences import Fence, fence_after
 
-_LAST = "SELECT seq FROM sqlite_sequence WHERE name = 'locks'"
-_NOTE = "UPDATE sqlite_sequence SET seq = ? WHERE name = 'locks'"
-_BEGIN = "INSERT INTO sqlite_sequence (name, seq) VALUES ('locks', ?)"
+_LAST = "SELECT seq FROM sqlite_sequence WHERE name = 'fences'"
+_NOTE = "UPDATE sqlite_sequence SET seq = ? WHERE name = 'fences'"
+_BEGIN = "INSERT INTO sqlite_sequence (name, seq) VALUES ('fences', ?)"
 
 
 def next_fence(connection: sqlite3.Connection, now: int, count: int = 1) -> Fence:

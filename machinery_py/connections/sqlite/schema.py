@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from machinery_py.connections.stored_items import CLAIM_LIFE, REVOKED_LIFE, StoredItem
 
-VERSION = 9
+VERSION = 10
 APPLICATION_ID = 0x6D636879  # "mchy": tells our file from another program's
 
 # fmt: off
@@ -46,13 +46,12 @@ ITEMS = (
     StoredItem("claims", "table", "keys of unique tasks", CLAIM_LIFE, "backend"),
     StoredItem("topics", "table", "records of topics; the newest 2,000 of each",
                "until the `ttl` is over and more is sent", "broker"),
-    StoredItem("locks", "table",
-               "locks that are held; the id is the fence, and the last id the last fence of all, "
-               "also of deliveries", "`ttl` of the lock", "lock"),
-    StoredItem("limits", "table",
-               "a row for each limited key: moment of the next run, slots, who waits; with an "
-               "empty key the limits that were changed at run time",
-               "a minute after it holds nobody back; changes until they are reset", "lock"),
+    StoredItem("rows", "table",
+               "a row for each lock that is held; a row for each limited key: moment of the next "
+               "run, slots, who waits; the limits that were changed at run time; the version of a "
+               "row is a fence",
+               "`ttl` of the lock; of a limit until a minute after it holds nobody back; changes "
+               "until they are reset", "lock"),
 )
 # fmt: on
 
@@ -89,10 +88,18 @@ _TOPICS = (
     "CREATE INDEX topics_number ON topics (topic, number)",
     "CREATE INDEX topics_expiring ON topics (until)",
 )
+# version: a fence. expires_at: NULL: never. at: NULL: in no listing.
+_ROWS = (
+    "CREATE TABLE rows (kind TEXT NOT NULL, id TEXT NOT NULL, version INTEGER NOT NULL, "
+    "expires_at INTEGER, at INTEGER, name TEXT, body BLOB NOT NULL, PRIMARY KEY (kind, id)) "
+    "WITHOUT ROWID",
+    "CREATE INDEX rows_listed ON rows (kind, at, id) WHERE at IS NOT NULL",
+    "CREATE INDEX rows_expiring ON rows (expires_at) WHERE expires_at IS NOT NULL",
+)
+# In versions 8 and 9.
 _LIMITS = (
     "CREATE TABLE limits (scope TEXT NOT NULL, key TEXT NOT NULL, body BLOB NOT NULL, "
     "until INTEGER NOT NULL, PRIMARY KEY (scope, key)) WITHOUT ROWID",
-    "CREATE INDEX limits_expiring ON limits (until)",
 )
 
 #: Run in one transaction on an empty file.
@@ -161,21 +168,14 @@ TABLES: tuple[str, ...] = (
     "WITHOUT ROWID",
     "CREATE TABLE revoked (uuid TEXT PRIMARY KEY, expires_at INTEGER NOT NULL) WITHOUT ROWID",
     "CREATE INDEX revoked_expiring ON revoked (expires_at)",
-    # id is the fence, and its sequence that of all fences of the file (fences.py).
-    """
-    CREATE TABLE locks (
-        id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, token TEXT NOT NULL,
-        expires_at INTEGER NOT NULL)
-    """,
-    "CREATE INDEX locks_expiring ON locks (expires_at)",
     _RECORDS,
     *_CLAIMS,
     *_TOPICS,
-    *_LIMITS,
+    *_ROWS,
 )
 
 #: Statements that turn the tables of a version into those of the next. A program of the version
-#: before can go on with the file that it has open.
+#: before can go on with the file that it has open; one before 10 cannot use locks and limits.
 UPGRADES: Mapping[int, tuple[str, ...]] = {
     1: (_PAUSED, _RECORDS),
     2: _CLAIMS,
@@ -194,5 +194,20 @@ UPGRADES: Mapping[int, tuple[str, ...]] = {
         "DROP INDEX messages_waiting",
         _WAITING,
         *_TURNS,
+    ),
+    9: (
+        *_ROWS,
+        "INSERT INTO rows (kind, id, version, expires_at, body) "
+        "SELECT 'lock', name, id, expires_at, CAST(token AS BLOB) FROM locks",
+        "INSERT INTO rows (kind, id, version, expires_at, at, name, body) "
+        "SELECT 'limit', scope || char(10) || key, 1, until, until, scope, body FROM limits "
+        "WHERE key <> ''",
+        "INSERT INTO rows (kind, id, version, at, name, body) "
+        "SELECT 'limit rules', scope, 1, 0, scope, body FROM limits WHERE key = ''",
+        # Fences go on; they were the ids of locks.
+        "UPDATE sqlite_sequence SET name = 'fences' WHERE name = 'locks'",
+        # An older program that has the file open must not take a lock that is held here.
+        "DROP TABLE locks",
+        "DROP TABLE limits",
     ),
 }

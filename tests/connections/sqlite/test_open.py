@@ -18,7 +18,8 @@ from machinery_py.brokers.sqlite.broker import SQLiteBroker
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.connections.sqlite.open import network_kind
 from machinery_py.errors import ConfigError, PublishRefused, StoreUnusable
-from machinery_py.limits.sqlite import SQLiteLimits
+from machinery_py.limits.rows import RowsLimits
+from machinery_py.rows.sqlite import SQLiteRows
 from tests.stores.sqlite.case import driver, integrity, message, path, queues
 from tests.support.sqlite_versions import to_first_version
 
@@ -44,10 +45,10 @@ def test_the_file_is_for_its_owner_alone(driver: SQLiteDriver, path: Path) -> No
 
 def test_a_newer_schema_is_refused(driver: SQLiteDriver, path: Path) -> None:
     with driver.transaction() as connection:
-        connection.execute("PRAGMA user_version = 10")
+        connection.execute("PRAGMA user_version = 11")
     driver.close()
 
-    with pytest.raises(StoreUnusable, match=r"newer machinery_py \(schema 10, this one knows 9\)"):
+    with pytest.raises(StoreUnusable, match=r"newer machinery_py \(schema 11, this one knows 10\)"):
         queues(driver)
 
 
@@ -66,7 +67,7 @@ def test_a_file_of_the_first_version_is_brought_up_to_date(
     subscription = SQLiteBroker(again).subscribe("t")
     SQLiteBroker(again).broadcast("t", [b"x"], ttl=9.0)
     assert subscription.read(0.0) == [b"x"]
-    assert SQLiteLimits(again).read() == []
+    assert RowsLimits(SQLiteRows(again)).read() == []
     fair = [
         Message(uuid=one, name="n", queue="q", body=b"x", tenant=one[0])
         for one in ("a1", "a2", "b1")

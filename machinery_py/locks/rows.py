@@ -1,0 +1,58 @@
+"""Locks as rows: one row for each name that is held. Its version is the fence."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+
+from machinery_py.clock import moment_of
+from machinery_py.locks.base import Lock, LockHolding
+from machinery_py.rows.contract import NO_ROW, Conflict, Key, Rows, RowStep, StoredRow, Write
+
+
+class RowsLock(Lock):
+    """Rows of a store, which belongs to whoever made it."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+
+    def acquire(self, name: str, *, ttl: float) -> LockHolding | None:
+        key = Key("lock", name)
+        if self._rows.read([key]) != [None]:
+            return None  # most who lose find out here, without keeping a writer waiting
+        token = secrets.token_hex(16)
+        until = _until(self._rows.now(), ttl)
+        write = Write(body=token.encode(), expires_at=until)
+        [done] = self._rows.commit([RowStep(expect={key: NO_ROW}, write={key: write})])
+        if isinstance(done, Conflict):
+            return None
+        return LockHolding(name=name, token=token, fence=done.version, expires_at=moment_of(until))
+
+    def renew(self, held: LockHolding, *, ttl: float) -> bool:
+        return self._change(held, ttl)
+
+    def release(self, held: LockHolding) -> bool:
+        return self._change(held, None)
+
+    def _change(self, held: LockHolding, ttl: float | None) -> bool:
+        """Hold it for `ttl` seconds from now, or release it; return whether it was ours."""
+        key = Key("lock", held.name)
+
+        def decide(
+            rows: Sequence[StoredRow | None], now: int
+        ) -> tuple[Mapping[Key, Write | None], bool]:
+            row = rows[0]
+            if row is None or row.body != held.token.encode():
+                return {}, False
+            if ttl is None:
+                return {key: None}, True
+            return {key: Write(body=row.body, expires_at=_until(now, ttl))}, True
+
+        return self._rows.change([key], decide)
+
+    def close(self) -> None:
+        pass
+
+
+def _until(now: int, ttl: float) -> int:
+    return now + round(ttl * 1e6)

@@ -1,0 +1,219 @@
+"""Rows in a SQLite file.
+
+Table `rows`: connections/sqlite/schema.py.
+
+Limits: one machine. Time is the clock's on the wall: a clock that is set ahead expires rows early.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import sqlite3
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from machinery_py.bounds import STEP_BYTES, pieces
+from machinery_py.connections.sqlite.database import SQLiteDriver, Transaction
+from machinery_py.connections.sqlite.fences import next_fence
+from machinery_py.connections.sqlite.rows import insert_rows
+from machinery_py.errors import BackendUnavailable
+from machinery_py.fences import Fence
+from machinery_py.rows.contract import (
+    NO_ROW,
+    PAGE,
+    Committed,
+    Conflict,
+    Decision,
+    Facts,
+    Key,
+    Rows,
+    RowStep,
+    StoredRow,
+    Version,
+    Write,
+)
+from machinery_py.texts import printable
+
+LAST = 2**63 - 1  # µs
+MOST = 100  # keys in one statement, and steps in one transaction
+SWEEP = 0.01  # share of the transactions that delete expired rows
+SWEPT = 1000  # of them in one transaction
+T = TypeVar("T")
+
+# In: kind, id. Out: what it says, and when the row expires. Joined by UNION ALL, this is the
+# fastest way to a few rows: (kind, id) IN (VALUES …) costs twice as much.
+_VERSION = "SELECT kind, id, expires_at, version FROM rows WHERE kind = ? AND id = ?"
+_READ = "SELECT kind, id, expires_at, version, body, at, name FROM rows WHERE kind = ? AND id = ?"
+
+_WRITE = "REPLACE INTO rows (kind, id, version, expires_at, at, name, body)"
+_DELETE = "DELETE FROM rows WHERE kind = ? AND id = ?"
+
+# In: kind, name or NULL, place behind which the rows begin, now, how many.
+_LIST = """
+SELECT kind, id, version, body, at, name FROM rows INDEXED BY rows_listed
+WHERE kind = ?1 AND at IS NOT NULL AND (?2 IS NULL OR name = ?2) AND at <= ?3
+    AND (at < ?3 OR id < ?4) AND (expires_at IS NULL OR expires_at > ?5)
+ORDER BY at DESC, id DESC
+"""
+
+# In: now, how many.
+_EXPIRE = """
+DELETE FROM rows WHERE (kind, id) IN (
+    SELECT kind, id FROM rows INDEXED BY rows_expiring WHERE expires_at <= ? LIMIT ?)
+"""
+_HAS_EXPIRED = "SELECT 1 FROM rows INDEXED BY rows_expiring WHERE expires_at <= ? LIMIT 1"
+
+
+class SQLiteRows(Rows):
+    """Rows in the driver's file. The driver belongs to whoever made it."""
+
+    def __init__(self, driver: SQLiteDriver) -> None:
+        self._driver = driver
+
+    def now(self) -> int:
+        return self._driver.now()
+
+    def read(self, keys: Sequence[Key]) -> list[StoredRow | None]:
+        now = self.now()
+        with self._driver.reading() as connection:
+            if len(keys) <= MOST or connection.in_transaction:
+                return _read(connection, keys, now)
+            connection.execute("BEGIN")  # or each statement would see a moment of its own
+            try:
+                return _read(connection, keys, now)
+            finally:
+                connection.execute("COMMIT")
+
+    def commit(self, steps: Sequence[RowStep]) -> list[Committed | Conflict]:
+        if len(steps) == 1:
+            return self._commit(steps)
+        done: list[Committed | Conflict] = []
+        for piece in pieces(steps, RowStep.size, most=MOST):
+            done += self._commit(piece)
+        return done
+
+    def _commit(self, steps: Sequence[RowStep]) -> list[Committed | Conflict]:
+        with self._writing(any(step.durable for step in steps)) as connection:
+            now = self.now()
+            done = [_carry_out(connection, step, now) for step in steps]
+            _sweep(connection, now)
+            return done
+
+    def change(self, keys: Sequence[Key], decide: Decision[T], *, durable: bool = True) -> T:
+        """As the contract says, in one transaction: nobody else writes meanwhile."""
+        with self._writing(durable) as connection:
+            now = self.now()
+            write, result = decide(_read(connection, keys, now), now)
+            _write(connection, write, now)
+            _sweep(connection, now)
+            return result
+
+    def list(
+        self,
+        kind: str,
+        *,
+        name: str | None = None,
+        after: StoredRow | None = None,
+        items: int = PAGE,
+        size: int = STEP_BYTES,
+    ) -> list[StoredRow]:
+        at, id = (LAST, "")
+        if after is not None and after.facts is not None:
+            at, id = after.facts.at, printable(after.key.id)
+        wanted = None if name is None else printable(name)
+        page: list[StoredRow] = []
+        left = size
+        with self._driver.reading() as connection:
+            found = connection.execute(_LIST, (kind, wanted, at, id, self.now()))
+            with contextlib.closing(found):
+                for cells in found:
+                    row = _row(Key(*cells[:2]), *cells[2:])
+                    left -= len(row.body)
+                    if page and left < 0:
+                        break
+                    page.append(row)
+                    if len(page) == items:
+                        break
+        return page
+
+    def expire(self, items: int) -> bool:
+        now = self.now()
+        with self._driver.reading() as connection:
+            if connection.execute(_HAS_EXPIRED, (now,)).fetchone() is None:
+                return False
+        with self._writing(durable=False) as connection:
+            return connection.execute(_EXPIRE, (now, items)).rowcount == items
+
+    def _writing(self, durable: bool) -> Transaction:
+        begin = self._driver.transaction if durable else self._driver.claiming
+        return begin(BackendUnavailable)
+
+
+def _read(connection: sqlite3.Connection, keys: Sequence[Key], now: int) -> list[StoredRow | None]:
+    found = {(kind, id): cells for kind, id, _, *cells in _ask(connection, _READ, keys, now)}
+    return [
+        None if (cells := found.get(_stored(key))) is None else _row(key, *cells) for key in keys
+    ]
+
+
+def _carry_out(connection: sqlite3.Connection, step: RowStep, now: int) -> Committed | Conflict:
+    """Carry out a step, inside a transaction."""
+    if step.expect:
+        found = _ask(connection, _VERSION, list(step.expect), now)
+        versions = {(kind, id): version for kind, id, _, version in found}
+        for key, version in step.expect.items():
+            if versions.get(_stored(key), NO_ROW) != version:
+                return Conflict()
+    return Committed(_write(connection, step.write, now))
+
+
+def _write(connection: sqlite3.Connection, write: Mapping[Key, Write | None], now: int) -> Version:
+    """Write the rows, and return the last version."""
+    kept = [(key, one) for key, one in write.items() if one is not None]
+    for key in write.keys() - dict(kept).keys():
+        connection.execute(_DELETE, _stored(key))
+    if not kept:
+        return NO_ROW
+    first = next_fence(connection, now, len(kept))
+    rows = [
+        (*_stored(key), first + number, one.expires_at, *_columns(one.facts), one.body)
+        for number, (key, one) in enumerate(kept)
+    ]
+    insert_rows(connection, _WRITE, rows)
+    return Version(Fence(first + len(kept) - 1))
+
+
+def _sweep(connection: sqlite3.Connection, now: int) -> None:
+    if random.random() < SWEEP:
+        connection.execute(_EXPIRE, (now, SWEPT))
+
+
+def _columns(facts: Facts | None) -> tuple[int | None, str | None]:
+    return (None, None) if facts is None else (facts.at, printable(facts.name))
+
+
+def _row(key: Key, version: int, body: bytes, at: int | None, name: str | None) -> StoredRow:
+    facts = None if at is None else Facts(at=at, name=name or "")
+    return StoredRow(key=key, body=body, version=Version(Fence(version)), facts=facts)
+
+
+def _stored(key: Key) -> Key:
+    return key if key.id.isascii() else Key(key.kind, printable(key.id))
+
+
+def _ask(
+    connection: sqlite3.Connection, sql: str, keys: Sequence[Key], now: int
+) -> list[tuple[Any, ...]]:
+    """Run a statement for the keys, MOST of them at a time; leave out what has expired."""
+    found: list[tuple[Any, ...]] = []
+    for start in range(0, len(keys), MOST):
+        cells = [cell for key in keys[start : start + MOST] for cell in _stored(key)]
+        found += connection.execute(_union(sql, len(cells) // 2), cells).fetchall()
+    return [row for row in found if row[2] is None or row[2] > now]
+
+
+@functools.lru_cache(maxsize=2 * MOST)
+def _union(sql: str, keys: int) -> str:
+    return " UNION ALL ".join([sql] * keys)
