@@ -50,6 +50,7 @@ class BrokerFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     beats: bool = False  # a consumer lives as long as it beats; another process can do so, too
     topics: bool = False  # `broadcast` and `subscribe`
     keeps_topics: bool = False  # a subscription can begin with what was sent before
+    forgets_queues: bool = False  # `forget_queue`
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
@@ -423,12 +424,19 @@ class Broker(ABC):
     def forget_queue(self, queue: str) -> bool:
         """Delete what is kept of a queue that is not used any more: its name and its counters.
 
-        False: something waits, is delayed, runs, is dead or paused there, or a worker serves it.
+        No message is lost, whoever sends one meanwhile: it makes the queue anew. May be done twice.
+
+        Returns:
+            False: something waits, is delayed, is held, is dead or paused there, or a consumer
+            serves it. Nothing was changed.
 
         Raises:
-            Unsupported: this broker keeps nothing that is worth it, or cannot.
+            Unsupported: this broker cannot (`BrokerFeatures.forgets_queues`).
         """
-        raise Unsupported(f"{type(self).__name__} cannot forget {queue!r}: only Redis does")
+        raise Unsupported(
+            f"{type(self).__name__} cannot forget {queue!r}: its store does not let a queue be "
+            "deleted without the risk of losing a message; see the page on queues"
+        )
 
     def pause(self, queue: str) -> None:
         """Let no consumer claim from this queue, from the return of this call until `resume`.

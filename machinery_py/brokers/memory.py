@@ -132,6 +132,7 @@ class MemoryBroker(Broker):
         keeps_topics=True,
         exact_limits=True,
         fair=True,
+        forgets_queues=True,
     )
 
     def __init__(self, hub: MemoryHub, *, lease: float = LEASE) -> None:
@@ -383,6 +384,19 @@ class MemoryBroker(Broker):
                 self._forget_turns(queue)
             self._queues.get(queue, _Waiting()).keep(waiting)
         yield messages
+
+    def forget_queue(self, queue: str) -> bool:
+        with self.hub.lock:
+            there = self._stats(queue) if queue in self._queues else None
+            if there and (there.waiting or there.running or there.delayed or there.dead):
+                return False
+            served = (hold.info.queues for hold in self._holds.values())
+            if queue in self._paused or any(queue in queues for queues in served):
+                return False
+            self._queues.pop(queue, None)
+            for key in [key for key in self._turns if key[0] == queue]:
+                del self._turns[key]
+            return True
 
     def pause(self, queue: str) -> None:
         with self.hub.lock:

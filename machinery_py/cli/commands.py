@@ -189,6 +189,12 @@ _MODULES: Mapping[str, Sequence[Command]] = {
     "queues": (
         Command("queues", "list queues, and how full they are", examples=("tasks", "tasks --json")),
         Command(
+            "queues forget",
+            "delete what is kept of queues that are over: their names and counters",
+            words="QUEUE …",
+            examples=("tasks mail-of-1837",),
+        ),
+        Command(
             "workers",
             "list the live workers, and what those that answer tell of themselves",
             options=(ANSWERS,),

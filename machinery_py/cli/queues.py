@@ -1,4 +1,7 @@
-"""Commands on queues and their workers: queues, workers, purge, declare, pause, resume."""
+"""Commands on queues and their workers.
+
+queues, queues forget, workers, purge, declare, pause, resume.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +46,20 @@ def queues(server: Server, args: argparse.Namespace) -> int:
         "PER MIN": lambda one: f"{one.per_minute:,}",
     }
     return listing(args, server.inspect.queues(), columns, right=list(columns)[1:])
+
+
+def queues_forget(server: Server, args: argparse.Namespace) -> int:
+    """Run `machinery queues forget`. The exit code is 1 if a queue is in use."""
+    names = list(dict.fromkeys(args.rest))
+    forgotten = [name for name in names if server.inspect.forget_queue(name)]
+    for name in names:
+        if name not in forgotten:
+            note(
+                f"queue {name!r} is in use, and was left as it is: messages wait, are delayed, "
+                "held or dead there, it is paused, or a worker serves it"
+            )
+    text = f"forgot {', '.join(map(repr, forgotten)) or 'nothing'}"
+    return answer(args, {"forgotten": forgotten}, text) or int(forgotten != names)
 
 
 def workers(server: Server, args: argparse.Namespace) -> int:

@@ -398,11 +398,9 @@ class Inspector:
 
         Raises:
             QueueNotFound: it is no queue of ours.
-            Unsupported: the broker keeps nothing of a queue that is over, or cannot.
+            Unsupported: the broker cannot (`BrokerFeatures.forgets_queues`): RabbitMQ, a cluster.
         """
         self._must_be_ours(queue)
-        if any(one.queue == queue and one.delayed for one in self._app.store.broker.stats()):
-            return False
         return self._app.store.broker.forget_queue(queue)
 
     forget_queue_async = twin(forget_queue)

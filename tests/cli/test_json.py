@@ -39,7 +39,16 @@ CHANGING = {
         "purge",
         "declare",
     ),
-    *("pause", "resume", "limits set", "limits reset", "control", "dead replay", "dead delete"),
+    *(
+        "pause",
+        "resume",
+        "queues forget",
+        "limits set",
+        "limits reset",
+        "control",
+        "dead replay",
+        "dead delete",
+    ),
     *("periodic pause", "periodic resume", "periodic run", "periodic change", "periodic remove"),
 }
 #: What follows the app.

@@ -92,7 +92,14 @@ def _intent_of(store: Store, document: Document) -> bytes | None:
 class MongoBroker(DriverUser, Broker):
     """Collections of the driver's database. The driver belongs to whoever made it."""
 
-    features = BrokerFeatures(name="mongodb", beats=True, topics=True, keeps_topics=True, fair=True)
+    features = BrokerFeatures(
+        name="mongodb",
+        beats=True,
+        topics=True,
+        keeps_topics=True,
+        fair=True,
+        forgets_queues=True,
+    )
     unavailable = BrokerUnavailable
 
     def __init__(self, driver: MongoDriver, *, lease: float = LEASE) -> None:
@@ -396,7 +403,12 @@ class MongoBroker(DriverUser, Broker):
         }
         found = {one["_id"]: one for one in store.machinery_messages.aggregate([{"$group": group}])}
         stats: list[QueueStats] = []
-        for one in store.machinery_queues.find():
+        named = {one["_id"]: one for one in store.machinery_queues.find()}
+        # Forgotten while another process, which does not name it again, was sending to it.
+        unnamed: list[Document] = [{"_id": queue} for queue in sorted(found.keys() - named.keys())]
+        if unnamed:
+            insert_new(store.machinery_queues, unnamed)
+        for one in (*named.values(), *unnamed):
             queue = found.get(one["_id"], {})
             since = queue.get("oldest")
             stats.append(
@@ -464,6 +476,19 @@ class MongoBroker(DriverUser, Broker):
         query = {"status": {"$in": _PURGED}}
         found = (store.machinery_messages.find_one_and_delete({"_id": id, **query}) for id in ids)
         return [message_of(one) for one in found if one is not None]
+
+    @step("forgetting a queue")
+    def forget_queue(self, store: Store, queue: str) -> bool:
+        if any(
+            (info := read_record(one["info"])) is None or queue in info.queues
+            for one in store.machinery_sessions.find()
+        ):
+            return False
+        if store.machinery_messages.find_one({"queue": queue}, {"_id": 1}) is not None:
+            return False
+        self._named.discard(queue)
+        store.machinery_queues.delete_one({"_id": queue, "paused": {"$ne": 1}})
+        return store.machinery_queues.find_one({"_id": queue}, {"_id": 1}) is None
 
     @step("pausing a queue")
     def pause(self, store: Store, queue: str) -> None:

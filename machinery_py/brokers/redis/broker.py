@@ -82,7 +82,13 @@ class RedisBroker(Broker):
     """Queues on the driver's server. The driver belongs to its creator."""
 
     features = BrokerFeatures(
-        name="redis", beats=True, topics=True, keeps_topics=True, exact_limits=True, fair=True
+        name="redis",
+        beats=True,
+        topics=True,
+        keeps_topics=True,
+        exact_limits=True,
+        fair=True,
+        forgets_queues=True,
     )
 
     def __init__(self, driver: RedisDriver, *, lease: float = LEASE) -> None:
@@ -373,6 +379,8 @@ class RedisBroker(Broker):
         return [message for message, one in zip(messages, gone, strict=True) if one]
 
     def forget_queue(self, queue: str) -> bool:
+        if any(one.queue == queue and one.delayed for one in self.stats()):
+            return False  # what is delayed meanwhile makes the queue anew when it is due
         return bool(self.driver.run(scripts.FORGET, queue_keys(queue)))
 
     def pause(self, queue: str) -> None:

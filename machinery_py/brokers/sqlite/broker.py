@@ -11,7 +11,6 @@ Limits: one machine. Every message that arrives wakes all sleeping consumers, wh
 
 from __future__ import annotations
 
-import sqlite3
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -29,7 +28,7 @@ from machinery_py.brokers.base import (
 from machinery_py.brokers.entries import RETRY_MARK, SET_BACK, ClockWatch, close_all, in_steps
 from machinery_py.brokers.liveness import is_suspended
 from machinery_py.brokers.queue_limits import QueueLimit
-from machinery_py.brokers.sqlite.consumer import PROMOTE, RELEASE, SQLiteConsumer
+from machinery_py.brokers.sqlite.consumer import PROMOTE, RELEASE, SQLiteConsumer, name_queues
 from machinery_py.brokers.sqlite.topics import SQLiteSubscription, append_records
 from machinery_py.brokers.sqlite.turns import forget_turns, give_turns
 from machinery_py.clock import micros, moment_of
@@ -67,6 +66,13 @@ ORDER BY name
 _WAITING = (
     "SELECT count(*) FROM messages INDEXED BY messages_waiting WHERE status = 0 AND queue = ?"
 )
+# In: queue. Out: whether anything is there, or any consumer, dead or alive, serves it.
+_IN_USE = """
+SELECT EXISTS (SELECT 1 FROM messages WHERE queue = ?1)
+    OR EXISTS (SELECT 1 FROM dead WHERE queue = ?1)
+    OR EXISTS (SELECT 1 FROM paused WHERE queue = ?1)
+    OR EXISTS (SELECT 1 FROM sessions, json_each(sessions.queues) WHERE value = ?1)
+"""
 _FORGET = "DELETE FROM tokens WHERE token IN (SELECT token FROM tokens WHERE used_at < ? LIMIT ?)"
 _NEXT_DUE = "SELECT min(due_at) FROM messages INDEXED BY messages_delayed WHERE status = 1"
 _MESSAGE = "uuid, name, queue, body, due_at, priority, parks, tenant"
@@ -81,7 +87,13 @@ class SQLiteBroker(Broker):
     """Queues in the driver's file. The driver belongs to whoever made it."""
 
     features = BrokerFeatures(
-        name="sqlite", embedded=True, topics=True, keeps_topics=True, exact_limits=True, fair=True
+        name="sqlite",
+        embedded=True,
+        topics=True,
+        keeps_topics=True,
+        exact_limits=True,
+        fair=True,
+        forgets_queues=True,
     )
 
     def is_entered(self) -> bool:
@@ -90,7 +102,6 @@ class SQLiteBroker(Broker):
     def __init__(self, driver: SQLiteDriver, *, lease: float = LEASE) -> None:
         self.driver = driver
         self.lease = lease
-        self._queues: set[str] = set()
         self._suspects: set[int] = set()
         self._consumers: weakref.WeakSet[SQLiteConsumer] = weakref.WeakSet()
         self._next_sweep = 0.0
@@ -109,7 +120,7 @@ class SQLiteBroker(Broker):
                 == 0
             ):
                 return False
-            self._name_queues(connection, {message.queue for message in messages})
+            name_queues(connection, {message.queue for message in messages})
             if rows:
                 tenants = [message.tenant for message in messages]
                 if tenants.count(None) == len(tenants):
@@ -137,24 +148,8 @@ class SQLiteBroker(Broker):
         with self.driver.reading() as connection:
             return int(connection.execute(_WAITING, (queue,)).fetchone()[0])
 
-    def _name_queues(self, connection: sqlite3.Connection, names: set[str]) -> None:
-        """Remember queues that are new to us. Called inside a transaction."""
-        new = names - self._queues
-        if new:
-            connection.execute(
-                "INSERT OR IGNORE INTO queues SELECT value FROM json_each(?)",
-                (as_json(sorted(new)),),
-            )
-            self.driver.after_commit(lambda: self._queues.update(new))
-
     def consume(self, queues: Sequence[str], *, worker: str) -> SQLiteConsumer:
-        consumer = SQLiteConsumer(
-            self.driver,
-            tuple(queues),
-            worker=worker,
-            lease=self.lease,
-            name_queues=self._name_queues,
-        )
+        consumer = SQLiteConsumer(self.driver, tuple(queues), worker=worker, lease=self.lease)
         self._consumers.add(consumer)
         return consumer
 
@@ -369,9 +364,17 @@ class SQLiteBroker(Broker):
             if not connection.execute(_WAITING, (queue,)).fetchone()[0]:
                 forget_turns(connection, queue)
 
+    def forget_queue(self, queue: str) -> bool:
+        with self.driver.transaction() as connection:
+            if connection.execute(_IN_USE, (queue,)).fetchone()[0]:
+                return False
+            connection.execute("DELETE FROM turns WHERE queue = ?", (queue,))
+            connection.execute("DELETE FROM queues WHERE name = ?", (queue,))
+            return True
+
     def pause(self, queue: str) -> None:
         with self.driver.transaction() as connection:
-            self._name_queues(connection, {queue})
+            name_queues(connection, {queue})
             connection.execute("INSERT OR IGNORE INTO paused VALUES (?)", (queue,))
 
     def resume(self, queue: str) -> None:
@@ -398,7 +401,7 @@ class SQLiteBroker(Broker):
             self.driver.now(),
         )
         with self.driver.transaction() as connection:
-            self._name_queues(connection, {queue})
+            name_queues(connection, {queue})
             connection.execute(
                 "INSERT INTO dead (uuid, name, queue, body, reason, error, strikes, died_at)"
                 " VALUES (?, ?, ?, ?, ?, ?, 0, ?)",

@@ -16,7 +16,7 @@ import socket
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -37,7 +37,6 @@ BIG = 65536  # bytes
 BEATS = 8  # a beat is written down this often in a lease
 
 #: Remembers the names of queues, inside a transaction.
-NameQueues = Callable[[sqlite3.Connection, set[str]], object]
 
 # In: now. Out: how many. Due messages become waiting, the oldest first, at most 10,000 at once: a
 # million would keep all others from writing.
@@ -133,6 +132,15 @@ _claimed = msgspec.json.Decoder(list[_Claimed]).decode
 _ours = msgspec.json.Decoder(list[tuple[int, int]]).decode
 
 
+def name_queues(connection: sqlite3.Connection, names: set[str]) -> None:
+    """Have the queues listed. Called inside each transaction that uses some.
+
+    Nobody remembers that it was done: another process may forget a queue (`forget_queue`).
+    """
+    for name in names:
+        connection.execute("INSERT OR IGNORE INTO queues VALUES (?)", (name,))
+
+
 class SQLiteConsumer(Consumer):
     """A session: a row, a locked file, and a notifier."""
 
@@ -145,14 +153,12 @@ class SQLiteConsumer(Consumer):
         *,
         worker: str,
         lease: float,
-        name_queues: NameQueues,
     ) -> None:
         self._driver = driver
         self._queues = queues
         self._json = as_json(queues)
         self._worker = printable(worker)
         self._lease = lease
-        self._name_queues = name_queues
         self._notifier = driver.notifier("q")
         self._claims = itertools.count(1)
         self._unread: tuple[int, int, int] | None = None  # session, claim, limit
@@ -178,7 +184,7 @@ class SQLiteConsumer(Consumer):
         )
         try:
             with driver.claiming() as connection:
-                self._name_queues(connection, set(self._queues))
+                name_queues(connection, set(self._queues))
                 number = connection.execute(_REGISTER, row).lastrowid or 0
         except BaseException:
             file.end()
@@ -279,7 +285,7 @@ class SQLiteConsumer(Consumer):
         queues = tuple(queues)
         with self._starting:
             with self._driver.claiming() as connection:
-                self._name_queues(connection, set(queues))
+                name_queues(connection, set(queues))
                 connection.execute(_SERVE, (as_json(queues), self._number))
             self._queues, self._json = queues, as_json(queues)
         self.wake()

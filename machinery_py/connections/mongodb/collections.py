@@ -27,8 +27,8 @@ ITEMS = (
     StoredItem("machinery_sessions", "collection",
                "session → identity of the consumer, `beats`, `stalled`",
                "until it closes or is given up", "consumer"),
-    StoredItem("machinery_queues", "collection", "name of a queue → `paused`", "for ever",
-               "broker"),
+    StoredItem("machinery_queues", "collection", "name of a queue → `paused`",
+               "until forgotten", "broker"),
     StoredItem("machinery_chords", "collection",
                "group UUID → `total`, `arrived`, `doubts`, `callback`, `failed`, `ready`, "
                "`fired`, `deed`; `look_at`: when a worker looks whether Go has ended the missing "

@@ -505,6 +505,44 @@ class BrokerConformance(
         assert bodies(consumer.receive(5, 0)) == [b"held"]
         assert bodies(broker.consume(["r"], worker="w").receive(5, 0)) == [b"r"]
 
+    def test_queue_that_is_over_is_forgotten(
+        self, open_broker: OpenBroker, clock: ManualClock
+    ) -> None:
+        broker, sender = open_broker(), open_broker()  # the sender knows the queue from before
+        sender.put([message(queue=queue) for queue in ("q", "r")], token="")
+        if not broker.features.forgets_queues:
+            with pytest.raises(Unsupported):
+                broker.forget_queue("q")
+            return
+
+        assert not broker.forget_queue("q")  # something waits
+        consumer = broker.consume(["q"], worker="w")
+        (held,) = consumer.receive(1, 0)
+        assert not broker.forget_queue("q")  # something is held
+        consumer.dispose([Disposal(delivery=held, fate=Fate.DEAD)])
+        assert not broker.forget_queue("q")  # it is served, and something is dead
+        consumer.close()
+        assert not broker.forget_queue("q")
+        broker.take_dead([broker.dead_letters(limit=1)[0].id])
+        if broker.features.pausing:
+            broker.pause("q")
+            assert not broker.forget_queue("q")
+            broker.resume("q")
+        sender.put([message(queue="q", eta=seconds(clock.now(), 60.0))], token="")
+        assert not broker.forget_queue("q")  # something is delayed
+        broker.purge("q")
+
+        assert broker.forget_queue("q")
+        assert broker.forget_queue("q")
+        assert [line.queue for line in broker.stats()] == ["r"]
+
+        sender.put([message(b"anew", queue="q")], token="")
+        assert [(line.queue, line.waiting) for line in broker.stats()] == [("q", 1), ("r", 1)]
+        consumer = sender.consume(["q"], worker="w")
+        assert bodies(consumer.receive(5, 0)) == [b"anew"]
+        for handle in (broker, sender):
+            handle.close()
+
     def test_second_handle_sees_the_same_messages(self, open_broker: OpenBroker) -> None:
         one, two = open_broker(), open_broker()
         put(one, b"a")
