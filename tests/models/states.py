@@ -110,7 +110,7 @@ def state_from(
     kept: str,
 ) -> NewState:
     state = state_of(
-        (head + created + tail).encode("latin-1"), f"{run}\n0\n\n{lines}".encode("latin-1")
+        uuid, (head + created + tail).encode("latin-1"), f"{run}\n0\n\n{lines}".encode("latin-1")
     )
     return NewState(uuid, state, queue, int(kept))
 
@@ -168,8 +168,8 @@ def row_of(redis: Redis, batch: Batch, uuid: str) -> Row:
         return batch.rows[uuid]
     text, kept = free_text(redis, uuid), redis.get(companion(uuid))
     ours = None if kept is None else kept.encode("latin-1")
-    state = None if text is None else state_of(text.encode("latin-1"), ours)
-    left = None if ours is None else state_of(encode_state(TaskState(task_uuid=uuid)), ours)
+    state = None if text is None else state_of(uuid, text.encode("latin-1"), ours)
+    left = None if ours is None else state_of(uuid, encode_state(TaskState(task_uuid=uuid)), ours)
     run, epoch, mark, *_ = (kept or "0\n0\n").split("\n")
     return Row(state, left, int(run), int(epoch), mark, text is not None or kept is not None)
 

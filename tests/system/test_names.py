@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from machinery_py import Config, Server, group
+from machinery_py import Config, Server, Signature, group
 from machinery_py.brokers.base import Message
 from machinery_py.connections.rabbitmq.client import AmqpDriver
-from machinery_py.errors import NameRefused, PublishRefused
+from machinery_py.errors import MachineryError, NameRefused, PublishRefused
 from machinery_py.tasks.states import TaskState
 from machinery_py.testing.conformance.application import App
 from machinery_py.testing.waiting import HANG, wait_until
@@ -208,6 +209,15 @@ def live_beside(neighbour: Neighbour) -> None:
     assert letter.body == body(UUID=THEIRS)
     assert THEIRS in letter.error
     assert neighbour.look() == before
+    reads: tuple[Callable[[], object], ...] = (
+        lambda: app.server.backend.get_states([THEIRS]),
+        lambda: app.server.backend.get_group(THEIRS),
+    )
+    for read in reads:
+        try:
+            read()  # or it finds nothing
+        except MachineryError as error:
+            assert f"'{THEIRS}'" in str(error)
     for purge in (app.server.backend.purge_state, app.server.backend.purge_group_meta):
         with contextlib.suppress(NameRefused):
             purge(THEIRS)
@@ -265,6 +275,78 @@ def test_a_key_that_others_have_taken_stops_no_other_queue(
         assert [one.get(timeout=HANG) for one in waits] == [3] * len(waits)
         assert worker is not None
     app.close()
+
+
+Read = Callable[[Server], object]
+
+
+def the_queue(server: Server) -> object:
+    return server.broker.pending("mail", 5)
+
+
+def the_state(server: Server) -> object:
+    return server.backend.get_states(["task"])
+
+
+READERS: dict[str, tuple[str, Read]] = {
+    "state": ("task", the_state),
+    "states": ("task", lambda one: one.backend.get_states(["task", *map(str, range(999))])),
+    "members": ("task", lambda one: one.backend.member_results("group", ["task"])),
+    "fields": ("mpy:m:{task}", the_state),
+    "group": ("group", lambda one: one.backend.get_group("group")),
+    "waiting": ("mail", the_queue),
+    "count": ("mail", lambda one: one.broker.waiting("mail")),
+    "priorities": ("mpy:{mail}:l", the_queue),
+    "delayed": ("delayed_tasks", lambda one: one.broker.delayed(5)),
+    "parked": ("mpy:{mail}:z", lambda one: one.broker.delayed(5)),
+    "purge": ("mpy:{mail}:z", lambda one: list(one.broker.purge_each("mail", print))),
+    "dead letters": ("mpy:{mail}:e", lambda one: one.broker.dead_letters(limit=5)),
+    "queues": ("mpy:queues", lambda one: one.broker.stats()),
+    "listing": ("mpy:open", lambda one: one.inspect.tasks()),
+    "finding": ("mpy:done", lambda one: one.backend.find("t")),
+    "outboxes": ("mpy:outbox", lambda one: one.backend.unsent(5, older_than=0)),
+    "schedules": ("mpy:records", lambda one: one.backend.records()),
+    "limits": ("mpy:limits", lambda one: one.inspect.limits()),
+    "topic": ("mpy:topic:{t}", lambda one: one.broker.subscribe("t", since=5.0)),
+}
+TEXTS = [name for name in READERS if name in ("state", "states", "members", "fields", "group")]
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_reader_names_the_key_that_others_have_taken(empty_redis: RedisServer, reader: str) -> None:
+    server = Server(empty_redis.url)
+    server.register_task("add", list)
+    server.send_task(Signature(name="add", uuid="task", routing_key="mail"))
+    key, read = READERS[reader]
+    server.backend.get_states(["task"])
+    empty_redis.cli("DEL", key)
+    if reader in TEXTS:
+        empty_redis.cli("SET", key, "their text")
+    elif reader == "schedules":
+        empty_redis.cli("RPUSH", key, "theirs")
+    else:
+        empty_redis.cli("HSET", key, "their", "field")
+
+    with pytest.raises(MachineryError) as caught:
+        read(server)
+
+    assert repr(key) in str(caught.value)
+    assert re.search("choose another|rename or delete", str(caught.value))
+    server.close()
+
+
+def test_listing_leaves_out_a_task_whose_key_others_have_taken(
+    empty_redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Server(empty_redis.url)
+    server.register_task("add", list)
+    for uuid in ("task", "other"):
+        server.send_task(Signature(name="add", uuid=uuid, routing_key="mail"))
+    empty_redis.cli("SET", "task", "their text")
+
+    assert [one.task_uuid for one in server.inspect.tasks()] == ["other"]
+    assert "'task' is no task or group of ours" in caplog.text
+    server.close()
 
 
 def test_a_worker_takes_up_a_queue_again_whose_key_is_put_right(empty_redis: RedisServer) -> None:

@@ -60,7 +60,7 @@ from machinery_py.connections.memcached.client import (
 from machinery_py.connections.memcached.keys import CALLBACK, FIRED, GUESS, READY, SHARES
 from machinery_py.errors import DecodeError
 from machinery_py.tasks.states import Arrival, GroupMeta
-from machinery_py.texts import get_logger
+from machinery_py.texts import get_logger, quoted
 
 logger = get_logger(__name__)
 
@@ -104,7 +104,13 @@ class MemcachedGroups:
         found = self._driver.fetch([key, fired], doing="reading a group")
         if key not in found:
             return None
-        group, made_at = decode_meta(found[key].value)
+        try:
+            group, made_at = decode_meta(found[key].value)
+        except DecodeError as error:
+            raise DecodeError(
+                f"the item {quoted(group_uuid)} in memcached is no group of ours (choose another "
+                f"UUID, or delete the item): {error}"
+            ) from error
         old = made_at and made_at + int(self._expire_in * 1e6) < self.now()
         if old and not is_kept(group.task_uuids):
             return None

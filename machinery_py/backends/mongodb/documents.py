@@ -113,7 +113,10 @@ def state_of(document: Document) -> TaskState | None:
     else:
         base = TaskState(task_uuid=str(document["_id"]))
     if word not in _STATES:
-        raise DecodeError(f"state of {document['_id']!r} is {word!r} (known: {', '.join(_STATES)})")
+        raise DecodeError(
+            f"state of {document['_id']!r} is {word!r} (known: {', '.join(_STATES)}); another "
+            "program has written to the document (choose another UUID, or delete it)"
+        )
     created_at = document.get("created_at")
     return TaskState(
         task_uuid=base.task_uuid,

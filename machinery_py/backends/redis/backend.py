@@ -40,6 +40,7 @@ from machinery_py.backends.redis.documents import (
     Changes,
     counted,
     decode_rows,
+    group_of,
     is_listed,
     merged,
     pattern_of,
@@ -55,8 +56,11 @@ from machinery_py.connections.redis import keys as redis_keys
 from machinery_py.connections.redis.client import RedisDriver, raw
 from machinery_py.connections.redis.errors import log_spoilt
 from machinery_py.connections.redis.keys import companion_key, document_key, encoded
+from machinery_py.errors import DecodeError
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
-from machinery_py.wire.states import decode_group
+from machinery_py.texts import get_logger
+
+logger = get_logger(__name__)
 
 EXPIRE_IN = 3600.0  # seconds that a finished task is kept
 SWEEP = 60.0  # seconds between two looks for groups that are over
@@ -196,7 +200,7 @@ class RedisBackend(Backend, OutboxBackend):
                 rows = self._documents(wanted, bare=bare)
                 for uuid, (document, companion) in zip(wanted, rows, strict=False):
                     if document is not None:
-                        found[uuid] = state_of(document, companion)
+                        found[uuid] = state_of(uuid, document, companion)
                 wanted = wanted[len(rows) :]
         return found
 
@@ -212,7 +216,7 @@ class RedisBackend(Backend, OutboxBackend):
 
     def get_group(self, group_uuid: str) -> GroupMeta | None:
         document = self.driver.ask(b"GET", document_key(group_uuid), doing="reading a group")
-        return decode_group(document) if document else None
+        return group_of(group_uuid, document) if document else None
 
     def ready_groups(self, limit: int) -> list[ReadyGroup]:
         found, spoilt = self.driver.run(scripts.READY, limit)
@@ -255,11 +259,14 @@ class RedisBackend(Backend, OutboxBackend):
             scripts.FIND, sets, at, uuid, low, LOOK, limit, words, quoted
         ):
             looked += count
-            read = [
-                (place_of(*place), state_of(document, companion))
-                for place, (document, companion) in zip(places, decode_rows(packed), strict=True)
-                if document is not None
-            ]
+            read: list[tuple[Place, TaskState]] = []
+            for place, (document, companion) in zip(places, decode_rows(packed), strict=True):
+                if document is not None:
+                    at_place = place_of(*place)
+                    try:
+                        read.append((at_place, state_of(at_place[1], document, companion)))
+                    except DecodeError as error:  # the others are listed
+                        logger.warning("left out of a listing: %s", error)
             rows = [row for row in read if is_listed(states, row[1], name)]
             parts.append((rows, place_of(*last) if last else None))
         found, end = merged(parts)

@@ -50,6 +50,7 @@ from machinery_py.backends.redis.cluster_documents import (
 from machinery_py.backends.redis.cluster_steps import PAGE, PREFIXES, Steps, by_shard, shard_of
 from machinery_py.backends.redis.documents import (
     counted,
+    group_of,
     is_listed,
     merged,
     pattern_of,
@@ -249,7 +250,7 @@ class ClusterBackend(Backend, OutboxBackend):
             doing="reading states",
         )
         return {
-            uuid: state_of(*reply)
+            uuid: state_of(uuid, *reply)
             for uuid, reply in zip(uuids, replies, strict=True)
             if reply[0] is not None
         }
@@ -257,7 +258,7 @@ class ClusterBackend(Backend, OutboxBackend):
     def get_group(self, group_uuid: str) -> GroupMeta | None:
         key = document_key(name_of(group_uuid))
         document = self.cluster.command(b"GET", key, doing="reading a group")
-        return decode_group(document) if document else None
+        return group_of(group_uuid, document) if document else None
 
     def ready_groups(self, limit: int) -> list[ReadyGroup]:
         doing = scripts.LOOK_AT.doing

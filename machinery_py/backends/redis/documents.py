@@ -16,12 +16,15 @@ from machinery_py.backends.listings import Place
 from machinery_py.backends.redis.scripts import CHORD_LIFE, CONSTANTS
 from machinery_py.clock import micros, moment_of
 from machinery_py.connections.redis.client import raw
+from machinery_py.connections.redis.keys import companion_key, document_key
 from machinery_py.connections.redis.scripts import pack
-from machinery_py.errors import ArgumentError
+from machinery_py.errors import ArgumentError, DecodeError
 from machinery_py.tasks.states import FINISHED, Arrival, GroupMeta, State, TaskState
+from machinery_py.values.malformed import MALFORMED
 from machinery_py.wire.states import (
     EXTRA,
     EXTRA_MOMENTS,
+    decode_group,
     decode_state,
     encode_group,
     encode_state,
@@ -203,8 +206,36 @@ class Changes:
         return self.changes, self.states
 
 
-def state_of(document: bytes, companion: bytes | None) -> TaskState:
-    """Read the state in a document and its companion."""
+def state_of(uuid: str, document: bytes, companion: bytes | None) -> TaskState:
+    """Read the state of a task in its document and companion.
+
+    Raises:
+        DecodeError: one of them is another program's.
+    """
+    try:
+        return _state_of(document, companion)
+    except MALFORMED as error:
+        raise foreign(uuid, error) from error
+
+
+def group_of(uuid: str, document: bytes) -> GroupMeta:
+    """Read the document of a group. Raises as `state_of`."""
+    try:
+        return decode_group(document)
+    except MALFORMED as error:
+        raise foreign(uuid, error) from error
+
+
+def foreign(uuid: str, error: Exception) -> DecodeError:
+    """Return the error for a key that another program has written to."""
+    keys = " and ".join(repr(key(uuid).decode()) for key in (document_key, companion_key))
+    return DecodeError(
+        f"{uuid!r} is no task or group of ours: {error}; another program has written to {keys} "
+        "(choose another UUID, or delete the keys)"
+    )
+
+
+def _state_of(document: bytes, companion: bytes | None) -> TaskState:
     state = decode_state(document)
     if companion is None:
         return state  # a Go program wrote it

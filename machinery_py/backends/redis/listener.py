@@ -171,7 +171,7 @@ def _state_in(channel: bytes, news: bytes) -> TaskState | None:
     """Return the final state of the channel's task; None: others may publish what they like."""
     document, _, companion = news.partition(b"\n")
     try:
-        state = state_of(document, companion)
+        state = state_of("", document, companion)
     except MALFORMED:  # a DecodeError among them
         return None
     return state if state.is_finished and companion_key(state.task_uuid) == channel else None

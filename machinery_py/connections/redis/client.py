@@ -34,12 +34,29 @@ from machinery_py.connections.redis.durability import (
     read_info,
     version_of,
 )
-from machinery_py.connections.redis.errors import TRANSIENT, ErrorKind, as_ours, kind_of
+from machinery_py.connections.redis.errors import (
+    TRANSIENT,
+    ErrorKind,
+    as_ours,
+    kind_of,
+    spoilt,
+)
 from machinery_py.connections.redis.keys import DELAYED
 from machinery_py.connections.redis.pool import NO_LIMITS, PoolLimits, Quota
-from machinery_py.connections.redis.scripts import Script, pack, with_delayed_key
+from machinery_py.connections.redis.scripts import (
+    Script,
+    naming,
+    pack,
+    with_delayed_key,
+)
 from machinery_py.connections.server_clock import ServerClock
-from machinery_py.errors import BackendUnavailable, MachineryError, PublishUnknown, StoreUnusable
+from machinery_py.errors import (
+    BackendUnavailable,
+    MachineryError,
+    NameRefused,
+    PublishUnknown,
+    StoreUnusable,
+)
 from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
@@ -289,7 +306,13 @@ class RedisDriver:
             link.send(packet)
             return _read_script(link, script, arguments)
 
-        return self._attempt(ask, doing=script.doing, away=script.away, again=again, lost=lost)
+        try:
+            return self._attempt(ask, doing=script.doing, away=script.away, again=again, lost=lost)
+        except NameRefused as error:
+            named = naming(script)
+            if error.name or not again or named == script:
+                raise
+        return self.run_packed(named, argument, more=more, again=False)
 
     def adapted(self, script: Script) -> Script:
         """Return the script for the keys of these limits."""
@@ -300,7 +323,15 @@ class RedisDriver:
         self, *parts: bytes, doing: str, away: type[MachineryError] = BackendUnavailable
     ) -> Any:
         """Send a command that may be carried out twice."""
-        return self._attempt(lambda link: link.ask(*parts), doing=doing, away=away)
+        try:
+            return self._attempt(lambda link: link.ask(*parts), doing=doing, away=away)
+        except NameRefused as error:
+            if error.name or len(parts) < 2:
+                raise
+        kind = self._attempt(lambda link: link.ask(b"TYPE", parts[1]), doing=doing, away=away)
+        key, found = parts[1].decode(errors="replace"), kind.decode()
+        text = f"WRONGTYPE {key} holds a {found}, not what is kept there"
+        raise spoilt(text, f"Redis at {self.servers.place}: {doing}")
 
     def _attempt(
         self,

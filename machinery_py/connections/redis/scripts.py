@@ -64,6 +64,30 @@ def with_delayed_key(script: Script, key: str) -> Script:
     return script.with_text(script.text.replace(f"'{DELAYED}'", f"'{quoted}'"))
 
 
+_CALL = "local call = redis.call\n"
+# Raises as key_type of the prelude does.
+_NAMING = """local function call(command, key, ...)
+  if not key then return redis.call(command) end
+  local reply = redis.pcall(command, key, ...)
+  if type(reply) ~= 'table' or not reply.err then return reply end
+  if string.find(reply.err, 'wrong kind of value', 1, true) then
+    local kind = redis.call('TYPE', key).ok
+    error('WRONGTYPE ' .. key .. ' holds a ' .. kind .. ', not what is kept there')
+  end
+  error(reply)
+end
+"""
+
+
+@functools.cache
+def naming(script: Script) -> Script:
+    """Return the script with errors that name the key that holds something else.
+
+    It is slower, and for a repeat of one that said that there is such a key.
+    """
+    return script.with_text(script.text.replace(_CALL, _NAMING, 1))
+
+
 _CONSTANT = re.compile(r"\$([A-Z_]+)")
 _NONE: Mapping[str, object] = MappingProxyType({})
 
