@@ -25,6 +25,7 @@ from machinery_py.backends.redis.documents import Changes, new_state, packed_sta
 from machinery_py.backends.redis.scripts import CONSTANTS as STATES
 from machinery_py.bounds import STEP_BYTES
 from machinery_py.brokers.base import Delivery, Fate, Message, mark_of
+from machinery_py.brokers.entries import RETRY_MARK, SET_BACK, ClockWatch
 from machinery_py.brokers.redis.broker import RedisBroker
 from machinery_py.brokers.redis.cluster import ClusterBroker, is_usable
 from machinery_py.brokers.redis.consumer import RedisConsumer, end_of
@@ -38,7 +39,7 @@ from machinery_py.brokers.redis.messages import (
 )
 from machinery_py.brokers.redis.scripts import CONSTANTS as MESSAGES
 from machinery_py.brokers.redis.scripts import TOKEN_LIFE
-from machinery_py.clock import Clock
+from machinery_py.clock import Clock, micros
 from machinery_py.config.sections import RedisConfig
 from machinery_py.config.server_urls import BadUrl, parse_redis_url
 from machinery_py.config.urls import redact, split_urls
@@ -46,7 +47,7 @@ from machinery_py.connections.failover import strategy_named
 from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.connections.redis.cluster import RedisClusterDriver
 from machinery_py.connections.redis.discovery import Servers
-from machinery_py.connections.redis.keys import queue_keys
+from machinery_py.connections.redis.keys import OPEN, encoded, queue_keys
 from machinery_py.connections.redis.pool import PoolLimits
 from machinery_py.connections.redis.scripts import Folder, pack
 from machinery_py.errors import BrokerUnavailable, ConfigError, PublishUnknown
@@ -68,6 +69,7 @@ from machinery_py.stores.outbox import TwoStores
 from machinery_py.stores.redis_steps import STEP, StagedSteps
 from machinery_py.tasks.signature import new_uuid
 from machinery_py.tasks.states import State
+from machinery_py.wire.decode import known_fields
 from machinery_py.wire.states import encode_group
 
 # Queues and messages are as putting.lua says, changes and states as changes.lua.
@@ -94,6 +96,7 @@ class RedisStore(Store):
         self.states = backend
         self.driver = broker.driver
         self._steps = StagedSteps(self.driver, backend.seconds)
+        self._watch = ClockWatch(self.driver.clock)
 
     def is_entered(self) -> bool:
         return False  # each call has a connection of its own, and no lock is held meanwhile
@@ -180,8 +183,30 @@ class RedisStore(Store):
         return True
 
     def tend(self) -> float:
+        if self._watch.was_set_back():
+            self._count_again()
         pause = min(self.broker.tend(), self.backend.tend())
         return 0.0 if self._steps.carry_left() else pause
+
+    def _count_again(self) -> None:
+        """Let delays of retries that began in the future, by a clock that was ahead, begin now.
+
+        A message in Go's delayed set has its ETA alone. When it was sent is when its task changed.
+        """
+        now = micros(self.driver.clock.now())
+        ahead, doing = b"(%d" % (now + int(SET_BACK * 1e6)), "moving retries"
+        found = self.driver.ask(
+            b"ZRANGEBYSCORE", OPEN.encode(), ahead, b"+inf", b"WITHSCORES", doing=doing
+        )
+        begun = dict(zip(found[::2], map(float, found[1::2]), strict=True))
+        if not begun:
+            return
+        key = self.driver.limits.delayed_key.encode()
+        for member, due in self.broker.sorted_set(key, doing=doing):
+            said = known_fields(member) if RETRY_MARK in member else None
+            if said is not None and (began := begun.get(encoded(said.UUID))) is not None:
+                score = b"%d" % (int(float(due)) + int(now - began) * 1000)  # nanoseconds
+                self.driver.ask(b"ZADD", key, b"XX", score, member, doing=doing)
 
 
 def is_plain(submission: Submission) -> bool:

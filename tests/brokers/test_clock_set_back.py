@@ -14,13 +14,19 @@ from machinery_py.worker.inline import Inline
 DAY = dt.timedelta(days=1)
 
 
-@pytest.mark.parametrize("store", ["memory", "sqlite"])
+@pytest.mark.parametrize("store", ["memory", "sqlite", "redis", "mongodb"])
 @pytest.mark.parametrize("is_new", [False, True])
 def test_retry_waits_no_day_when_the_clock_is_set_back(
-    tmp_path: Path, store: str, is_new: bool
+    request: pytest.FixtureRequest, tmp_path: Path, store: str, is_new: bool
 ) -> None:
     clock = ManualClock()
-    url = f"sqlite:///{tmp_path}/store.db" if store == "sqlite" else "memory://"
+    url = "memory://"
+    if store == "sqlite":
+        url = f"sqlite:///{tmp_path}/store.db"
+    elif store == "redis":
+        url = request.getfixturevalue("empty_redis").url
+    elif store == "mongodb":
+        url = request.getfixturevalue("mongodb_url")
     server = Server(url, clock=clock)
 
     @server.task
@@ -36,7 +42,7 @@ def test_retry_waits_no_day_when_the_clock_is_set_back(
     inline.drain()
     assert result.get_state().state is State.RETRY
     clock._start -= DAY
-    if is_new and store == "sqlite":
+    if is_new and store != "memory":
         server.app.close()  # as when the machine was started again
 
     server.app.store.tend()

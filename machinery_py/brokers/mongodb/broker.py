@@ -26,7 +26,7 @@ from machinery_py.brokers.base import (
     QueueStats,
     WorkerInfo,
 )
-from machinery_py.brokers.entries import close_all, in_steps
+from machinery_py.brokers.entries import RETRY_MARK, SET_BACK, ClockWatch, close_all, in_steps
 from machinery_py.brokers.liveness import HeartbeatJudge, has_ended, log_loss, read_record
 from machinery_py.brokers.mongodb.consumer import KIND, ORDER, MongoConsumer, beat_in
 from machinery_py.brokers.mongodb.messages import (
@@ -111,6 +111,7 @@ class MongoBroker(DriverUser, Broker):
         self._putting = ForkLock()
         self._consumers: weakref.WeakSet[MongoConsumer] = weakref.WeakSet()
         self._next_sweep = self._next_holders = 0.0
+        self._watch = ClockWatch(driver.clock)
 
     # Publishing
 
@@ -264,9 +265,23 @@ class MongoBroker(DriverUser, Broker):
         if monotonic >= self._next_sweep:
             self._next_sweep = monotonic + SWEEP
             self._forget_tokens()
+        if self._watch.was_set_back():
+            self._count_again()
         due = self._promote()
         interval = self.lease / 4
         return interval if due is None else min(interval, max(0.0, (due - self.driver.now()) / 1e6))
+
+    @step("moving retries")
+    def _count_again(self, store: Store) -> None:
+        """Let delays of retries that began in the future, by a clock that was ahead, begin now."""
+        now, messages = self.driver.now(), store.machinery_messages
+        begun: Document = {"status": Status.DELAYED, "sent_at": {"$gt": now + int(SET_BACK * 1e6)}}
+        for one in messages.find(begun, {"body": 1, "sent_at": 1, "due_at": 1}):
+            if RETRY_MARK in bytes(one["body"]):
+                due_at = one["due_at"] - one["sent_at"] + now
+                messages.update_one(
+                    {**begun, "_id": one["_id"]}, {"$set": {"due_at": due_at, "sent_at": now}}
+                )
 
     @step("looking for old tokens")
     def _forget_tokens(self, store: Store) -> None:

@@ -340,7 +340,7 @@ class RedisBroker(Broker):
     ) -> Iterator[Sequence[Message]]:
         parked = f"{keys[1]}z".encode()
         found: list[tuple[Message, bytes, bool]] = []
-        for member, due in self._sorted_set(parked):
+        for member, due in self.sorted_set(parked, doing="purging a queue"):
             found.append((message_parked(member, keys[0], int(float(due))), member, True))
         for member in self._late_for(keys[0]):
             found.append((message_of_go(member, 0), member, False))
@@ -355,9 +355,10 @@ class RedisBroker(Broker):
     def _late_for(self, queue: str) -> list[bytes]:
         """Return the members of Go's delayed set that are for this queue."""
         key = self.driver.limits.delayed_key.encode()
-        return bodies_for(queue, (member for member, _ in self._sorted_set(key)))
+        found = self.sorted_set(key, doing="purging a queue")
+        return bodies_for(queue, (member for member, _ in found))
 
-    def _sorted_set(self, key: bytes) -> Iterator[tuple[bytes, bytes]]:
+    def sorted_set(self, key: bytes, *, doing: str) -> Iterator[tuple[bytes, bytes]]:
         """Yield members and scores of a sorted set in steps, the last first.
 
         One that comes meanwhile may be left out; one that goes may hide another.
@@ -365,7 +366,7 @@ class RedisBroker(Broker):
         start, size = 0, FIRST_STEP
         while True:
             place = b"%d" % start, b"%d" % (start + size - 1), b"WITHSCORES"
-            found = self._ask(b"ZREVRANGE", key, *place, doing="purging a queue")
+            found = self._ask(b"ZREVRANGE", key, *place, doing=doing)
             yield from zip(found[::2], found[1::2], strict=True)
             count, weight = len(found) // 2, sum(map(len, found))
             if count < size:
