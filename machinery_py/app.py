@@ -338,30 +338,18 @@ class Application:
         Raises:
             ArgumentError, PublishRefused, PublishUnknown, Unsupported: as Server.send_task.
         """
-        submit = self._submit
-        if self.is_entered():
-            submit = self._put_late
-        else:
+        is_late = self.is_entered()
+        if not is_late:
             self.check_asked(signatures, awaited)
         if not self.hooks.sends or not signatures:
-            return submit(signatures, groups, awaited)
+            return self._submit(signatures, groups, awaited, is_late=is_late)
         with self.sending(signatures) as signatures:
-            submit(signatures, groups, awaited)
+            self._submit(signatures, groups, awaited, is_late=is_late)
 
     def is_entered(self) -> bool:
         """Return whether this thread is in a call of the stores: see `Store.is_entered`."""
         stores = self._stores
         return self._lock.is_mine() if stores is None else stores.store.is_entered()
-
-    def _put_late(
-        self,
-        signatures: Sequence[Signature[Any]],
-        groups: Sequence[GroupMeta],
-        awaited: Sequence[Signature[Any]],
-    ) -> None:
-        out = self.outgoing(signatures, groups, awaited)
-        if out.messages:
-            self._late.put(self._submission(out))
 
     def _submit_late(self, submission: Submission) -> None:
         signatures = [decode_signature(message.body) for message in submission.messages]
@@ -385,22 +373,23 @@ class Application:
         signatures: Sequence[Signature[Any]],
         groups: Sequence[GroupMeta],
         awaited: Sequence[Signature[Any]],
+        *,
+        is_late: bool,
     ) -> None:
         out = self.outgoing(signatures, groups, awaited)
         if not out.messages:
             return
-        submission = self._submission(out)
-        block = max(map(block_of, signatures)) if submission.limits else 0.0
-        self._publish(submission, out.signatures, block=block)
-
-    def _submission(self, out: Outgoing) -> Submission:
-        return Submission(
+        submission = Submission(
             token=new_uuid(""),
             messages=out.messages,
             states=out.states,
             groups=out.groups,
             limits=self.limits_of(out.messages) if self.config.queue_limits else (),
         )
+        if is_late:
+            return self._late.put(submission)
+        block = max(map(block_of, signatures)) if submission.limits else 0.0
+        self._publish(submission, out.signatures, block=block)
 
     def _publish(
         self, submission: Submission, signatures: Sequence[Signature[Any]], *, block: float

@@ -7,14 +7,12 @@ import math
 import os
 import secrets
 import socket
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 
-from machinery_py.bounds import STEP_BYTES
 from machinery_py.brokers.base import (
-    PURGE_STEP,
     WAITING,
     Consumer,
     DeadLetter,
@@ -27,9 +25,6 @@ from machinery_py.clock import Clock
 from machinery_py.errors import MachineryError
 from machinery_py.fences import Fence
 from machinery_py.tasks.signature import HEADER_RUN
-
-Id = TypeVar("Id")
-
 
 SET_BACK = 60.0  # seconds; a smaller step of a clock delays retries by so much
 RETRY_MARK = f'"{HEADER_RUN}":'.encode()  # in the bytes of a retry: its ETA was a delay
@@ -46,23 +41,6 @@ class ClockWatch:
         """Return whether it was since the last call; of what was before the first one, True."""
         before, self._off = self._off, self._clock.now().timestamp() - self._clock.monotonic()
         return self._off < before - SET_BACK
-
-
-def in_steps(sized: Iterable[tuple[Id, int]]) -> Iterator[list[Id]]:
-    """Divide messages into the steps of `Broker.purge_each`.
-
-    Args:
-        sized: their ids, each with the bytes of its message.
-    """
-    some, weight = list[Id](), 0
-    for id, size in sized:
-        if some and (len(some) == PURGE_STEP or weight + size > STEP_BYTES):
-            yield some
-            some, weight = [], 0
-        some.append(id)
-        weight += size
-    if some:
-        yield some
 
 
 def new_letter(

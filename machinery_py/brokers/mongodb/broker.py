@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from machinery_py.bounds import STEP_BYTES
+from machinery_py.bounds import STEP_BYTES, pieces
 from machinery_py.brokers.base import (
+    PURGE_STEP,
     Broker,
     BrokerFeatures,
     DeadLetter,
@@ -26,7 +27,7 @@ from machinery_py.brokers.base import (
     QueueStats,
     WorkerInfo,
 )
-from machinery_py.brokers.entries import RETRY_MARK, SET_BACK, ClockWatch, close_all, in_steps
+from machinery_py.brokers.entries import RETRY_MARK, SET_BACK, ClockWatch, close_all
 from machinery_py.brokers.liveness import HeartbeatJudge, has_ended, log_loss, read_record
 from machinery_py.brokers.mongodb.consumer import KIND, ORDER, MongoConsumer, beat_in
 from machinery_py.brokers.mongodb.messages import (
@@ -465,7 +466,8 @@ class MongoBroker(DriverUser, Broker):
     def purge_each(
         self, queue: str, before: Callable[[Sequence[Message]], object]
     ) -> Iterator[Sequence[Message]]:
-        for ids in in_steps(self._purgeable(queue)):
+        for some in pieces(self._purgeable(queue), lambda one: one[1], most=PURGE_STEP):
+            ids = [id for id, _ in some]
             before(self._queued(ids))
             yield self._delete_queued(ids)
 

@@ -27,7 +27,7 @@ from machinery_py.brokers.base import (
     WorkerInfo,
     size_of_message,
 )
-from machinery_py.brokers.entries import close_all, in_steps
+from machinery_py.brokers.entries import close_all
 from machinery_py.brokers.liveness import (
     HeartbeatJudge,
     SessionInfo,
@@ -344,9 +344,7 @@ class RedisBroker(Broker):
             found.append((message_parked(member, keys[0], int(float(due))), member, True))
         for member in self._late_for(keys[0]):
             found.append((message_of_go(member, 0), member, False))
-        sized = [(place, len(member)) for place, (_, member, _) in enumerate(found)]
-        for places in in_steps(sized):
-            some = [found[place] for place in places]
+        for some in pieces(found, lambda one: len(one[1]), most=PURGE_STEP):
             before([message for message, _, _ in some])
             rows = [(is_parked, raw(member)) for _, member, is_parked in some]
             gone = self.driver.run(scripts.UNPARK, keys, rows, again=False)

@@ -16,7 +16,9 @@ from typing import Any
 
 import msgspec
 
+from machinery_py.bounds import pieces
 from machinery_py.brokers.base import (
+    PURGE_STEP,
     Broker,
     BrokerFeatures,
     DeadLetter,
@@ -24,7 +26,7 @@ from machinery_py.brokers.base import (
     QueueStats,
     WorkerInfo,
 )
-from machinery_py.brokers.entries import close_all, in_steps
+from machinery_py.brokers.entries import close_all
 from machinery_py.brokers.liveness import log_loss
 from machinery_py.brokers.queue_limits import QueueLimit
 from machinery_py.brokers.redis import scripts
@@ -335,8 +337,7 @@ class ClusterBroker(Broker):
         doing = "purging a queue"
         members = self._ask(b"ZRANGE", self._go_key, b"0", b"-1", doing=doing)
         gos = bodies_for(queue, members)
-        for places in in_steps([(place, len(body)) for place, body in enumerate(gos)]):
-            some = [gos[place] for place in places]
+        for some in pieces(gos, len, most=PURGE_STEP):
             before([message_of_go(body, 0) for body in some])
             yield [
                 message_of_go(body, 0)

@@ -17,7 +17,9 @@ from typing import Any
 
 import msgspec
 
+from machinery_py.bounds import pieces
 from machinery_py.brokers.base import (
+    PURGE_STEP,
     Broker,
     BrokerFeatures,
     DeadLetter,
@@ -25,7 +27,7 @@ from machinery_py.brokers.base import (
     QueueStats,
     WorkerInfo,
 )
-from machinery_py.brokers.entries import RETRY_MARK, SET_BACK, ClockWatch, close_all, in_steps
+from machinery_py.brokers.entries import RETRY_MARK, SET_BACK, ClockWatch, close_all
 from machinery_py.brokers.liveness import is_suspended
 from machinery_py.brokers.queue_limits import QueueLimit
 from machinery_py.brokers.sqlite.consumer import PROMOTE, RELEASE, SQLiteConsumer, name_queues
@@ -349,7 +351,8 @@ class SQLiteBroker(Broker):
                 (queue,),
             ).fetchall()
         where = "WHERE status IN (0, 1) AND id IN (SELECT value FROM json_each(?))"
-        for ids in in_steps(rows):
+        for step in pieces(rows, lambda row: int(row[1]), most=PURGE_STEP):
+            ids = [id for id, _ in step]
             with self.driver.reading() as connection:
                 found = connection.execute(
                     f"SELECT {_MESSAGE} FROM messages {where}", (as_json(ids),)
