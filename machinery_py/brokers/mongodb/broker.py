@@ -237,7 +237,7 @@ class MongoBroker(DriverUser, Broker):
         self.driver.notify("messages")
 
     def consume(self, queues: Sequence[str], *, worker: str) -> MongoConsumer:
-        consumer = MongoConsumer(self.driver, tuple(queues), worker=worker)
+        consumer = MongoConsumer(self.driver, tuple(queues), worker=worker, promote=self._promote)
         self._consumers.add(consumer)
         return consumer
 

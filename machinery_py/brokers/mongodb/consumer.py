@@ -14,10 +14,11 @@ the last message, 10 ms to half a second.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from pymongo import DeleteOne, ReturnDocument
 
@@ -66,8 +67,18 @@ class MongoConsumer(DriverUser, Consumer):
 
     unavailable = BrokerUnavailable
 
-    def __init__(self, driver: MongoDriver, queues: tuple[str, ...], *, worker: str) -> None:
+    def __init__(
+        self,
+        driver: MongoDriver,
+        queues: tuple[str, ...],
+        *,
+        worker: str,
+        promote: Callable[[], int | None],
+    ) -> None:
+        """`promote`: moves what is due to its queues, and says when (µs) the next one is due."""
         super().__init__(driver)
+        self._promote = promote
+        self._due_at = math.inf  # monotonic second of the next delayed message
         self._queues = tuple(dict.fromkeys(queues))
         self._worker = printable(worker)
         self._notifier = driver.notifier("messages")
@@ -122,6 +133,9 @@ class MongoConsumer(DriverUser, Consumer):
             self._looked_at = time.monotonic()
             if deliveries or self._woken or self._looked_at >= deadline:
                 break
+            due = self._promote()  # what it moves sets the notifier
+            until = math.inf if due is None else (due - self.driver.now()) / 1e6
+            self._due_at = self._looked_at + until
             look_at = self._next_look()
         if deliveries:
             self._active_at = self._looked_at
@@ -129,7 +143,8 @@ class MongoConsumer(DriverUser, Consumer):
         return deliveries
 
     def _next_look(self) -> float:
-        return self._looked_at + max(SOONEST, min(LATEST, (self._looked_at - self._active_at) / 10))
+        pause = min(LATEST, (self._looked_at - self._active_at) / 10)
+        return self._looked_at + max(SOONEST, min(pause, self._due_at - self._looked_at))
 
     def _claim(self, limit: int, queues: Sequence[str]) -> list[Delivery]:
         self._claims += 1

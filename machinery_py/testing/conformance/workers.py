@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import itertools
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from machinery_py.testing.conformance.endings import LossConformance
 from machinery_py.testing.waiting import HANG, wait_until
 
 LONG_AGO = dt.timedelta(days=1)
+RETRIES = 80  # so many that one wake-up lost in ten is surely seen
 
 
 class WorkerConformance(LossConformance):
@@ -203,6 +206,24 @@ class WorkerConformance(LossConformance):
         assert flaky.send().get(timeout=HANG) == "ok"
         (_, first), (_, second) = app.calls
         assert dt.timedelta(seconds=1) <= second - first < dt.timedelta(seconds=HANG)
+
+    def test_short_retries_on_an_idle_worker_do_not_stall(self, app: App) -> None:
+        calls: list[float] = []
+
+        @app.server.task(retries=RETRIES, backoff=[0.05])
+        def flaky() -> None:
+            calls.append(time.monotonic())
+            if len(calls) <= RETRIES:
+                raise ConnectionError("away")
+
+        flaky.send().get(timeout=2 * HANG)
+
+        # A wake-up that is lost shows as the longest sleep of a worker: some twenty times the
+        # usual pause. A busy machine makes all pauses long, and a few of them longer.
+        pauses = sorted(after - before for before, after in itertools.pairwise(calls))
+        usual = pauses[RETRIES // 2]
+        stalled = [f"{one:.3f} s" for one in pauses if one > usual + max(0.5, 4 * usual)]
+        assert len(stalled) <= RETRIES // 40, f"usually {usual:.3f} s; {stalled}"
 
     # Time
 
