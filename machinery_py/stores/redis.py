@@ -202,7 +202,7 @@ class RedisStore(Store):
         if not begun:
             return
         key = self.driver.limits.delayed_key.encode()
-        for member, due in self.broker.sorted_set(key, doing=doing):
+        for member, due in self.messages.sorted_set(key, doing=doing):
             said = known_fields(member) if RETRY_MARK in member else None
             if said is not None and (began := begun.get(encoded(said.UUID))) is not None:
                 score = b"%d" % (int(float(due)) + int(now - began) * 1000)  # nanoseconds
