@@ -14,6 +14,9 @@ from typing import TypeVar
 STEP_BYTES = 4 * 2**20  # of bodies in one step; Redis needs some 20 ms for them
 AT_ONCE = 8  # items that a script takes where their sizes are not known before
 
+TOKEN_LIFE = 600  # seconds that a submission is known by its token; a repeat of it does nothing
+LONGEST_PUBLISH = 300  # seconds that it may be repeated
+
 T = TypeVar("T")
 
 

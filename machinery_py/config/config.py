@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Self, cast
 
+from machinery_py.bounds import LONGEST_PUBLISH
 from machinery_py.config import files as config_files
 from machinery_py.config import urls
 from machinery_py.config.files import FilePath, kind_of
@@ -47,6 +48,16 @@ from machinery_py.texts import get_logger
 logger = get_logger(__name__)
 
 POOLS = ("thread", "process")
+
+
+def _publish_problem(seconds: float) -> str:
+    """Return why a task cannot be sent for so long; "" if it can."""
+    if seconds <= LONGEST_PUBLISH:
+        return ""
+    return (
+        f"found {seconds:g} (expected at most {LONGEST_PUBLISH} s: stores forget a submission some "
+        "minutes after it, and would take a later repeat for a new one)"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +122,7 @@ class Config(Section):
     no_unix_signals: bool = option(False, "workers leave SIGINT and SIGTERM to the program")
 
     publish_timeout: Length = length_option(
-        5.0, "longest wait until a task is stored", "s", low=MOMENT
+        5.0, "longest wait until a task is stored", "s", low=MOMENT, check=_publish_problem
     )
     shutdown_timeout: Length = length_option(
         30.0, "how long a stopping worker lets tasks run on", "s"

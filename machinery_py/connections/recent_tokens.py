@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from itertools import takewhile
 
+from machinery_py.bounds import TOKEN_LIFE
 from machinery_py.clock import Clock
 from machinery_py.connections.forks import ForkLock
-
-TOKEN_LIFE = 600.0  # seconds; longer than anybody repeats a submission
 
 
 class RecentTokens:

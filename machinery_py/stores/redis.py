@@ -23,7 +23,7 @@ from machinery_py.backends.redis.backend import VERDICTS, RedisBackend
 from machinery_py.backends.redis.cluster import ClusterBackend
 from machinery_py.backends.redis.documents import Changes, new_state, packed_states, size_of_packed
 from machinery_py.backends.redis.scripts import CONSTANTS as STATES
-from machinery_py.bounds import STEP_BYTES
+from machinery_py.bounds import STEP_BYTES, TOKEN_LIFE
 from machinery_py.brokers.base import Delivery, Fate, Message, mark_of
 from machinery_py.brokers.entries import RETRY_MARK, SET_BACK, ClockWatch
 from machinery_py.brokers.redis.broker import RedisBroker
@@ -38,7 +38,6 @@ from machinery_py.brokers.redis.messages import (
     packed_limits,
 )
 from machinery_py.brokers.redis.scripts import CONSTANTS as MESSAGES
-from machinery_py.brokers.redis.scripts import TOKEN_LIFE
 from machinery_py.clock import Clock, micros
 from machinery_py.config.sections import RedisConfig
 from machinery_py.config.server_urls import BadUrl, parse_redis_url

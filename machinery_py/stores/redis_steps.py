@@ -15,12 +15,11 @@ from collections.abc import Iterator, Sequence
 
 from machinery_py.backends.redis.documents import Changes, new_state
 from machinery_py.backends.redis.scripts import CONSTANTS as STATES
-from machinery_py.bounds import STEP_BYTES, pieces
+from machinery_py.bounds import STEP_BYTES, TOKEN_LIFE, pieces
 from machinery_py.brokers.base import Message, size_of_message
 from machinery_py.brokers.redis import scripts
 from machinery_py.brokers.redis.messages import Queues, full, packed_batch, packed_limits
 from machinery_py.brokers.redis.scripts import CONSTANTS as MESSAGES
-from machinery_py.brokers.redis.scripts import TOKEN_LIFE
 from machinery_py.connections.redis.client import RedisDriver, raw
 from machinery_py.connections.redis.errors import log_spoilt, spoilt
 from machinery_py.connections.redis.keys import STAGED, TOKENS, queue_keys

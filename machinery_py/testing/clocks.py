@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime as dt
 import math
-import math
 import threading
 
 from machinery_py.clock import Seconds, seconds_of

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from machinery_py import Server
+from machinery_py.bounds import LONGEST_PUBLISH, TOKEN_LIFE
 from machinery_py.config.config import OPTIONS, Config
 from machinery_py.config.sections import AMQPConfig, MongoDBConfig, RedisConfig
 from machinery_py.errors import ConfigError
@@ -358,3 +359,9 @@ def test_list_of_brokers_is_refused_with_the_way_to_write_them() -> None:
         Config(broker=["redis://a", "redis://b"])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="found a list .expected one text"):
         Server(broker=["redis://a", "redis://b"])  # type: ignore[arg-type]
+
+
+def test_a_send_is_not_repeated_for_longer_than_stores_know_it() -> None:
+    assert Config(publish_timeout=LONGEST_PUBLISH).publish_timeout == LONGEST_PUBLISH < TOKEN_LIFE
+    with pytest.raises(ConfigError, match="publish_timeout: found 301 .*at most 300 s"):
+        Config(publish_timeout=LONGEST_PUBLISH + 1)

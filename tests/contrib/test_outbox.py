@@ -181,7 +181,7 @@ def test_handlers_of_sending_run_at_the_call_alone(shop: Shop) -> None:
 
 def test_unique_call_waits_for_its_store_without_a_lock(tmp_path: Path) -> None:
     with RedisServer() as redis:
-        shop = Shop(f"sqlite:///{tmp_path}/shop.db", redis.url, publish_timeout=10 * HANG)
+        shop = Shop(f"sqlite:///{tmp_path}/shop.db", redis.url, publish_timeout=4 * HANG)
 
         def key(number: int) -> str:  # the relay asks for it when it has the lock
             redis.stop()

@@ -13,10 +13,10 @@ from machinery_py import Server, StateNotFound, Unsupported, group
 from machinery_py.backends.base import SETTLED, Change
 from machinery_py.backends.memory import MemoryBackend
 from machinery_py.backends.sqlite.backend import SQLiteBackend
+from machinery_py.bounds import TOKEN_LIFE
 from machinery_py.brokers.base import Message
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.connections.memory import MemoryHub
-from machinery_py.connections.recent_tokens import TOKEN_LIFE
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.errors import BrokerUnavailable, PublishRefused
 from machinery_py.stores.base import Submission

@@ -131,7 +131,7 @@ def test_stored_state_has_its_recorded_bytes(store: str, case: str) -> None:
 def _read_redis(written: Any) -> TaskState:
     document = "".join(written[3:6]).encode()
     raw = written[7]
-    return redis.state_of("", document, b"2\n\n\n" + raw[5:])  # without the header of a msgpack text
+    return redis.state_of("", document, b"2\n\n\n" + raw[5:])  # without a header of msgpack
 
 
 def _read_sqlite(_: object) -> TaskState:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from machinery_py.bounds import STEP_BYTES, pieces
+from machinery_py.bounds import STEP_BYTES, TOKEN_LIFE, pieces
 from machinery_py.brokers.base import (
     PURGE_STEP,
     Broker,
@@ -65,7 +65,6 @@ from machinery_py.texts import printable
 
 LARGEST = 16 * 2**20 - 4096  # bytes of a message's body: a document has 16 MB
 LEASE = 10.0  # seconds without a heartbeat until a consumer is given up
-TOKEN_LIFE = 600 * 1_000_000  # µs; longer than anybody repeats a submission
 SWEEP = 60.0  # seconds between two looks for old tokens
 INTENTS = 100  # submissions of dead senders that are carried out in one step
 
@@ -286,7 +285,7 @@ class MongoBroker(DriverUser, Broker):
 
     @step("looking for old tokens")
     def _forget_tokens(self, store: Store) -> None:
-        before = self.driver.now() - TOKEN_LIFE
+        before = self.driver.now() - TOKEN_LIFE * 1_000_000
         store.machinery_tokens.delete_many({"at": {"$lt": before}, "deed_at": 0})
         # Of senders that died before their token was there.
         parts = store.machinery_parts.find({"at": {"$lt": before}}, {"_id": 1})

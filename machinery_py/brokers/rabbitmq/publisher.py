@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from machinery_py.bounds import TOKEN_LIFE
 from machinery_py.brokers.base import Message
 from machinery_py.brokers.rabbitmq.messages import (
     DIED,
@@ -44,7 +45,6 @@ from machinery_py.connections.rabbitmq.frames import AddressedMessage
 from machinery_py.connections.rabbitmq.io_thread import AmqpConnectionLost, ChannelLost
 from machinery_py.connections.rabbitmq.publisher import Batch, Confirmation, Publisher
 from machinery_py.connections.rabbitmq.queues import PAUSED
-from machinery_py.connections.recent_tokens import TOKEN_LIFE
 from machinery_py.errors import BrokerUnavailable, PublishRefused, PublishUnknown, for_good
 from machinery_py.texts import MAX_ERROR, cut, printable
 

@@ -6,7 +6,7 @@ Each takes one msgpack array; its file in `lua/` says what is in it (In) and wha
 
 from __future__ import annotations
 
-from machinery_py.bounds import AT_ONCE, STEP_BYTES
+from machinery_py.bounds import AT_ONCE, STEP_BYTES, TOKEN_LIFE
 from machinery_py.brokers.redis.messages import FAIR
 from machinery_py.brokers.topics import TOPIC_LENGTH
 from machinery_py.connections.redis.keys import DELAYED
@@ -14,7 +14,6 @@ from machinery_py.connections.redis.scripts import Folder
 from machinery_py.errors import BrokerUnavailable
 from machinery_py.fences import LATEST
 
-TOKEN_LIFE = 600  # seconds; longer than anybody repeats a submission
 TOMBSTONE = 86_400_000_000  # µs that a condemned session is looked at
 CLOSED = 60_000_000  # µs that a closed one is
 MARK_EVERY = 250_000  # µs between two notes of when a place of a queue was filled

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from machinery_py.bounds import pieces
+from machinery_py.bounds import TOKEN_LIFE, pieces
 from machinery_py.brokers.base import (
     PURGE_STEP,
     Broker,
@@ -43,7 +43,6 @@ from machinery_py.texts import printable
 LEASE = 10.0  # seconds without a beat until a consumer whose life cannot be seen is given up
 LOOK = 0.5  # seconds between two looks for dead consumers
 SWEEP = 60.0  # seconds between two looks for old tokens and for files of sessions that nobody knows
-TOKEN_LIFE = 600.0  # seconds; longer than anybody repeats a submission
 BATCH = 10_000  # tokens forgotten in one step
 
 # In: the message. priority is stored as it is; the waiting index orders by it.
@@ -251,7 +250,7 @@ class SQLiteBroker(Broker):
 
     def _sweep(self) -> bool:
         """Delete old tokens and files; return True if there are more tokens."""
-        before = self.driver.now() - int(TOKEN_LIFE * 1e6)
+        before = self.driver.now() - TOKEN_LIFE * 1_000_000
         with self.driver.reading() as connection:
             old = connection.execute(
                 "SELECT 1 FROM tokens WHERE used_at < ? LIMIT 1", (before,)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from machinery_py.backends.mongodb.backend import MongoBackend
+from machinery_py.bounds import TOKEN_LIFE
 from machinery_py.brokers.base import Message
-from machinery_py.brokers.mongodb.broker import TOKEN_LIFE, MongoBroker
+from machinery_py.brokers.mongodb.broker import MongoBroker
 from machinery_py.connections.mongodb.client import MongoDriver
 from machinery_py.errors import MachineryError, PublishUnknown
 from machinery_py.stores.base import Submission
@@ -92,7 +93,7 @@ def test_parts_without_a_token_are_swept(open_driver: Drivers, clock: ManualCloc
     store.tend()
     assert parts_in(driver) > 1
 
-    clock.advance(TOKEN_LIFE / 1e6 + 100.0)
+    clock.advance(TOKEN_LIFE + 100.0)
     store.tend()
 
     assert parts_in(driver) == 0
