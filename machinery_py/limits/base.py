@@ -67,7 +67,12 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Entrant(msgspec.Struct, frozen=True, kw_only=True):
-    """One of those for whom `Limits.enter_all` asks; the arguments of `Limits.enter`."""
+    """One of those for whom `Limits.enter_all` asks; the arguments of `Limits.enter`.
+
+    Attributes:
+        order: place among those who wait under one key: the lower one goes first, whoever asked
+            first (workers give the fence of the delivery). 0: behind all who wait.
+    """
 
     scope: str
     who: str
@@ -75,6 +80,7 @@ class Entrant(msgspec.Struct, frozen=True, kw_only=True):
     rules: Sequence[Rule]
     ttl: float
     again: bool = False
+    order: int = 0
 
 
 class UsageReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,6 +157,9 @@ class Limits(ABC):
 
     def enter_all(self, entrants: Sequence[Entrant]) -> list[Admission]:
         """Answer each as `enter` would, asked one after the other in this order.
+
+        A store that does not override it (this default) knows no `Entrant.order`: there the first
+        to ask is the first in line.
 
         Raises:
             MachineryError: of any of them; others may have been let in. May be repeated.

@@ -35,19 +35,23 @@ class SlotKeeper(LeaseKeeper[Limits, tuple[Slot, ...]]):
         rules: Sequence[Rule],
         *,
         again: bool = False,
+        order: int = 0,
         together: bool = False,
         on_lost: Callable[[], object] | None = None,
     ) -> tuple[Admission, SlotLease | None]:
         """Ask as `Limits.enter`, and hold what a run holds, if it is let in.
 
         Args:
+            order: see `Entrant`.
             together: share a call of the store with threads that ask at the same moment, where that
                 costs less. Not in code of users: they may hold a lock that the other thread's call
                 waits for, or be called by it (a log handler, a signal's).
             on_lost: called in the keeper's thread when a slot of the run is lost.
         """
         limits, length, asked_at = self._open_limits(), self._length(), boottime()
-        one = Entrant(scope=scope, who=who, token=token, rules=rules, ttl=length, again=again)
+        one = Entrant(
+            scope=scope, who=who, token=token, rules=rules, ttl=length, again=again, order=order
+        )
         if together and limits.asks_together:
             answer = self._asking(limits)(one)
         else:

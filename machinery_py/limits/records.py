@@ -67,6 +67,9 @@ class AskedLimits(Limits):
         one = Entrant(scope=scope, who=who, token=token, rules=rules, ttl=ttl, again=again)
         return self._enter(Asking.of(one))
 
+    def enter_all(self, entrants: Sequence[Entrant]) -> list[Admission]:
+        return [self._enter(Asking.of(one)) for one in entrants]
+
     def close(self) -> None:
         pass
 

@@ -26,7 +26,6 @@ from machinery_py.limits import rules as pure
 from machinery_py.limits.base import (
     Admission,
     Entrant,
-    Limits,
     Rule,
     ScopeReport,
     Slot,
@@ -194,7 +193,7 @@ class ClusterLimits(RedisLimits):
         return self._cluster.command(*parts, doing=doing)
 
     def enter_all(self, entrants: Sequence[Entrant]) -> list[Admission]:
-        return Limits.enter_all(self, entrants)  # each scope is in a slot of its own
+        return AskedLimits.enter_all(self, entrants)  # each scope is in a slot of its own
 
     def _change_slots(self, script: Script, ttl: int, slots: Sequence[Slot]) -> list[bool | None]:
         """Change all at once. The slots of a node that does not answer are None."""
@@ -223,7 +222,7 @@ def _packed(asking: Asking) -> tuple[object, ...]:
         for one in asking.rules
     ]
     again = int(asking.again)
-    return _tag(asking.scope), asking.who, asking.token, asking.ttl, again, rules
+    return _tag(asking.scope), asking.who, asking.token, asking.ttl, again, rules, asking.order
 
 
 def _admission(asking: Asking, reply: Sequence[int]) -> Admission:

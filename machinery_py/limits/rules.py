@@ -63,8 +63,8 @@ class LimitRecord(msgspec.Struct, array_like=True):
         mean: length of runs, moving.
         last: token of the last that was let in, for a repeat.
         running: slots, in the order in which they came.
-        waiting, back_at: who waits, in the order in which they came, and when each was told to ask
-            again.
+        waiting, back_at, orders: who waits, the first first; when each was told to ask again; and
+            its `Entrant.order`, 0 if it is not known.
     """
 
     limit: int = 0
@@ -76,6 +76,7 @@ class LimitRecord(msgspec.Struct, array_like=True):
     running: list[RunningSlot] = []
     waiting: list[str] = []
     back_at: list[int] = []
+    orders: list[int] = []
 
 
 class Asking(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +88,7 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
     rules: tuple[Rule, ...]
     ttl: int
     again: bool = False
+    order: int = 0
 
     @classmethod
     def of(cls, one: Entrant) -> Asking:
@@ -98,6 +100,7 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
             rules=tuple(rules),
             ttl=micros_of(one.ttl),
             again=one.again,
+            order=one.order,
         )
 
     def under(self, changed: Iterable[Rule]) -> Asking:
@@ -166,16 +169,24 @@ def _refresh(record: LimitRecord, rule: Rule, now: int) -> None:
         record.tat = min(record.tat, now + EARLY + record.interval)
     record.tail = min(record.tail, now + LOOK_AGAIN)
     record.running = [one for one in record.running if one.ends_at > now]
+    _know_orders(record)
     if min(record.back_at, default=now) <= now - OVERDUE:
         kept = [at for at, moment in enumerate(record.back_at) if moment > now - OVERDUE]
         record.waiting = [record.waiting[at] for at in kept]
         record.back_at = [record.back_at[at] for at in kept]
+        record.orders = [record.orders[at] for at in kept]
+
+
+def _know_orders(record: LimitRecord) -> None:
+    """Fill in orders that a program before this field has not kept."""
+    if len(record.orders) != len(record.waiting):
+        record.orders = [0] * len(record.waiting)
 
 
 def _wait(record: LimitRecord, rule: Rule, asking: Asking, now: int) -> int:
     """Return the µs until its turn; 0: now."""
     place = _place(record, asking.who)
-    ahead = len(record.waiting) if place is None else place
+    ahead = _behind_whom(record, asking.order) if place is None else place
     if not record.interval:
         wait = _wait_for_slot(record, asking.who, ahead, now)
         if wait and _has_no_place(record, asking, place, now):
@@ -225,12 +236,21 @@ def _place(record: LimitRecord, who: str) -> int | None:
     return record.waiting.index(who) if who in record.waiting else None
 
 
+def _behind_whom(record: LimitRecord, order: int) -> int:
+    """Return how many of those who wait are before a newcomer with this order."""
+    ahead = len(record.waiting)
+    while order and ahead and record.orders[ahead - 1] > order:
+        ahead -= 1
+    return ahead
+
+
 def _drop(record: LimitRecord, who: str) -> bool:
     """Take it out of the line. False: it was not in it."""
     place = _place(record, who)
     if place is None:
         return False
-    del record.waiting[place], record.back_at[place]
+    _know_orders(record)
+    del record.waiting[place], record.back_at[place], record.orders[place]
     return True
 
 
@@ -267,8 +287,13 @@ def _note(record: LimitRecord, rule: Rule, asking: Asking, now: int, wait: int) 
     elif _has_no_place(record, asking, place, now):
         record.tail = max(record.tail, now + wait)
     else:
-        record.waiting.append(asking.who)
-        record.back_at.append(now + wait)
+        ahead = _behind_whom(record, asking.order)
+        for behind in range(ahead, len(record.waiting)):  # their turns come later by one
+            at = min(record.back_at[behind] + record.interval, now + LOOK_AGAIN)
+            record.back_at[behind] = max(record.back_at[behind], at)
+        record.waiting.insert(ahead, asking.who)
+        record.back_at.insert(ahead, now + wait)
+        record.orders.insert(ahead, asking.order)
 
 
 # Slots

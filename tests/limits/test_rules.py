@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from machinery_py.connections.memory import MemoryHub
 from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.limits import Rule, Slot
-from machinery_py.limits.base import slots_of
+from machinery_py.limits.base import Entrant, slots_of
 from machinery_py.limits.redis import RedisLimits
 from machinery_py.limits.rows import RowsLimits
 from machinery_py.limits.rules import MOST_WAITING
@@ -46,6 +46,7 @@ class Step:
     rules: tuple[Rule, ...] = ()
     again: bool = False
     repeated: bool = False
+    order: int = 0
     changes: tuple[Rule, ...] = ()
 
 
@@ -59,6 +60,7 @@ STEPS = st.builds(
     rules=ASKED.map(tuple),
     again=st.booleans(),
     repeated=st.booleans(),
+    order=st.integers(0, 4),
     changes=st.sampled_from(CHANGES),
 )
 
@@ -105,17 +107,16 @@ class Both:
     def enter(self, step: Step) -> None:
         if not step.repeated or step.who not in self.tokens:
             self.tokens[step.who] = f"{step.who}/{len(self.tokens)}/{self.clock.monotonic()}"
-        pure, lua = (
-            store.enter(
-                self.scope,
-                str(step.who),
-                self.tokens[step.who],
-                step.rules,
-                ttl=LEASE,
-                again=step.again,
-            )
-            for store in (self.pure, self.lua)
+        entrant = Entrant(
+            scope=self.scope,
+            who=str(step.who),
+            token=self.tokens[step.who],
+            rules=step.rules,
+            ttl=LEASE,
+            again=step.again,
+            order=step.order,
         )
+        pure, lua = (store.enter_all([entrant])[0] for store in (self.pure, self.lua))
         assert pure == lua
         self.held[step.who] = pure.held
         token = self.tokens[step.who]

@@ -64,6 +64,15 @@ def metered() -> None:
     note("end", "metered")
 
 
+def in_turn(key: str, number: int, gate: str) -> None:
+    wait_until(lambda: os.path.exists(gate), timeout=600.0, what="the gate is open")
+    note("begin", f"{key}:{number}")
+
+
+exclusive = server.task("exclusive", exclusive="wait", exclusive_key="key")(in_turn)
+running = server.task("running", max_running=1, running_key="key")(in_turn)
+
+
 if "LIMITED_OFF" in os.environ:
     before = server.app.stores.limits.enter_all
 

@@ -55,6 +55,10 @@ class Fleet:
         self.server = Server(Config(broker=broker, lock=lock, lease=LEASE))
         self.gated = self.server.register_task("gated", limited_app.gated.function)
         self.visit = self.server.register_task("visit", limited_app.visit.function)
+        self.in_turn = {
+            "exclusive": self.server.task("exclusive", exclusive="wait", exclusive_key="key"),
+            "running": self.server.task("running", max_running=1, running_key="key"),
+        }
         self.metered = self.server.register_task("metered", limited_app.metered.function)
 
     def start(self, **environment: str) -> subprocess.Popen[bytes]:
@@ -156,6 +160,34 @@ def test_thousand_keys_come_through_a_kill_each_second(fleet: Fleet, each: int, 
     assert fleet.most_at_once() == 1
     repeated = len(fleet.rows("begin")) - len(calls)
     assert repeated <= kills * (4 + fleet.server.config.prefetch)
+
+
+@pytest.mark.parametrize("option", ["exclusive", "running"])
+@pytest.mark.parametrize("fleet", ["redis", "sqlite"] if FULL else ["redis"], indirect=True)
+@pytest.mark.timeout(2 * HANG)
+def test_calls_of_two_workers_wait_in_the_order_of_their_sending(fleet: Fleet, option: str) -> None:
+    # A thread of each worker stays free, whoever claims those that hold the keys.
+    keys, each = ["key0", "key1", "key2"], 13
+    task = fleet.in_turn[option](limited_app.in_turn)
+    gate = str(fleet.gate)
+    for _ in range(2):
+        fleet.start()
+    for key in keys:
+        task.send(key, 0, gate)
+    wait_until(lambda: fleet.usage() == (len(keys), 0), HANG, what="the first of each key runs")
+
+    calls = [
+        task.signature(key, number, gate).with_uuid() for number in range(1, each) for key in keys
+    ]
+    fleet.server.app.submit(calls)
+    wait_until(lambda: fleet.usage()[1] == len(calls), HANG, what="all others wait")
+    fleet.gate.touch()
+    fleet.drain()
+
+    began = [row[1] for row in fleet.rows("begin")]
+    assert {key: [one for one in began if one.startswith(key)] for key in keys} == {
+        key: [f"{key}:{number}" for number in range(each)] for key in keys
+    }
 
 
 def hold(fleet: Fleet, count: int) -> None:

@@ -141,6 +141,8 @@ ITEMS = (
                "a day; a changed one until it is reset", "lock"),
     StoredItem("mpy:limits:{<scope>}", "zset",
                "keys that are limited, scored by when that is forgotten", "as they are", "lock"),
+    StoredItem("mpy:limits:{<scope>}:<rule and key>", "hash",
+               "the order of each that waits for a limited key", "as that key", "lock"),
     StoredItem("mpy:limit:{<scope>}", "string", "limits that were changed at run time",
                "until reset", "lock"),
     StoredItem("mpy:limit:{<scope>}:<rule and key>", "string",

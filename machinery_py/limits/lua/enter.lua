@@ -1,5 +1,5 @@
 -- In: now, askings: [[scope, who, token, ttl in µs, again (1 or 0), rules: [[name, key, limit,
--- interval in µs, strict (1 or 0)], …]], …]. Out: for each 0 and the numbers of the rules in which it
+-- interval in µs, strict (1 or 0)], …], order], …]. Out: for each 0 and the numbers of the rules in which it
 -- has a slot; or the µs that it has to wait, and the number of the rule that holds it back. May be
 -- carried out twice.
 --
@@ -7,7 +7,7 @@
 --! include limits/lua/records.lua
 
 local text, askings = unpack(unpacked)
-local now, scope, who, token, ttl, again, rules = now_of(text)
+local now, scope, who, token, ttl, again, rules, order = now_of(text)
 
 local function refresh(one)
   if one.interval > 0 then one.tat = min(one.tat, now + $EARLY + one.interval) end
@@ -23,6 +23,8 @@ local function refresh(one)
   for at, moment in ipairs(one.back_at) do
     if moment > now - $OVERDUE then
       waiting[#waiting + 1], back_at[#back_at + 1] = one.waiting[at], moment
+    else
+      call('HDEL', one.line, one.waiting[at])
     end
   end
   one.waiting, one.back_at = waiting, back_at
@@ -30,6 +32,14 @@ end
 local function has_no_place(one, at)
   if at then return false end
   return #one.waiting >= $MOST_WAITING or (one.tail > now and again == 0)
+end
+local function behind_whom(one)
+  local ahead = #one.waiting
+  while order > 0 and ahead > 0 do
+    if tonumber(call('HGET', one.line, one.waiting[ahead]) or 0) <= order then break end
+    ahead = ahead - 1
+  end
+  return ahead
 end
 local function wait_for_slot(one, ahead)
   local oldest
@@ -47,7 +57,7 @@ local function wait_for_slot(one, ahead)
 end
 local function wait_of(one, strict)
   local at = place_of(one, who)
-  local ahead = at and at - 1 or #one.waiting
+  local ahead = at and at - 1 or behind_whom(one)
   if one.interval == 0 then
     local wait = wait_for_slot(one, ahead)
     if wait > 0 and has_no_place(one, at) then
@@ -97,8 +107,13 @@ local function note(one, wait)
   elseif has_no_place(one, at) then
     one.tail = max(one.tail, now + wait)
   else
-    at = #one.waiting + 1
-    one.waiting[at], one.back_at[at] = who, now + wait
+    at = behind_whom(one) + 1
+    for i = at, #one.waiting do
+      one.back_at[i] = max(one.back_at[i], min(one.back_at[i] + one.interval, now + $LOOK_AGAIN))
+    end
+    table.insert(one.waiting, at, who)
+    table.insert(one.back_at, at, now + wait)
+    call('HSET', one.line, who, int(order))
   end
 end
 
@@ -133,7 +148,7 @@ local function enter()
 end
 local replies = {}
 for i, asking in ipairs(askings) do
-  scope, who, token, ttl, again, rules = unpack(asking)
+  scope, who, token, ttl, again, rules, order = unpack(asking)
   replies[i] = enter()
 end
 return replies

@@ -2,6 +2,8 @@
 --
 -- mpy:limit:{<scope>}               what was changed: [[rule, limit, interval, strict], …]
 -- mpy:limit:{<scope>}:<rule>:<key>  a record
+-- mpy:limits:{<scope>}:<rule>:<key> the order of each that waits; apart, since older programs know
+--                                   records without it
 -- mpy:limits:{<scope>}              the records, scored by the moment until which they are kept
 --
 -- record_of(scope, key): a record, or an empty one where there is none, or something else.
@@ -10,6 +12,7 @@
 
 local min, max, floor = math.min, math.max, math.floor
 local function record_key(scope, key) return 'mpy:limit:{' .. scope .. '}:' .. key end
+local function line_of(scope, key) return 'mpy:limits:{' .. scope .. '}:' .. key end
 local function index_of(scope) return 'mpy:limits:{' .. scope .. '}' end
 local function record_of(scope, key)
   key_type(index_of(scope), 'zset')
@@ -20,20 +23,21 @@ local function record_of(scope, key)
   end
   local limit, interval, tat, tail, mean, last, running, waiting, back_at = unpack(kept)
   return {limit = limit, interval = interval, tat = tat, tail = tail, mean = mean, last = last,
-    running = running, waiting = waiting, back_at = back_at}
+    running = running, waiting = waiting, back_at = back_at, line = line_of(scope, key)}
 end
 local function save(scope, key, one, now)
   local until_at = max(one.tat + max(one.limit, 1) * one.interval, one.tail)
   for _, run in ipairs(one.running) do until_at = max(until_at, run[4]) end
   for _, moment in ipairs(one.back_at) do until_at = max(until_at, moment + $OVERDUE) end
   until_at = max(until_at, now) + $KEPT
+  local life = int(floor((until_at - now) / 1000))
+  if #one.waiting > 0 then call('PEXPIRE', one.line, life) end
   local packed = cmsgpack.pack({one.limit, one.interval, one.tat, one.tail, one.mean, one.last,
     one.running, one.waiting, one.back_at})
-  call('SET', record_key(scope, key), packed, 'PX', int(floor((until_at - now) / 1000)))
+  call('SET', record_key(scope, key), packed, 'PX', life)
   local index = index_of(scope)
   call('ZADD', index, int(until_at), key)
-  local life = floor((until_at - now) / 1000)
-  if call('PTTL', index) < life then call('PEXPIRE', index, int(life)) end
+  if call('PTTL', index) < tonumber(life) then call('PEXPIRE', index, life) end
   call('ZREMRANGEBYSCORE', index, '-inf', int(now))
 end
 local function place_of(one, who)
@@ -46,5 +50,6 @@ local function drop(one, who)
   if not at then return false end
   table.remove(one.waiting, at)
   table.remove(one.back_at, at)
+  call('HDEL', one.line, who)
   return true
 end

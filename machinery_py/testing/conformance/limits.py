@@ -35,11 +35,26 @@ def ask(limits: Limits, who: str, *rules: Rule, token: str = "1", again: bool = 
 
 
 def entrant(
-    who: str, *rules: Rule, scope: str = "s", token: str = "1", again: bool = False
+    who: str,
+    *rules: Rule,
+    scope: str = "s",
+    token: str = "1",
+    again: bool = False,
+    order: int = 0,
 ) -> Entrant:
     return Entrant(
-        scope=scope, who=who, token=f"{who}/{token}", rules=rules, ttl=LEASE, again=again
+        scope=scope,
+        who=who,
+        token=f"{who}/{token}",
+        rules=rules,
+        ttl=LEASE,
+        again=again,
+        order=order,
     )
+
+
+def ask_in_order(limits: Limits, who: str, order: int, *rules: Rule) -> Admission:
+    return limits.enter_all([entrant(who, *rules, order=order)])[0]
 
 
 def waits(limits: Limits, names: Sequence[str], *rules: Rule, again: bool = False) -> list[float]:
@@ -210,6 +225,50 @@ class LimitsConformance:
             others = [name for name in "bcd" if name > following]
             assert all(wait > 0 for wait in waits(limits, [*others, "new"], ONE, again=True))
             held = slot(limits, following, ONE)
+
+    def test_earlier_claims_go_first_whoever_asks_first(
+        self, limits: Limits, clock: ManualClock
+    ) -> None:
+        held = slot(limits, "running", ONE)
+        for who, order in (("d", 2**51 + 4), ("b", 2**51 + 2), ("a", 2**51 + 1), ("c", 2**51 + 3)):
+            assert ask_in_order(limits, who, order, ONE).wait > 0
+        assert ask(limits, "last", ONE).wait > 0
+
+        line = ["a", "b", "c", "d", "last"]
+        while line:
+            clock.advance(0.05)
+            limits.leave([held])
+            # They come back with later deliveries, and keep their places.
+            for later in reversed(line[1:]):
+                assert ask_in_order(limits, later, 2**51 + 9, ONE).wait > 0
+            answer = ask_in_order(limits, line.pop(0), 2**51 + 9, ONE)
+            assert answer.wait == 0
+            (held,) = answer.held
+
+    def test_earlier_claim_goes_before_those_who_wait_for_a_rate(
+        self, limits: Limits, clock: ManualClock
+    ) -> None:
+        assert ask_in_order(limits, "a", 1, RATE).wait == 0
+        assert ask_in_order(limits, "c", 3, RATE).wait == pytest.approx(0.2)
+        assert ask_in_order(limits, "b", 2, RATE).wait == pytest.approx(0.2)
+        clock.advance(0.2)
+
+        assert ask_in_order(limits, "c", 3, RATE).wait > 0.1
+        assert ask_in_order(limits, "b", 2, RATE).wait == 0
+        clock.advance(0.2)
+        assert ask_in_order(limits, "c", 3, RATE).wait == 0
+
+    def test_place_of_an_earlier_claim_lapses_when_nobody_comes(
+        self, limits: Limits, clock: ManualClock
+    ) -> None:
+        held = slot(limits, "running", ONE)
+        for who, order in (("c", 3), ("b", 2)):
+            assert ask_in_order(limits, who, order, ONE).wait > 0
+        limits.leave([held])
+        assert ask_in_order(limits, "c", 3, ONE).wait > 0
+        clock.advance(OVER + 5.0)
+
+        assert ask_in_order(limits, "c", 3, ONE).wait == 0
 
     def test_wait_for_a_slot_follows_the_length_of_runs(
         self, limits: Limits, clock: ManualClock

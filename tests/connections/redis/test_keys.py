@@ -15,7 +15,7 @@ SCRIPTS = sorted(pathlib.Path(machinery_py.__file__).parent.rglob("*.lua"))
 #: 'mpy:…', which may go on with a value and another text.
 _SPELLED = re.compile(r"'(mpy:[^']*)'(?:\s*\.\.\s*([\w.\[\]]+))?(?:\s*\.\.\s*'([^']*)')?")
 #: Beginnings of keys, which scripts compare with or put before a name of the table.
-BEGINNINGS = {"mpy:", "mpy:1", "mpy:p:", "mpy:{1}:", "mpy:limit:{1}:"}
+BEGINNINGS = {"mpy:", "mpy:1", "mpy:p:", "mpy:{1}:", "mpy:limit:{1}:", "mpy:limits:{1}:"}
 
 
 def spelled(text: str) -> set[str]:
