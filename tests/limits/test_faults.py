@@ -136,7 +136,7 @@ def test_key_of_another_type_is_an_error_and_stays(
 ) -> None:
     empty_redis.cli("LPUSH", "mpy:limit:{s}:rate:", "x")
 
-    with pytest.raises(NameRefused, match="a key holds something else"):
+    with pytest.raises(NameRefused, match="holds a list, not what is kept there"):
         ask(limits, "a", RATE)
     assert ask(limits, "a", TWO).wait == 0.0
 
@@ -157,9 +157,9 @@ def test_refused_key_among_threads_that_ask_together_fails_alone(
 
     answers = together(40, enter)
 
-    assert "a key holds something else" in str(answers.pop(7))
+    assert "holds a list, not what is kept there" in str(answers.pop(7))
     assert answers == [0.0] * 39
-    with pytest.raises(NameRefused, match="a key holds something else"):
+    with pytest.raises(NameRefused, match="holds a list, not what is kept there"):
         limits.enter_all([entrant("a", RATE), entrant("b", Rule(name="rate", key="7"))])
 
 
