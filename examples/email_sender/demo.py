@@ -226,10 +226,10 @@ def digests(demo: Demo) -> None:
 
 def summary(demo: Demo, uuids: list[str]) -> None:
     states = server.backend.get_states([*uuids, *demo.uuids.values()])
-    print("\nQUEUE            WAITING  RUNNING  DELAYED  DEAD")
+    print("\nQUEUE            WAITING   HELD  DELAYED  DEAD")
     for queue in server.inspect.queues():
         print(
-            f"{queue.queue:16} {queue.waiting:7,} {queue.running:8,} "
+            f"{queue.queue:16} {queue.waiting:7,} {queue.running:6,} "
             f"{queue.delayed:8,} {queue.dead:5,}"
         )
         if queue.waiting or queue.running or queue.delayed or queue.dead:

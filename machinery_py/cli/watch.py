@@ -159,10 +159,10 @@ def picture(
 ) -> str:
     """Return what is shown as tables."""
     rate = sum(state.rate(tally) for tally in state.tasks.values())
-    running = sum(one.running for one in queues)
+    held = sum(one.running for one in queues)
     head = (
         f"machinery top · {now:%H:%M:%S} UTC · {many(len(workers), 'worker')}, "
-        f"{many(running, 'running task')}, {rate:,.1f} runs/s"
+        f"{many(held, 'task')} held, {rate:,.1f} runs/s"
     )
     parts = [head]
     if trouble:

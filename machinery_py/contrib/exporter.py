@@ -30,7 +30,7 @@ MAX_AGE = 5.0  # seconds that an answer of the store counts, for all that ask
 
 QUEUES: Mapping[str, str] = {
     "waiting": "Messages that wait.",
-    "running": "Messages that a worker has.",
+    "running": "Messages that workers hold, running or prefetched.",
     "delayed": "Messages with an ETA to come.",
     "dead_letters": "Dead letters of the queue.",
     "oldest_seconds": "For how long the oldest waiting message has waited.",

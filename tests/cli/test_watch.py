@@ -101,7 +101,7 @@ def test_top_prints_the_fleet_once_for_scripts(app: App) -> None:
 
     head, *_ = text.splitlines()
     assert head.startswith("machinery top · ")
-    assert " · 1 worker, 0 running tasks, " in head
+    assert " · 1 worker, 0 tasks held, " in head
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "mail 1 0 0 0 0.0" in lines
     assert any(line.startswith("web-2 ") and " alive " in line for line in lines)
