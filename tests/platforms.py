@@ -2,7 +2,8 @@
 
     python -m tests.platforms                 all of them, half an hour on two cores
     python -m tests.platforms python3.15      one
-    python -m tests.platforms lowest newest   without a root: this Python, other packages
+    python -m tests.platforms lowest newest mongo-java
+                                              without a root: this Python, other packages
     python -m tests.platforms --tests tests/worker/test_executors.py
 
 Debootstrap makes a root once (two minutes) in `.platforms/`, or where MACHINERY_PLATFORMS says, and
@@ -10,7 +11,8 @@ later runs use it again; each copies the checkout into it and installs it anew. 
 with their own processes and mounts, which end with them. Needs root's rights and debootstrap, and
 takes packages from the mirror that this machine's apt uses. The platforms "lowest" and "newest" are
 virtual environments of this Python: with the lowest versions of the packages that setup.cfg allows,
-and with the newest that there are.
+and with the newest that there are. "mongo-java" is one too, with the lowest pymongo: it runs
+MongoDB's tests on mongo-java-server, which needs a JDK and Maven.
 The table of docs/reference/platforms.md is written by a run of everything.
 """
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import configparser
+import contextlib
 import os
 import re
 import shutil
@@ -27,6 +30,9 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.support.private import ServerMissing
+from tests.support.private_mongo import JavaServer
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "platforms.md"
@@ -38,6 +44,7 @@ HEAD = (
     "Redis",
     "RabbitMQ",
     "memcached",
+    "MongoDB",
     "tests",
     "passed",
     "failed",
@@ -96,6 +103,7 @@ class Platform:
     Attributes:
         suite: of Debian; platforms of one suite share a root. "": of this machine.
         redis: the program that serves as Redis.
+        mongo_java: whether the tests get a mongo-java-server as their MongoDB.
         selections: what pytest runs, a run each.
         without: packages of the extra `dev` that cannot be installed there.
     """
@@ -105,6 +113,7 @@ class Platform:
     python: str
     selections: Sequence[Sequence[str]]
     redis: str = "redis-server"
+    mongo_java: bool = False
     without: frozenset[str] = frozenset()
 
     @property
@@ -140,6 +149,13 @@ PLATFORMS = (
     ),
     Platform(name="lowest", suite="", python=THIS, selections=(FAST + SYSTEM + STORES,)),
     Platform(name="newest", suite="", python=THIS, selections=(FAST + STORES,)),
+    Platform(
+        name="mongo-java",
+        suite="",
+        python=THIS,
+        selections=(("--store=mongodb", "tests"),),
+        mongo_java=True,
+    ),
 )
 
 
@@ -172,6 +188,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     if in_roots and shutil.which("debootstrap") is None:
         parser.error("debootstrap is missing: apt-get install debootstrap")
+    if any(one.mongo_java for one in chosen):
+        try:
+            JavaServer.check_installed()
+        except ServerMissing as missing:
+            parser.error(f"mongo-java: {missing}")
 
     rows: list[list[str]] = []
     for platform in chosen:
@@ -192,12 +213,18 @@ def try_platform(platform: Platform, selections: Sequence[Sequence[str]]) -> lis
     copy_checkout(root)
     install(root, platform)
     counts = [0, 0, 0]
-    for selection in selections:
-        for place, count in enumerate(run_tests(root, platform, selection)):
-            counts[place] += count
-    words = [word for selection in selections for word in selection if not word.startswith("--")]
-    said = " ".join(dict.fromkeys(words))
-    return [platform.name, *versions(root, platform), said.replace("tests/", ""), *map(str, counts)]
+    with contextlib.ExitStack() as stack:
+        given, mongodb = "", ""
+        if platform.mongo_java:
+            server = stack.enter_context(JavaServer(root / "jars"))
+            given, mongodb = server.url, f"mongo-java-server {server.version}"
+        for selection in selections:
+            for place, count in enumerate(run_tests(root, platform, selection, mongodb=given)):
+                counts[place] += count
+    words = [word for one in selections for word in one if not word.startswith("--ignore")]
+    said = " ".join(dict.fromkeys(words)).replace("tests/", "")
+    found = versions(root, platform)
+    return [platform.name, *found, mongodb or stand_in(root, platform), said, *map(str, counts)]
 
 
 def make_root(platform: Platform) -> Path:
@@ -293,6 +320,8 @@ def clients(setup: configparser.ConfigParser, which: str) -> list[str]:
     needed = [line for line in setup["options"]["install_requires"].split("\n") if ">=" in line]
     if which == "newest":
         return [_name_in(line) for line in needed]
+    if which == "mongo-java":
+        needed = [line for line in needed if line.startswith("pymongo")]
     return [line.partition(",")[0].replace(">=", "==") for line in needed]
 
 
@@ -300,8 +329,14 @@ def _name_in(requirement: str) -> str:
     return re.split(r"[\[<>=; ]", requirement, maxsplit=1)[0]
 
 
-def run_tests(root: Path, platform: Platform, selection: Sequence[str]) -> tuple[int, int, int]:
-    """Run pytest in the root; return how many passed, failed and were left out."""
+def run_tests(
+    root: Path, platform: Platform, selection: Sequence[str], *, mongodb: str
+) -> tuple[int, int, int]:
+    """Run pytest in the root; return how many passed, failed and were left out.
+
+    Args:
+        mongodb: the URL of the server for its tests; "": they start one.
+    """
     report = root / "src" / "report.xml"
     # The platform's server gets the names that the tests look for, so that they run it as Redis.
     if platform.suite:
@@ -311,7 +346,8 @@ def run_tests(root: Path, platform: Platform, selection: Sequence[str]) -> tuple
     venv = f"{base}/venv-{platform.python}"
     enter(
         root,
-        f"cd {base}/src/machinery && CI=true PATH={base}/redis:{venv}/bin:$PATH "
+        f"cd {base}/src/machinery && export MACHINERY_TEST_MONGODB_URL={mongodb} && "
+        f"CI=true PATH={base}/redis:{venv}/bin:$PATH "
         f"{venv}/bin/python -m pytest -q -n 2 --dist worksteal "
         f'--junitxml {base}/src/report.xml "$0" "$@"',
         *selection,
@@ -339,6 +375,17 @@ def versions(root: Path, platform: Platform) -> list[str]:
         capture=True,
     )
     return asked.splitlines()
+
+
+def stand_in(root: Path, platform: Platform) -> str:
+    """Return the name and version of what serves as MongoDB in the root."""
+    base = "" if platform.suite else str(root.absolute())
+    program = (
+        "from importlib.metadata import version; import sys; print(*sys.argv[1:],"
+        " version(sys.argv[1]))"
+    )
+    python = f"{base}/venv-{platform.python}/bin/python"
+    return enter(root, f'{python} -c "$0" {UNNAMED}', program, capture=True).strip()
 
 
 def enter(root: Path, script: str, *words: str, check: bool = True, capture: bool = False) -> str:

@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from machinery_py.bounds import STEP_BYTES
+from machinery_py.brokers.mongodb.broker import MongoBroker
 from machinery_py.connections.memcached import keys as memcached_keys
 from machinery_py.connections.mongodb import collections as mongodb_collections
+from machinery_py.connections.mongodb.client import MongoDriver
 from machinery_py.connections.rabbitmq import queues as rabbitmq_queues
 from machinery_py.connections.redis import keys as redis_keys
 from machinery_py.connections.sqlite import schema as sqlite_schema
@@ -161,6 +164,9 @@ def test_every_collection_is_in_the_table(mongodb_url: str) -> None:
 
     run(mongodb_url)
     run(memory(), mongodb_url)
+    driver = MongoDriver(mongodb_url)
+    MongoBroker(driver).once("large", "put", bytes(STEP_BYTES + 1), lambda: None)
+    driver.close()
 
     with MongoClient[dict[str, Any]](mongodb_url) as client:
         names = client.get_default_database().list_collection_names()

@@ -3,11 +3,12 @@
     MongoServer      mongod
     NxServer         nx-27017 of PyPI, on SQLite: what it confirmed survives `kill`; no usable
                      transactions
+    JavaServer       mongo-java-server: passes the suites, but keeps nothing over a restart, and
+                     needs a JDK and Maven. `make platforms` runs the suites on it
 
 pytest's first lines name the kind, so that nobody confuses them. Not used, and why: FerretDB 1.24
 reads and writes in two steps, so that two workers claim one message (8 threads made 160 claims of
-100 documents); mongo-java-server passes the suites, but keeps nothing over a restart, and needs a
-Java and Maven. MACHINERY_TEST_MONGODB_URL runs all on any other.
+100 documents). MACHINERY_TEST_MONGODB_URL runs all on any other.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from __future__ import annotations
 import shutil
 import socket
 import struct
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
 from machinery_py.testing.waiting import HANG
-from tests.support.private import HOST, PrivateServer, ServerMissing
+from tests.support.private import HOST, PrivateServer, ServerBroken, ServerMissing
 
 OP_MSG = 2013
 #: {"ping": 1, "$db": "admin"} as BSON.
@@ -92,6 +94,51 @@ class NxServer(MongoServer):
             "--log-file",
             self.folder / "own-log",
         ]
+
+
+class JavaServer(MongoServer):
+    """One mongo-java-server, its data in memory.
+
+    Attributes:
+        jars: the folder of its jars; Maven fetches them when it is empty, from where the user's
+            settings.xml says.
+    """
+
+    PROGRAMS: ClassVar[Mapping[str, str]] = {"java": "default-jdk-headless", "mvn": "maven"}
+    SOURCE = Path(__file__).parent / "mongo_java"
+
+    def __init__(self, jars: Path) -> None:
+        super().__init__()
+        self.jars = jars.absolute()
+
+    @property
+    def version(self) -> str:
+        """The version of the jars that are there."""
+        prefix = "mongo-java-server-"
+        found = [path.stem.removeprefix(prefix) for path in self.jars.glob(f"{prefix}*.jar")]
+        return next((name for name in found if name[0].isdigit()), "")
+
+    def command(self) -> Sequence[str | Path]:
+        classes = f"{self.jars}/*"
+        return [self.find("java"), "-cp", classes, self.SOURCE / "Main.java", str(self.port)]
+
+    def _before(self) -> None:
+        if self.version:
+            return
+        fetch = ["dependency:copy-dependencies", f"-DoutputDirectory={self.jars}"]
+        pom = str(self.SOURCE / "pom.xml")
+        done = subprocess.run(
+            [self.find("mvn"), "--batch-mode", "--quiet", "--file", pom, *fetch],
+            check=False,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if done.returncode or not self.version:
+            raise ServerBroken(
+                f"Maven did not fetch mongo-java-server into {self.jars} (its mirrors and proxies "
+                f"are those of ~/.m2/settings.xml):\n{done.stdout[-2000:]}"
+            )
 
 
 def refusal(code: int, text: str = "not primary") -> Callable[[bytes], bytes]:

@@ -152,8 +152,8 @@ def proxy(mongodb_url: str) -> Iterator[Proxy]:
         yield proxy
 
 
-def say(proxy: Proxy, command: str, **fields: Any) -> None:
-    proxy.answer_next(saying(**fields), matching=command.encode() + b"\0", times=1)
+def say(proxy: Proxy, command: str, *, times: int = 1, **fields: Any) -> None:
+    proxy.answer_next(saying(**fields), matching=command.encode() + b"\0", times=times)
 
 
 def test_a_server_that_forgets_is_warned_of_or_refused(
@@ -181,7 +181,8 @@ def test_a_server_that_forgets_is_warned_of_or_refused(
 
     strict = Server(Config(broker=url, strict_durability=True))
     for _ in range(2):
-        say(proxy, "serverStatus", storageEngine={"name": "inMemory", "persistent": False})
+        # Broker and backend ask.
+        say(proxy, "serverStatus", times=2, storageEngine={"name": "inMemory", "persistent": False})
         with pytest.raises(
             StoreUnusable, match="refused by strict_durability: its storage engine is inMemory"
         ):
