@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import datetime as dt
-import statistics
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -49,15 +48,16 @@ def message(queue: str = "first", *, priority: int = 0, delay: float = 0.0) -> M
 
 
 class Waiter:
-    """A thread in `receive`."""
+    """A thread in a call that waits, mostly `receive`."""
 
-    def __init__(self, consumer: RedisConsumer, limit: int = 5) -> None:
+    def __init__(self, receive: Callable[[], Sequence[Delivery]]) -> None:
         self.found: list[Delivery] = []
-        self.thread = threading.Thread(target=self._wait, args=(consumer, limit), daemon=True)
+        self.thread = threading.Thread(target=lambda: self.found.extend(receive()), daemon=True)
         self.thread.start()
 
-    def _wait(self, consumer: RedisConsumer, limit: int) -> None:
-        self.found += consumer.receive(limit, 2 * HANG)
+    @classmethod
+    def at(cls, consumer: RedisConsumer, limit: int = 5) -> Waiter:
+        return cls(lambda: consumer.receive(limit, 2 * HANG))
 
     def has_ended(self) -> bool:
         self.thread.join(HANG)
@@ -87,45 +87,31 @@ PUTS: dict[str, Callable[[RedisBroker], object]] = {
 
 
 @pytest.mark.usefixtures("long_block")
+@pytest.mark.parametrize("is_asleep", [False, True], ids=["between claim and sleep", "asleep"])
 @pytest.mark.parametrize("how", PUTS)
-def test_message_between_claim_and_sleep_is_not_missed(
-    driver: RedisDriver, broker: RedisBroker, how: str
+def test_message_wakes_a_consumer(
+    driver: RedisDriver, broker: RedisBroker, how: str, is_asleep: bool
 ) -> None:
     consumer = broker.consume(QUEUES, worker="w")
     if how == "on a queue that is resumed":
         broker.pause("first")
         broker.put([message()], token="")
-    assert consumer._claim(5, QUEUES, sleep=0.0, will_sleep=True)[0] == []
 
-    PUTS[how](broker)  # wakes a client that does not sleep yet
-    found: list[Delivery] = []
-
-    def sleep() -> None:
-        due_in = 2 * HANG
+    def sleep() -> list[Delivery]:
+        found, due_in = list[Delivery](), 2 * HANG
         while not found:
-            claimed, due_in = consumer._claim(5, QUEUES, sleep=due_in, will_sleep=True)
-            found.extend(claimed)
+            found, due_in = consumer._claim(5, QUEUES, sleep=due_in, will_sleep=True)
+        return found
 
-    sleeper = threading.Thread(target=sleep, daemon=True)
-    sleeper.start()
-    sleeper.join(HANG)
-    assert len(found) == 1
-
-
-@pytest.mark.usefixtures("long_block")
-@pytest.mark.parametrize("how", PUTS)
-def test_message_wakes_a_blocked_consumer(
-    driver: RedisDriver, broker: RedisBroker, how: str
-) -> None:
-    consumer = broker.consume(QUEUES, worker="w")
-    if how == "on a queue that is resumed":
-        broker.pause("first")
-        broker.put([message()], token="")
-    others = blocked(driver)
-    waiter = Waiter(consumer)
-    wait_until_asleep(driver, others)
-
-    PUTS[how](broker)
+    if is_asleep:
+        others = blocked(driver)
+        waiter = Waiter.at(consumer)
+        wait_until_asleep(driver, others)
+        PUTS[how](broker)
+    else:
+        assert consumer._claim(5, QUEUES, sleep=0.0, will_sleep=True)[0] == []
+        PUTS[how](broker)  # wakes a client that does not sleep yet
+        waiter = Waiter(sleep)
 
     assert waiter.has_ended()
     assert len(waiter.found) == 1
@@ -138,7 +124,7 @@ def test_messages_on_two_queues_wake_two_consumers(
     for _ in range(7):  # a script wakes any of the idle ones for each of the two
         others = blocked(driver)
         consumers = [broker.consume(QUEUES, worker=name) for name in ("a", "b")]
-        waiters = [Waiter(consumer, limit=1) for consumer in consumers]
+        waiters = [Waiter.at(consumer, limit=1) for consumer in consumers]
         wait_until_asleep(driver, others, 2)
 
         broker.put([message("second"), message("third")], token="")
@@ -162,7 +148,7 @@ def test_clients_that_are_gone_take_no_wake_up_from_others(
         assert gone.receive(5, 0.1) == []
     gone.close()
     others = blocked(driver)
-    waiter = Waiter(broker.consume(QUEUES, worker="w"))
+    waiter = Waiter.at(broker.consume(QUEUES, worker="w"))
     wait_until_asleep(driver, others)
 
     broker.put([message("second")], token="")
@@ -234,7 +220,8 @@ def test_delayed_message_does_not_wait_for_a_tick_of_redis() -> None:
             late.append((dt.datetime.now(dt.timezone.utc) - due.eta).total_seconds())
             consumer.dispose([Disposal(delivery=one) for one in found])
         assert min(late) >= 0
-        assert statistics.median(late) < 0.25
+        # At a tick each but the first is 0.85 s late; on a busy machine any may be.
+        assert sorted(late)[1] < 0.5
         broker.close()
         driver.close()
 
@@ -263,7 +250,7 @@ def test_sender_wakes_many_in_one_round_trip(driver: RedisDriver, broker: RedisB
 
     others = blocked(driver)
     consumers = [broker.consume(["first"], worker=f"w{number}") for number in range(20)]
-    waiters = [Waiter(consumer, limit=1) for consumer in consumers]
+    waiters = [Waiter.at(consumer, limit=1) for consumer in consumers]
     wait_until_asleep(driver, others, 20)
     before = reads()
 

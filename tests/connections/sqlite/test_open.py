@@ -199,7 +199,7 @@ def test_a_full_tmpfs_refuses_and_harms_nothing(tmp_path: Path) -> None:
 def test_log_that_filled_a_small_disk_is_cut_when_there_is_room(
     tmp_path: Path, is_opened_anew: bool
 ) -> None:
-    """SQLite cuts its log at 1,000 pages, which this disk never holds."""
+    """The log is cut at CHECKPOINT pages, which this disk never holds."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
