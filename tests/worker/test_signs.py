@@ -30,15 +30,13 @@ from tests.support.servers import RedisServer
 LARGEST = 15_000  # kB
 
 #: Workers on a Redis; a line on stdin each is a Python statement, its answer a line of JSON.
-LEASE = 3.0  # seconds
 PROGRAM = """
-LEASE = 3.0
 import gc, json, logging, os, sys
 logging.basicConfig(level="WARNING", format="%(message)s")
 from machinery_py import Config, Server
 from machinery_py.worker import signs
 signs.RESTART_PAUSE = 1.0
-server = Server(config=Config(broker=sys.argv[1], lease=LEASE))
+server = Server(config=Config(broker=sys.argv[1], lease=float(sys.argv[2])))
 worker = server.new_worker("w", 1)
 @server.task
 def ping() -> str:
@@ -73,11 +71,11 @@ def keepers_of(pid: int) -> list[int]:
 class Program:
     """A user's process."""
 
-    def __init__(self, url: str, folder: pathlib.Path, **env: str) -> None:
+    def __init__(self, url: str, folder: pathlib.Path, *, lease: float = 3.0, **env: str) -> None:
         self.errors = folder / "errors"
         with open(self.errors, "w") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, url],
+                [sys.executable, "-c", PROGRAM, url, str(lease)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -158,27 +156,33 @@ def test_keeper_ends_at_the_end_of_the_program_without_a_word(
 
 
 def test_killed_keeper_is_replaced_and_knows_the_sessions(
-    program: Program, empty_redis: RedisServer
+    empty_redis: RedisServer, tmp_path: pathlib.Path
 ) -> None:
-    program.do("worker.start()")
-    first = program.keeper()
+    # The keeper has a third of the lease to open the broker.
+    lease = 8.0
+    with (
+        contextlib.closing(Program(empty_redis.url, tmp_path, lease=lease)) as program,
+        contextlib.closing(Server(config=Config(broker=empty_redis.url, lease=lease))) as server,
+    ):
+        program.do("worker.start()")
+        first = program.keeper()
 
-    os.kill(first, signal.SIGKILL)
-    wait_until(lambda: keepers_of(program.process.pid) not in ([], [first]), HANG)
-    second = program.keeper()
-    wait_until(lambda: len(os.listdir(f"/proc/{second}/task")) == 2, HANG, "its thread")
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: keepers_of(program.process.pid) not in ([], [first]), HANG)
+        second = program.keeper()
+        wait_until(lambda: len(os.listdir(f"/proc/{second}/task")) == 2, HANG, "its thread")
+        assert program.do("answer = signs._Own.signs.give()")  # which it has, whatever comes
 
-    assert (
-        "the keeper of this process was killed by signal 9 (SIGKILL)" in program.errors.read_text()
-    )
-    with contextlib.closing(Server(config=Config(broker=empty_redis.url, lease=LEASE))) as server:
+        killed = "the keeper of this process was killed by signal 9 (SIGKILL)"
+        wait_until(lambda: killed in program.errors.read_text(), HANG)
         (before,) = server.broker.workers()
         begun = time.monotonic()
-        program.begin("import ctypes; ctypes.PyDLL(None).sleep(8)")  # nothing else runs meanwhile
+        # Nothing else runs meanwhile.
+        program.begin(f"import ctypes; ctypes.PyDLL(None).sleep({2.5 * lease:g})")
 
         def is_over() -> bool:
             server.broker.tend()
-            return time.monotonic() - begun > 7.5
+            return time.monotonic() - begun > 2.4 * lease
 
         wait_until(is_over, HANG)
         assert [one.session for one in server.broker.workers()] == [before.session]
