@@ -13,6 +13,12 @@ logger = get_logger(__name__)
 class _Inside(threading.local):
     depth = 0
 
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
 
 #: Whether this thread is in a call of a store, or does nothing else; see `Store.is_entered`.
 INSIDE = _Inside()

@@ -168,6 +168,10 @@ class AmqpConnection:
         Raises:
             AmqpConnectionLost: the connection ended before, or no answer came; it is ended then.
         """
+        with INSIDE:  # the lock cannot be taken twice by a thread
+            return self._ask(work, timeout)
+
+    def _ask(self, work: Callable[[Future[Any]], object], timeout: float) -> Any:
         future: Future[Any] = Future()
         with self._lock:
             if not self.is_open:

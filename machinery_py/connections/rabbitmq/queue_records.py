@@ -62,6 +62,7 @@ from machinery_py.errors import (
     for_good,
 )
 from machinery_py.names import is_made
+from machinery_py.threads import INSIDE
 
 PATIENCE = 15.0  # seconds to wait for a lock
 OTHER_ARGUMENTS = 406
@@ -341,7 +342,7 @@ class QueueTransactions:
             QueueTransactionLost: it may have been carried out.
             BackendUnavailable, StoreUnusable, QueueMoved: it was not.
         """
-        with self.translated(doing):
+        with INSIDE, self.translated(doing):  # a second one would wait for what this one holds
             transaction = self._new(doing)
             wanted = list(locks)
             try:
