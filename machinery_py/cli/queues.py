@@ -108,9 +108,10 @@ def purge(server: Server, args: argparse.Namespace) -> int:
     """Run `machinery purge`."""
     queue = args.rest[0]
     found = {stats.queue: stats.waiting + stats.delayed for stats in server.broker.stats()}
-    if found.get(queue, 0) > 1:
-        confirm(args, f"delete {many(found[queue], 'task')} that wait in {queue!r}?")
-    deleted = server.inspect.purge(queue, progress=_told_of(found[queue]))
+    count = found.get(queue, 0)
+    if count > 1:
+        confirm(args, f"delete {many(count, 'task')} that wait in {queue!r}?")
+    deleted = server.inspect.purge(queue, progress=_told_of(count))
     text = f"deleted {many(deleted, 'task')} from {queue!r}"
     return answer(args, {"queue": queue, "deleted": deleted}, text)
 

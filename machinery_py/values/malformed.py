@@ -11,7 +11,7 @@ import msgspec
 
 #: msgspec.DecodeError is a ValueError from msgspec 0.21 on only. The others come from readers of
 #: our own, and from records of a form that nobody has thought of. RecursionError: nested deeply,
-#: or called with hardly any stack left.
+#: or called with hardly any stack left. SystemError: msgspec 0.19 converts a huge integer.
 MALFORMED: tuple[type[Exception], ...] = (
     msgspec.MsgspecError,
     ValueError,
@@ -20,4 +20,5 @@ MALFORMED: tuple[type[Exception], ...] = (
     AttributeError,
     ArithmeticError,
     RecursionError,
+    SystemError,
 )

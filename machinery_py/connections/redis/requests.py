@@ -141,8 +141,12 @@ def is_refused_for_now(error: Exception) -> bool:
 
     if isinstance(error, AskError | ClusterDownError | TryAgainError):  # and MOVED, MASTERDOWN
         return True
+    # redis-py 5 has no classes for what a connection of no RedisCluster is told.
+    text = str(error)
     return isinstance(error, redis.ResponseError | redis.ConnectionError) and (
-        kind_of(str(error)) in (ErrorKind.ROLE, ErrorKind.SLOT) or "MOVED " in str(error)
+        kind_of(text) in (ErrorKind.ROLE, ErrorKind.SLOT)
+        or text.startswith(("ASK ", "TRYAGAIN "))
+        or "MOVED " in text
     )
 
 
