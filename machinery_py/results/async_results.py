@@ -17,7 +17,11 @@ from machinery_py.call_threads import in_thread
 from machinery_py.clock import Clock, Seconds, timeout_of
 from machinery_py.errors import BackendUnavailable, ResultExpired, ResultTimeout, TaskFailed
 from machinery_py.results.waiter import LOOK_AGAIN, AsyncWaiter, AsyncWaiters
-from machinery_py.tasks.context import check_time
+from machinery_py.tasks.context import (
+    check_time,
+    waiting_for_tasks,
+    waiting_for_tasks_async,
+)
 from machinery_py.tasks.states import State, TaskState
 from machinery_py.tasks.workflow import result_value
 from machinery_py.texts import get_logger
@@ -64,6 +68,8 @@ class Waitable(Generic[R]):
     def get(self, timeout: Seconds | None = None, *, propagate: bool = True) -> R:
         """Wait for the result, and return it.
 
+        Inside a task the slot of this task is lent to another one meanwhile, with a warning.
+
         Args:
             timeout: seconds, or a timedelta; None waits as long as it takes, 0 and less look once.
             propagate: False: of what has failed, return the TaskFailed in place of its value.
@@ -85,7 +91,8 @@ class Waitable(Generic[R]):
         while True:
             try:
                 if is_new or not self._look():
-                    self._listen(wait)
+                    with waiting_for_tasks():
+                        self._listen(wait)
                 return self._value()
             except BackendUnavailable as error:
                 is_new = False
@@ -124,9 +131,13 @@ class Waitable(Generic[R]):
         self._forget_failures()
         wait = Wait(self, timeout)
         with self._source.waiters.waiter() as waiter:
-            while (pause := await in_thread(lambda: self._step(wait, waiter))) is not None:
-                if pause:
-                    await waiter.wait(pause)
+            pause = await in_thread(lambda: self._step(wait, waiter))
+            if pause is not None:
+                async with waiting_for_tasks_async():
+                    while pause is not None:
+                        if pause:
+                            await waiter.wait(pause)
+                        pause = await in_thread(lambda: self._step(wait, waiter))
         return self._value()
 
     async def _get_all_async(self, timeout: Seconds | None) -> Any:

@@ -18,6 +18,7 @@ from machinery_py.results.async_results import (
     Waitable,
     raise_if_failed,
 )
+from machinery_py.tasks.context import waiting_for_tasks, waiting_for_tasks_async
 from machinery_py.tasks.linking import Plan
 from machinery_py.tasks.states import State
 from machinery_py.tasks.workflow import OnFailure, failure_of
@@ -211,7 +212,8 @@ class AsCompleted:
                 yield from self._ended(waiting)
                 if not waiting:
                     return
-                listener.wait(wait.next_pause())
+                with waiting_for_tasks():
+                    listener.wait(wait.next_pause())
         finally:
             listener.close()
 
@@ -229,7 +231,8 @@ class AsCompleted:
                 except BackendUnavailable as error:
                     pause = wait.pause_of_outage(error)
                 if pause:
-                    await waiter.wait(pause)
+                    async with waiting_for_tasks_async():
+                        await waiter.wait(pause)
 
     def _ended(self, waiting: dict[str, AsyncResult[Any]]) -> list[AsyncResult[Any]]:
         """Take those that have ended out of `waiting`, and return them."""

@@ -6,8 +6,8 @@ import contextlib
 import contextvars
 import datetime as dt
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -29,6 +29,19 @@ MAX_NOTES = 4_096  # bytes of JSON, names and values
 Report = Callable[[tuple[float, float] | None], None]
 
 NO_STATE: Mapping[str, Any] = {}
+
+
+class Run(Protocol):
+    """Run of a task, as far as it lends its slot while it waits for other tasks."""
+
+    def wait_begins(self) -> bool:
+        """Lend the slot. False: this thread has none; no `wait_ends` follows."""
+
+    def wait_ends(self, *, at_once: bool) -> None:
+        """Take a slot again. `at_once`: or go on without."""
+
+    async def wait_ends_async(self, *, at_once: bool) -> None: ...
+
 
 _encode = msgspec.json.Encoder().encode
 _read_failed = msgspec.json.Decoder(tuple[str, str, str]).decode
@@ -54,6 +67,7 @@ class Context:
         "_delivery",
         "_last_report",
         "_report",
+        "_run",
         "_time_is_up",
         "calls",
         "fence",
@@ -77,8 +91,10 @@ class Context:
         state: Mapping[str, Any] = NO_STATE,
         noted: dict[str, str] | None = None,
         handed_on: Mapping[str, str] = NO_STATE,
+        run: Run | None = None,
     ) -> None:
         self.signature = signature
+        self._run = run
         self.state = state
         self.handed_on = handed_on
         self.queue = queue
@@ -152,7 +168,7 @@ class Context:
 
     def end(self) -> None:
         """Report nothing any more: the run is over."""
-        self._report = None
+        self._report = self._run = None
 
     def check_time(self) -> None:
         """
@@ -280,6 +296,42 @@ def current_task() -> Context:
     if task is None:
         raise MachineryError("current_task() was called outside a running task")
     return task
+
+
+@contextlib.contextmanager
+def waiting_for_tasks() -> Iterator[None]:
+    """Lend the slot of the task that runs here, if one does, as the block waits for other tasks."""
+    run = _lending()
+    if run is None:
+        yield
+        return
+    try:
+        yield
+    except BaseException:
+        run.wait_ends(at_once=True)  # the time that it was to wait is over
+        raise
+    run.wait_ends(at_once=False)
+
+
+@contextlib.asynccontextmanager
+async def waiting_for_tasks_async() -> AsyncIterator[None]:
+    """`waiting_for_tasks` for coroutines."""
+    run = _lending()
+    if run is None:
+        yield
+        return
+    try:
+        yield
+    except BaseException:
+        run.wait_ends(at_once=True)
+        raise
+    await run.wait_ends_async(at_once=False)
+
+
+def _lending() -> Run | None:
+    task = RUNNING.get()
+    run = None if task is None else task._run
+    return run if run is not None and run.wait_begins() else None
 
 
 def check_time() -> None:

@@ -41,6 +41,7 @@ from machinery_py.worker.frames import (
     PipeEnd,
     Progress,
     Ready,
+    Waits,
 )
 from machinery_py.worker.hooks import WorkerHooks, text_of, type_name_of
 from machinery_py.worker.interrupts import is_boundary, may_interrupt
@@ -148,6 +149,7 @@ class JobLoop:
         """Return what became of the call, and what its handlers have handed on."""
         calls = [self._execution(call, job.worker) for call in job.calls]
         execution = BatchRun(calls) if job.is_batch else calls[0]
+        execution.slots, execution.thread_id = self, self._main
         if execution.task is None:
             error = TaskNotRegistered(execution.signature.name, self._app.registry.names())
             text = f"{error} in its process, which imports the app anew"
@@ -214,7 +216,7 @@ class JobLoop:
         else:
             self._reply(Progress(run.job.number, execution.progress, execution.noted))
 
-    def _reply(self, record: Done | Progress) -> None:
+    def _reply(self, record: Done | Progress | Waits) -> None:
         if descriptors.broken():
             logger.critical("a task has closed descriptors of its process: ending at once")
             os._exit(BROKEN)
@@ -223,6 +225,24 @@ class JobLoop:
                 self._replies.write(record)
         except PipeEnd:  # the worker is gone
             os._exit(BROKEN)
+
+    # Waiting for other tasks: the worker lends the slot. See `worker.execution.SlotLender`
+
+    def wait_begins(self, execution: Execution) -> None:
+        execution.waits += 1
+        self._tell_wait(execution, begins=True)
+
+    def wait_ends(self, execution: Execution, *, at_once: bool) -> None:
+        execution.waits -= 1
+        self._tell_wait(execution, begins=False)
+
+    async def wait_ends_async(self, execution: Execution, *, at_once: bool) -> None:
+        self.wait_ends(execution, at_once=at_once)
+
+    def _tell_wait(self, execution: Execution, *, begins: bool) -> None:
+        run = self._run
+        if run is not None and run.execution is execution and execution.waits == begins:
+            self._reply(Waits(run.job.number, begins))
 
     def _on_signal(self, _: int, frame: FrameType | None) -> None:
         run = self._run

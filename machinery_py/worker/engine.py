@@ -217,6 +217,7 @@ class Engine(HandlerSetters):
             burst=self.burst,
             autoscaler=Autoscaler(*self.autoscale) if self.autoscale else None,
         )
+        self._executors.on_room = self._receiver.has_room
         self._maintenance = Maintenance(
             app,
             session,
@@ -330,7 +331,6 @@ class Engine(HandlerSetters):
 
         Raises:
             MachineryError: with `autoscale`, or if no claim came to an end in time.
-            RuntimeError: the system allows no more threads.
         """
         if self.autoscale is not None:
             raise MachineryError(f"worker {self.name} scales itself (start it without autoscale)")

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import datetime as dt
 import math
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -80,6 +81,14 @@ _PLAIN = TaskSettings()
 _NAMELESS: Signature[Any] = Signature(name="")
 
 
+class SlotLender(Protocol):
+    """Lender of the slots of runs that wait for other tasks; see worker/slots.py."""
+
+    def wait_begins(self, execution: Execution, /) -> None: ...
+    def wait_ends(self, execution: Execution, /, *, at_once: bool) -> None: ...
+    async def wait_ends_async(self, execution: Execution, /, *, at_once: bool) -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class Execution:
     """Delivery that this worker holds.
@@ -120,6 +129,8 @@ class Execution:
     call_started: float = 0.0  # performance counter; 0: not begun
     runtime: float = 0.0  # seconds
     thread_id: int = 0
+    slots: SlotLender | None = None
+    waits: int = 0  # for results of other tasks: of a coroutine task, several at a time
     _done: bool = False
 
     @property
@@ -192,7 +203,25 @@ class Execution:
             noted=self.noted,
             handed_on=NO_STATE if self.context is None else self.context.handed_on,
             report=report,
+            run=self,
         )
+
+    # Waiting for other tasks: see `tasks.context.Run`
+
+    def wait_begins(self) -> bool:
+        if self.slots is None or not (self.is_async or threading.get_ident() == self.thread_id):
+            return False  # a thread of the task's own
+        self.slots.wait_begins(self)
+        return True
+
+    def wait_ends(self, *, at_once: bool) -> None:
+        if self.slots is not None:
+            # A coroutine must not keep its loop waiting.
+            self.slots.wait_ends(self, at_once=at_once or self.is_async)
+
+    async def wait_ends_async(self, *, at_once: bool) -> None:
+        if self.slots is not None:
+            await self.slots.wait_ends_async(self, at_once=at_once)
 
     # Its end: the first one to settle it wins
 

@@ -1,12 +1,12 @@
 """Executors of user code: threads for functions, one event loop for coroutine functions.
 
-Threads and coroutines share `concurrency` slots. Threads are made when they are needed, the loop
-with the first coroutine. A process task has a thread, too, which waits for its process.
+Threads and coroutines share `concurrency` slots (worker/slots.py). Threads are made when they are
+needed, the loop with the first coroutine. A process task has a thread, too, which waits for its
+process. For a task that waits for others, and lends its slot, there may be one thread more.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import queue
 import threading
@@ -26,6 +26,7 @@ from machinery_py.worker.interrupts import interrupt, is_boundary
 from machinery_py.worker.lease import WorkerLease
 from machinery_py.worker.processes import ProcessPool
 from machinery_py.worker.runner import Report, run, run_async, run_elsewhere
+from machinery_py.worker.slots import Slots
 from machinery_py.worker.timer import Timer, TimerEntry
 
 logger = get_logger(__name__)
@@ -43,6 +44,7 @@ class Executors:
 
     Attributes:
         limits: the timer of their time limits.
+        on_room: called in a task's thread when it lends its slot, so that one more may be claimed.
 
     Args:
         on_done: called in the executor's thread when an execution has been settled by its task.
@@ -63,7 +65,6 @@ class Executors:
         processes: ProcessPool | None = None,
         loop: EventLoopThread | None = None,
     ) -> None:
-        self.concurrency = concurrency
         self._consumer = session.consumer
         self._lease = lease
         self._name = name
@@ -74,13 +75,14 @@ class Executors:
         self.limits.start()
         self._retry: TimerEntry | None = None
         self._queue: queue.SimpleQueue[Execution | None] = queue.SimpleQueue()
-        # A queue of tokens is a semaphore that costs a tenth of threading's.
-        self._slots: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for _ in range(concurrency):
-            self._slots.put(None)
-        self._surplus = 0  # slots that are to vanish when they are given back
-        # A token for each idle thread, as long as more threads may be made.
-        self._idle: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._slots = Slots(concurrency, self._lend)
+        self.on_room: Callable[[], None] | None = None
+        # A token for each idle thread, as long as more threads may be made. It has the generation
+        # of its time: while no more may be made, idle threads take executions without a token.
+        self._idle: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._generation = 0  # grows when more threads may be made again
+        self._most = concurrency  # threads
+        self._extra = 0  # of them, for tasks that have lent their slots
         # Without the threads that are stuck in a task whose time was up.
         self._threads: list[threading.Thread] = []
         self._stuck: set[int] = set()  # threads of such tasks, to be interrupted
@@ -102,44 +104,92 @@ class Executors:
         """
         pool = execution.settings.pool
         execution.in_process = pool == "process" if pool else self._processes.by_default
-        if not self._is_full():
-            try:
-                self._idle.get(block=False)
-            except queue.Empty:
-                with self._lock:
-                    self._start_thread()
+        execution.slots = self._slots
+        generation = self._generation
+        if not self._is_full() and not self._has_idle_thread():
+            self._add_thread()
         self._queue.put(execution)
+        if generation != self._generation:  # more may be made since we looked
+            self._add_thread()
 
-    def resize(self, concurrency: int) -> None:
-        """Run so many at a time from now on; what runs goes on. For the thread of `submit`.
+    def _has_idle_thread(self) -> bool:
+        """Take the token of an idle thread; False: there is none."""
+        try:
+            while self._idle.get(block=False) != self._generation:
+                pass
+        except queue.Empty:
+            return False
+        return True
 
-        Threads are made at once, so that all are there, and are kept when there are fewer slots.
+    def _add_thread(self) -> None:
+        """Start a thread, unless all have been made; without it if the system allows no more.
 
         Raises:
-            RuntimeError: the system allows no more threads; as many run as before.
+            RuntimeError: not even the first one could be started.
         """
         with self._lock:
-            while len(self._threads) < concurrency:
+            if self._is_full():
+                return
+            try:
                 self._start_thread()
-                self._idle.put(None)
-            change, self.concurrency = concurrency - self.concurrency, concurrency
-            self._surplus -= change
-            while self._surplus < 0:
-                self._surplus += 1
-                self._slots.put(None)
-            with contextlib.suppress(queue.Empty):
-                while self._surplus > 0:
-                    self._slots.get(block=False)
-                    self._surplus -= 1
+            except RuntimeError as error:
+                self._most = len(self._threads)
+                if not self._threads:
+                    raise
+                logger.warning("no more than %d tasks run at a time: %s", self._most, error)
+
+    @property
+    def concurrency(self) -> int:
+        """Return how many slots there are."""
+        return self._slots.concurrency
+
+    @property
+    def room(self) -> int:
+        """Return how many may have begun: one for each slot, and those that have lent theirs."""
+        return self._slots.concurrency + len(self._slots.lent)
+
+    def resize(self, concurrency: int) -> None:
+        """Run so many at a time from now on; what runs goes on.
+
+        Threads are made when there is work for them, and are kept when there are fewer slots.
+        """
+        with self._lock:
+            queued = self._allow(concurrency + self._extra)
+            self._slots.resize(concurrency)
+        for _ in range(queued):
+            self._add_thread()
         self._processes.shrink(concurrency)
 
-    def _give_slot(self) -> None:
-        if self._surplus > 0:
+    def _allow(self, threads: int) -> int:
+        """Let there be so many threads; return how many are needed now. The caller holds `_lock`.
+
+        Those that were queued while no more threads could be made have none of their own.
+        """
+        was_full, self._most = self._is_full(), threads
+        if not was_full or self._is_full():
+            return 0
+        self._generation += 1
+        return min(self._queue.qsize(), threads - len(self._threads))
+
+    def _lend(self, execution: Execution) -> None:
+        """Let there be a thread for the task that gets the slot of this one."""
+        queued = 0
+        if execution.in_process or not execution.is_async:
             with self._lock:
-                if self._surplus > 0:
-                    self._surplus -= 1
-                    return
-        self._slots.put(None)
+                if len(self._slots.lent) > self._extra:
+                    self._extra += 1
+                    queued = self._allow(self.concurrency + self._extra)
+        for _ in range(queued):
+            self._add_thread()
+        if self.on_room is not None:
+            self.on_room()
+
+    def _give_slot(self, execution: Execution) -> None:
+        slots = self._slots
+        if execution.waits or slots.surplus or slots.returning:
+            slots.give_back(execution)
+        else:
+            slots.free.put(None)
 
     def running(self) -> list[Execution]:
         """Return the executions that run now."""
@@ -172,7 +222,7 @@ class Executors:
 
     def _is_full(self) -> bool:
         """Return whether all threads have been made; from then on all of them wait at the queue."""
-        return len(self._threads) >= self.concurrency
+        return len(self._threads) >= self._most
 
     def _start_thread(self, instead_of: int | None = None) -> None:
         """Start a thread, perhaps in the place of a stuck one. The caller holds `_lock`.
@@ -192,19 +242,20 @@ class Executors:
             execution = self._queue.get()
             if execution is None or not self._work_off(execution):
                 return
+            generation = self._generation
             if not self._is_full():
-                self._idle.put(None)
+                self._idle.put(generation)
 
     def _work_off(self, execution: Execution) -> bool:
         """Run the execution, or start its coroutine. False: this thread was replaced."""
-        self._slots.get()
+        self._slots.free.get()
         execution.thread_id = threading.get_ident()
         for one in execution.calls or (execution,):
             is_ours = self._lease.holds(one.claimed_at)
             if (not is_ours or self._consumer.is_lost(one.delivery)) and one.hand_back():
                 self._on_done(one)  # its new owner runs it
         if not execution.begin():  # handed back while it waited
-            self._give_slot()
+            self._give_slot(execution)
             return True
         self._running[id(execution)] = execution
         for one in execution.calls or (execution,):
@@ -257,8 +308,10 @@ class Executors:
             with self._lock:  # do not interrupt it now: another thread may get its number
                 self._stuck.discard(threading.get_ident())
             return False
-        self._give_slot()
+        self._give_slot(execution)
         self._report_done(execution)
+        if self._extra and execution.in_process:
+            self._processes.shrink(self.room)
         return True
 
     def _leave(self, execution: Execution) -> bool:
@@ -300,8 +353,8 @@ class Executors:
         if execution.is_async:
             self.cancel(execution)
         else:
-            self._give_slot()
-            self._idle.put(None)
+            self._give_slot(execution)
+            self._idle.put(self._generation)
         self._report_done(execution)
 
     def interrupt(self) -> bool:
@@ -355,7 +408,7 @@ class Executors:
                 self._tasks.pop(id(execution), None)
                 for one in execution.calls or (execution,):
                     self._consumer.run_ends(one.delivery)
-                self._give_slot()
+                self._give_slot(execution)
                 if self._leave(execution):
                     self._report_done(execution)
 

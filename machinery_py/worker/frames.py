@@ -2,7 +2,7 @@
 
     tasks      worker → process   Setup once, then one Job after the other
     control    worker → process   Order, at any time; end of file: the worker is gone
-    replies    process → worker   Ready once; for a job Progress, any number, then Done
+    replies    process → worker   Ready once; for a job Progress and Waits, any number, then Done
 
 A frame is four bytes of length and one record in MessagePack. A partial frame is an end of file.
 """
@@ -100,6 +100,13 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, tag=True):
     noted: dict[str, str]
 
 
+class Waits(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The job begins to wait for the result of another task, or it has ended to."""
+
+    number: int
+    begins: bool
+
+
 class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The call has ended.
 
@@ -115,7 +122,7 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
     handed_on: Mapping[str, str] = {}
 
 
-Reply = Ready | Progress | Done
+Reply = Ready | Progress | Waits | Done
 
 _encoder = msgspec.msgpack.Encoder()
 

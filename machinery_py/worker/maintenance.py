@@ -117,7 +117,7 @@ class Maintenance:
             ):
                 self._executors.cancel(execution)
         self._stop_revoked()
-        if len(running) >= self._executors.concurrency:
+        if len(running) >= self._executors.room:
             long_ago = time.perf_counter() - STALE
             if all(0 < execution.call_started < long_ago for execution in running):
                 self._receiver.hand_back()

@@ -233,6 +233,10 @@ class Receiver:
             if execution.runtime:
                 self._mean += SMOOTHING * (execution.runtime - self._mean)
         # Once a commit: each wake-up takes the interpreter from the threads that run tasks.
+        self.has_room()
+
+    def has_room(self) -> None:
+        """Look again how many may be claimed."""
         with self._room:
             self._room.notify()
 
@@ -242,7 +246,7 @@ class Receiver:
 
     def _limit(self) -> int:
         """Return how many executions may be held."""
-        concurrency = self._executors.concurrency
+        concurrency = self._executors.room
         mean = self._mean
         if mean <= 0.0:
             return concurrency
@@ -263,7 +267,7 @@ class Receiver:
         free = limit - len(self._held)
         if self._batches is not None:
             free += self._batches.surplus(self._held)
-        spare = limit - self._executors.concurrency
+        spare = limit - self._executors.room
         if free <= min(spare // 2, CLAIM):
             return 0
         if self._batches is None:
@@ -474,7 +478,9 @@ class Receiver:
         long_ago = time.perf_counter() - self._probation(suspect)
         waiting = {id(one) for one in self._suspects}
         return all(
-            0.0 < one.call_started < long_ago for one in self.held() if id(one) not in waiting
+            one.waits or 0.0 < one.call_started < long_ago
+            for one in self.held()
+            if id(one) not in waiting
         )
 
     def _watch(self, suspect: Execution) -> None:
@@ -483,7 +489,7 @@ class Receiver:
         while id(suspect) in self._held and not self.loop.is_stopping():
             self._make_changes()
             passed = time.perf_counter() - begun
-            if passed > probation:
+            if passed > probation or suspect.waits:  # for others, which must begin beside it
                 return
             if passed > PATIENCE:
                 self._leave_to_others(0)

@@ -30,6 +30,7 @@ from machinery_py.worker.frames import (
     Ready,
     Reply,
     Setup,
+    Waits,
 )
 
 START_TIMEOUT = 120.0  # seconds for a process to import the app
@@ -191,6 +192,11 @@ class TaskProcess:
                     execution.progress = progress.progress
                     execution.noted.update(progress.noted)
                     report(execution)
+                case Waits() as waits if waits.number == job.number:
+                    if waits.begins:
+                        execution.wait_begins()
+                    else:
+                        execution.wait_ends(at_once=True)  # the process goes on already
                 case None if not is_asked:
                     is_asked = True
                     self._order(TIME_IS_UP)

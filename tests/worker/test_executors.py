@@ -159,8 +159,8 @@ def test_slots_are_all_used_after_a_task_was_abandoned(pool: Pool) -> None:
     assert len(pool.executors._threads) == 2
 
 
-def test_pool_that_gets_no_more_threads_stays_as_it_is(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
+def test_pool_that_gets_no_more_threads_runs_with_those_that_it_has(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     start = threading.Thread.start
 
@@ -171,14 +171,29 @@ def test_pool_that_gets_no_more_threads_stays_as_it_is(
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError):
-            pool.executors.resize(1000)
-        pool.run_to_its_end("short")
+        pool.executors.resize(1000)
+        pool.submit("long")
+        pool.submit("long")
+        pool.submit("short")
+        wait_until(lambda: pool.runs == ["long"], HANG, "the one thread to run")
+    assert "no more than 1 tasks run at a time: can't start new thread" in caplog.text
 
-    assert pool.executors.concurrency == 2
+    pool.executors.resize(2)
+    wait_until(lambda: pool.runs == ["long", "long"], HANG, "both slots to be used")
+
+
+def test_larger_pool_makes_threads_when_there_is_work_for_them(pool: Pool) -> None:
+    for _ in range(3):
+        pool.submit("long")
+    wait_until(lambda: pool.runs == ["long"] * 2, HANG, "both slots to be used")
+
+    pool.executors.resize(10_000)
+
+    wait_until(lambda: pool.runs == ["long"] * 3, HANG, "the one that was queued to run")
+    assert len(pool.executors._threads) == 3
     pool.submit("long")
-    pool.submit("long")
-    wait_until(lambda: pool.runs == ["short", "long", "long"], HANG, "both slots to be used")
+    wait_until(lambda: pool.runs == ["long"] * 4, HANG, "a new one to run")
+    assert len(pool.executors._threads) == 4
 
 
 def test_tokens_of_idle_threads_do_not_pile_up(pool: Pool) -> None:
