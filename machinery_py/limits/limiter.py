@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from machinery_py.async_twins import twin
 from machinery_py.call_threads import in_thread, taking
 from machinery_py.clock import Seconds, timeout_of
-from machinery_py.errors import BackendUnavailable, LimitNotAcquired, MachineryError
+from machinery_py.errors import LimitNotAcquired, MachineryError
 from machinery_py.limits.base import Rule, slots_of
 from machinery_py.limits.keeper import SlotKeeper, SlotLease
+from machinery_py.locks.outage import AWAY, Outage
 from machinery_py.tasks.context import check_time
 
 SLICE = 0.5  # seconds of sleep, until it is looked again whether the time of the task is up
@@ -46,9 +47,14 @@ class Limiter:
         """Wait for the turn of one. False: it did not come in time.
 
         Args:
-            timeout: seconds to wait, or a timedelta; by default that of the limiter.
+            timeout: seconds to wait, or a timedelta, also for a store that is away; by default that
+                of the limiter.
+
+        Raises:
+            BackendUnavailable: the store was away when the time was up.
         """
-        asking, deadline = self._asking(), self._deadline(timeout)
+        deadline = self._deadline(timeout)
+        asking = self._asking(deadline)
         try:
             while (wait := asking()) > 0:
                 left = deadline - time.monotonic()
@@ -56,7 +62,7 @@ class Limiter:
                     asking(last=True)
                     return False
                 _sleep(min(wait, left))
-        except BackendUnavailable:
+        except AWAY:
             raise  # the place could not be given back either, and lapses
         except BaseException:
             asking(last=True)
@@ -67,7 +73,8 @@ class Limiter:
         """`acquire` for coroutines."""
         import asyncio  # loaded by now: we are in a coroutine
 
-        asking, deadline = self._asking(), self._deadline(timeout)
+        deadline = self._deadline(timeout)
+        asking = self._asking(deadline)
 
         def give_back(wait: float) -> None:
             if wait > 0:
@@ -102,19 +109,23 @@ class Limiter:
         length = self._timeout if timeout is None else timeout_of(timeout)
         return time.monotonic() + (math.inf if length is None else length)
 
-    def _asking(self) -> Callable[..., float]:
+    def _asking(self, deadline: float) -> Callable[..., float]:
         """Return a function that asks for one run, and says how long to wait; 0.0: it has it.
 
         `last`: it waits no more, and gives its place in line back.
         """
         who, again = secrets.token_hex(8), False
+        outage = Outage(f"limiter {self.name!r}", deadline)
 
         def ask(*, last: bool = False) -> float:
             nonlocal again
             if last:
                 self._keeper.forget(slots_of(self._scope, who, who, self._rules))
                 return 0.0
-            answer, lease = self._keeper.enter(self._scope, who, who, self._rules, again=again)
+            try:
+                answer, lease = self._keeper.enter(self._scope, who, who, self._rules, again=again)
+            except AWAY as error:
+                return outage.pause(error)
             if lease is not None:
                 self._held.append(lease)
             again = answer.wait > 0

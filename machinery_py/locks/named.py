@@ -17,6 +17,7 @@ from machinery_py.clock import Seconds, boottime, timeout_of
 from machinery_py.errors import LockLost, LockNotAcquired, MachineryError
 from machinery_py.locks.base import Lock, LockHolding
 from machinery_py.locks.keeper import Lease, LeaseKeeper
+from machinery_py.locks.outage import AWAY, Outage
 from machinery_py.names import check_lock
 from machinery_py.tasks.context import check_time
 
@@ -111,27 +112,41 @@ class NamedLock:
 
         Args:
             blocking: False: do not wait.
-            timeout: seconds to wait, or a timedelta; by default that of the lock.
+            timeout: seconds to wait, or a timedelta, also for a store that is away; by default that
+                of the lock.
+
+        Raises:
+            BackendUnavailable: the store was away when the time was up.
         """
         deadline = self._deadline(timeout, blocking=blocking)
-        pause = POLL[0]
-        while not self._try():
+        pause, outage = POLL[0], Outage(f"lock {self.name!r}", deadline)
+        while True:
+            try:
+                if self._try():
+                    return True
+            except AWAY as error:
+                check_time()
+                time.sleep(outage.pause(error))
+                continue
             check_time()
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
             time.sleep(min(left, pause * random.uniform(0.5, 1.0)))
             pause = min(POLL[1], pause * 1.5)
-        return True
 
     async def acquire_async(self, *, blocking: bool = True, timeout: Seconds | None = None) -> bool:
         """`acquire` for coroutines."""
         import asyncio  # loaded by now: we are in a coroutine
 
         deadline = self._deadline(timeout, blocking=blocking)
-        pause = POLL[0]
+        pause, outage = POLL[0], Outage(f"lock {self.name!r}", deadline)
         while True:
-            lease = await taking(lambda: self._keeper.take(self.name), self._give_back)
+            try:
+                lease = await taking(lambda: self._keeper.take(self.name), self._give_back)
+            except AWAY as error:
+                await asyncio.sleep(outage.pause(error))
+                continue
             if lease is not None:
                 self._held = lease
                 return True

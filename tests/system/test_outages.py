@@ -491,3 +491,59 @@ def test_waiter_whose_time_ends_in_an_outage_is_told_of_it(redis: RedisServer, w
 
     assert time.monotonic() - begin >= 1.5
     server.close()
+
+
+async def _locked(server: Server, timeout: float) -> bool:
+    return await server.lock("feed").acquire_async(timeout=timeout)
+
+
+async def _let_in(server: Server, timeout: float) -> bool:
+    return await server.limiter("db", max_running=1).acquire_async(timeout=timeout)
+
+
+TAKES: dict[str, Callable[[Server, float], bool]] = {
+    "lock": lambda server, timeout: server.lock("feed").acquire(timeout=timeout),
+    "lock_async": lambda server, timeout: asyncio.run(_locked(server, timeout)),
+    "limiter": lambda server, timeout: server.limiter("db", max_running=1).acquire(timeout=timeout),
+    "limiter_async": lambda server, timeout: asyncio.run(_let_in(server, timeout)),
+}
+
+
+@pytest.mark.parametrize("way", TAKES)
+def test_lock_and_limiter_wait_for_their_store(
+    redis: RedisServer, open_proxy: OpenProxy, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    redis.start()
+    proxy = open_proxy(redis.port)
+    server = Server(proxy.through(redis.url))
+    server.lock("other").acquire()
+    proxy.refuse()
+    proxy.reset()
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(TAKES[way], server, HANG)
+        wait_until(lambda: "and for its store" in caplog.text)
+        assert not waiting.done()
+        proxy.heal()
+
+        assert waiting.result(HANG) is True
+    assert TAKES[way](server, 0.0) is False, "it is held"
+    server.close()
+
+
+@pytest.mark.parametrize("timeout", [0.0, 1.5])
+@pytest.mark.parametrize("way", TAKES)
+def test_lock_and_limiter_are_told_of_an_outage_when_their_time_is_up(
+    redis: RedisServer, way: str, timeout: float
+) -> None:
+    redis.start()
+    server = Server(redis.url)
+    server.lock("other").acquire()
+    redis.stop()
+    begin = time.monotonic()
+
+    with pytest.raises(BackendUnavailable, match="Redis"):
+        TAKES[way](server, timeout)
+
+    assert time.monotonic() - begin >= timeout
+    server.close()
