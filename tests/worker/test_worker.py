@@ -292,3 +292,15 @@ def test_tasks_behind_a_blocked_one_are_run_by_another_worker() -> None:
                 result.get(timeout=HANG)
             assert {result.get_state().worker for result in behind} == {"two"}
             released.set()
+
+
+def test_ten_thousand_at_a_time_have_no_threads_before_there_is_work(bench: Bench) -> None:
+    with bench.server.new_worker(concurrency=1) as worker:
+        assert bench.add.send(1, 2).get(timeout=HANG) == 3
+        before = threading.active_count()
+
+        worker.resize(10_000)
+
+        assert worker.concurrency == 10_000
+        assert bench.add.send(3, 4).get(timeout=HANG) == 7
+        assert threading.active_count() <= before + 1
