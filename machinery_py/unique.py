@@ -1,9 +1,9 @@
 """Unique tasks: of calls that are the same, one at a time is sent.
 
-A key is a claim in the result backend. It is taken in one step with PENDING and the message
-(`Store.amend`), and stands while its task is not over (`KeyClaim.stands`). So what ends a task
-frees its key in the same step; workers remove claims that stand no more, to save room. States,
-crash points and limits: docs/explanation/unique.md.
+A key is a claim in the result backend. It is taken in one step with PENDING and the message,
+as a rider of the submission, and stands while its task is not over (`KeyClaim.stands`). So what
+ends a task frees its key in the same step; workers remove claims that stand no more, to save room.
+States, crash points and limits: docs/explanation/unique.md.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from machinery_py.app import Application
-from machinery_py.backends.base import Amendment, Backend, sending_key
+from machinery_py.backends.base import Backend, Rider, sending_key
 from machinery_py.errors import (
     BackendUnavailable,
     DuplicateTask,
@@ -33,7 +33,7 @@ from machinery_py.registry.unique_keys import (
     owner,
     unique_key,
 )
-from machinery_py.stores.base import Settlement
+from machinery_py.stores.base import Settlement, Submission
 from machinery_py.tasks.signature import (
     HEADER_EXPIRES,
     HEADER_ON_DUPLICATE,
@@ -220,20 +220,24 @@ class UniqueSending:
             until=now.timestamp() + self._window if self._window is not None else 0.0,
             expires=float(expires) if isinstance(expires, str) else 0.0,
         )
-        amendment = Amendment(
+        rider = Rider(
             name=self._key,
             expected=expected,
             body=encode_claim(claim),
             life=claim.life(now, self.signature.eta),
+        )
+        submission = Submission(
+            token=sending_key(self._key, self._token),
+            messages=[self._message],
             states=[
                 self._app.pending(self.signature, now),
                 *([replaced] if replaced is not None else ()),
             ],
             groups=self._groups,
-            outbox_key=sending_key(self._key, self._token),
+            riders=[rider],
         )
         try:
-            return self._app.store.amend(amendment, [self._message])
+            return self._app.store.submit(submission)
         except (PublishRefused, BackendUnavailable) as error:
             if error.permanent:
                 raise  # and the key is not held: if it was stored, the task has failed
@@ -269,7 +273,7 @@ def start(app: Application, signature: Signature[Any]) -> bool:
         frees = signature.headers[HEADER_UNIQUE_START] == "free"
         started = None if frees else encode_claim(msgspec.structs.replace(held, started=True))
         life = held.life(app.now(), None)
-        if backend.amend(Amendment(name=key, expected=body, body=started, life=life)):
+        if backend.amend(Rider(name=key, expected=body, body=started, life=life)):
             return True
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import hashlib
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from machinery_py import (
     TaskFailed,
     Unsupported,
 )
+from machinery_py.backends.base import CONFLICT, SETTLED, Change, Verdict
 from machinery_py.registry.calls import Call
 from machinery_py.registry.unique_keys import MARGIN, KeyClaim, lock_name, owner, unique_key
 from machinery_py.stores.open import Stores
@@ -297,8 +298,8 @@ def flaky(clock: ManualClock) -> Iterator[Flaky]:
     ("call", "lost"),
     [
         ("claims", False),
-        ("amend", False),
-        ("amend", True),
+        ("apply", False),
+        ("apply", True),
         ("put", False),
         ("put", True),
         ("clear_outbox", False),
@@ -343,19 +344,20 @@ def test_message_is_sent_later_when_the_broker_stays_away(flaky: Flaky, clock: M
 
 
 def test_lost_reply_of_an_ended_task_sends_no_second_call(flaky: Flaky) -> None:
-    backend, amend = flaky.backend, flaky.backend.inner.amend
+    backend, apply = flaky.backend, flaky.backend.inner.apply
 
-    def slow(amendment: Any) -> bool:
-        assert amend(amendment)
-        backend.inner.amend = amend  # type: ignore[method-assign]
-        flaky.server.app.store.publish_left(amendment.outbox_key)
+    def slow(changes: Sequence[Change]) -> list[Verdict]:
+        assert apply(changes) == [SETTLED]
+        backend.inner.apply = apply  # type: ignore[method-assign]
+        [change] = changes
+        flaky.server.app.store.publish_left(change.key)
         with flaky.server.new_worker(concurrency=1) as worker:
             wait_until(
-                lambda: worker.processed and backend.inner.claims([amendment.name]) == [None]
+                lambda: worker.processed and backend.inner.claims([change.riders[0].name]) == [None]
             )
-        return False
+        return [CONFLICT]
 
-    backend.inner.amend = slow  # type: ignore[method-assign]
+    backend.inner.apply = slow  # type: ignore[method-assign]
     result = flaky.task.send(1)
 
     assert (result.duplicate, result.get(timeout=30.0)) == (False, 1)

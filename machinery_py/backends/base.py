@@ -51,6 +51,25 @@ class ReadyGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     failed_member: str = ""
 
 
+class Rider(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The change of a record that becomes true together with a `Change`, or refuses it.
+
+    Of a change whose record holds something else nothing is written. So it may be repeated after a
+    lost reply; the answer may then be CONFLICT though it was carried out.
+
+    Attributes:
+        expected: what the record must hold; None: there must be none.
+        body: what it holds then; None: it is gone.
+        life: 0: a record. Else a claim, which `claims` reads and which has a name of its own kind;
+            it is forgotten that many seconds after its last change.
+    """
+
+    name: str
+    expected: bytes | None
+    body: bytes | None
+    life: float = 0.0
+
+
 class Change(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Changes that the backend makes as one step.
 
@@ -66,6 +85,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         fires: a group whose callback this change settles; refused if that was done before.
         outbox: messages still to be published, kept with the change until `clear_outbox`.
         force: states are written as they are, for a replay.
+        riders: all that is above is written if each finds what it expects, and they with it.
     """
 
     key: str
@@ -77,6 +97,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     fires: str = ""
     outbox: Sequence[bytes] = ()
     force: bool = False
+    riders: Sequence[Rider] = ()
 
 
 class Records(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -93,39 +114,6 @@ class Records(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     version: str
     bodies: Mapping[str, bytes] | None = None
     era: str = ""
-
-
-class Amendment(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The change of one record, and what becomes true with it.
-
-    Attributes:
-        expected: what the record must hold; None: there must be none.
-        body: what it holds then; None: it is gone.
-        states, groups: of the messages that are sent with it.
-        outbox: those messages, where the broker is another store; kept under `outbox_key` until
-            `clear_outbox`.
-        outbox_key: `tick_key` or `sending_key`; empty if nothing is sent.
-        life: 0: a record. Else a claim, which `claims` reads and which has a name of its own kind;
-            it is forgotten that many seconds after its last change.
-    """
-
-    name: str
-    expected: bytes | None
-    body: bytes | None
-    life: float = 0.0
-    states: Sequence[TaskState] = ()
-    groups: Sequence[GroupMeta] = ()
-    outbox: Sequence[bytes] = ()
-    outbox_key: str = ""
-
-    @property
-    def change(self) -> Change | None:
-        """Return what becomes true besides the record; None: nothing."""
-        if not (self.states or self.groups or self.outbox):
-            return None
-        return Change(
-            key=self.outbox_key, states=self.states, groups=self.groups, outbox=self.outbox
-        )
 
 
 def tick_key(name: str, token: str) -> str:
@@ -149,7 +137,7 @@ def claim_of(key: str) -> str | None:
 
 
 class Verdict(msgspec.Struct, frozen=True, gc=False):
-    """Result of a settlement. Compare with SETTLED, ALREADY and FENCED."""
+    """Result of a settlement. Compare with SETTLED, ALREADY, FENCED and CONFLICT."""
 
     word: str
 
@@ -157,6 +145,7 @@ class Verdict(msgspec.Struct, frozen=True, gc=False):
 SETTLED = Verdict("settled")  #: it is true now
 ALREADY = Verdict("already")  #: it was true before: our own repeat after a lost reply
 FENCED = Verdict("fenced")  #: the lease was lost or the task is finished: nothing was written
+CONFLICT = Verdict("conflict")  #: a rider met another record: nothing was written
 
 
 def carried_by_change(change: Change) -> int:
@@ -164,6 +153,8 @@ def carried_by_change(change: Change) -> int:
     size = sum(map(size_of_state, change.states)) + sum(map(len, change.outbox))
     for arrival in change.arrivals:
         size += len(arrival.callback)
+    for rider in change.riders:
+        size += len(rider.body or b"")
     return size
 
 
@@ -270,17 +261,6 @@ class RecordKeeper:
         """
         raise self._keeps_no("schedules")
 
-    def amend(self, amendment: Amendment) -> bool:
-        """Change a record as one step with all that goes with it.
-
-        False: it did not hold what was expected, and nothing was written. So it may be repeated
-        after a lost reply; the answer may then be False though the change was carried out.
-
-        Raises:
-            Unsupported: this backend keeps none.
-        """
-        raise self._keeps_no("schedules")
-
     def claims(self, names: Sequence[str]) -> list[bytes | None]:
         """Return the content of each of these claims.
 
@@ -307,9 +287,17 @@ class Backend(RecordKeeper, StateLister, ABC):
         """Make the changes, each as one step.
 
         A change is FENCED when its epoch is old, when its group was fired before, or when `advance`
-        drops the state of its key; if the same mark wrote that state, it is ALREADY instead. A
-        FENCED or ALREADY change writes nothing.
+        drops the state of its key; if the same mark wrote that state, it is ALREADY instead. Else
+        it is CONFLICT when a rider meets another record. What is not SETTLED writes nothing.
+
+        Raises:
+            Unsupported: this backend does not keep the records of a rider, or cannot change them
+                together with all this (`lone_rider`).
         """
+
+    def amend(self, rider: Rider) -> bool:
+        """Change a record by itself; return whether it held what was expected."""
+        return self.apply([Change(key="", riders=[rider])]) == [SETTLED]
 
     @abstractmethod
     def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
@@ -504,6 +492,28 @@ class Backend(RecordKeeper, StateLister, ABC):
     def trigger_chord(self, group_uuid: str) -> bool:
         """True for exactly one caller: the one that is to send the callback."""
         return self.apply([Change(key=group_uuid, fires=group_uuid)]) == [SETTLED]
+
+
+def lone_rider(changes: Sequence[Change], store: str) -> Rider | None:
+    """Return the rider of these changes, for a store where the write to its record commits all.
+
+    Raises:
+        Unsupported: such a store cannot make this true as one step.
+    """
+    if not any(one.riders for one in changes):
+        return None
+    [change, *others] = changes
+    if (
+        others
+        or len(change.riders) > 1
+        or (change.mark or change.fires or change.arrivals or change.force)
+        or any(state.task_uuid == change.key for state in change.states)  # it may be FENCED
+    ):
+        raise Unsupported(
+            f"the {store} backend changes a record with what is sent, and with nothing else "
+            "(name another result backend)"
+        )
+    return change.riders[0]
 
 
 def outbox_of(backend: Backend) -> OutboxBackend:

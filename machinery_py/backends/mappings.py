@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from machinery_py.backends.base import REVOKED_LIFE, Listener, ReadyGroup, Records
+from machinery_py.backends.base import REVOKED_LIFE, Listener, ReadyGroup, Records, Rider
 from machinery_py.backends.listings import Count, Listing, Place, counts_of
 from machinery_py.backends.polling import PollingListener
 from machinery_py.backends.transactional import Row, TransactionalBackend
@@ -163,33 +163,24 @@ class MappingBackend(TransactionalBackend):
             ]
             return found[skip : skip + limit]
 
-    def _swap_record(self, name: str, expected: bytes | None, body: bytes | None) -> bool:
-        tables = self._tables
-        if tables.records.get(name) != expected:
-            return False
+    def _held_by(self, rider: Rider) -> bytes | None:
+        return self._claim(rider.name) if rider.life else self._tables.records.get(rider.name)
+
+    def _ride(self, rider: Rider) -> None:
+        tables, name, body = self._tables, rider.name, rider.body
         if body is None:
-            tables.records.pop(name, None)
+            (tables.claims if rider.life else tables.records).pop(name, None)
+        elif rider.life:
+            tables.claims[name] = body, self.now() + dt.timedelta(seconds=rider.life)
         else:
             tables.records[name] = body
-        tables.version += 1
-        return True
+        tables.version += not rider.life
 
     def records(self, known: str = "") -> Records:
         with self._transaction():
             version = str(self._tables.version)
             bodies = None if version == known else dict(self._tables.records)
             return Records(now=self.now(), version=version, bodies=bodies)
-
-    def _swap_claim(
-        self, name: str, expected: bytes | None, body: bytes | None, life: float
-    ) -> bool:
-        if self._claim(name) != expected:
-            return False
-        if body is None:
-            self._tables.claims.pop(name, None)
-        else:
-            self._tables.claims[name] = body, self.now() + dt.timedelta(seconds=life)
-        return True
 
     def _claim(self, name: str) -> bytes | None:
         body, ends_at = self._tables.claims.get(name, (None, self.now()))

@@ -48,6 +48,8 @@ class NullBackend(Backend, OutboxBackend):
 
     def apply(self, changes: Sequence[Change]) -> list[Verdict]:
         for change in changes:
+            for rider in change.riders:
+                raise self._keeps_no("keys of unique tasks" if rider.life else "schedules")
             # The record of a workflow is forgotten as everything is; it has no members to count.
             if change.arrivals or change.fires or not all(one.plan for one in change.groups):
                 raise Unsupported(

@@ -13,13 +13,14 @@ import msgspec
 
 from machinery_py.backends.base import (
     ALREADY,
+    CONFLICT,
     FENCED,
     SETTLED,
-    Amendment,
     Backend,
     Begun,
     Change,
     OutboxBackend,
+    Rider,
     Verdict,
 )
 from machinery_py.clock import micros
@@ -71,33 +72,24 @@ class TransactionalBackend(Backend, OutboxBackend):
     def _finished(self, uuids: Sequence[str]) -> None:
         """Tell the listeners, once the transaction is over, that these tasks have finished."""
 
-    @abstractmethod
-    def _swap_record(self, name: str, expected: bytes | None, body: bytes | None) -> bool:
-        """Write `body` if the record holds `expected`; return whether it did. None is no record."""
+    def _held_by(self, rider: Rider) -> bytes | None:
+        """Return what the record or claim of this rider holds."""
+        raise self._keeps_no("keys of unique tasks" if rider.life else "schedules")
 
-    def _swap_claim(
-        self, name: str, expected: bytes | None, body: bytes | None, life: float
-    ) -> bool:
-        """As `_swap_record`, for a claim, which is forgotten after so many seconds."""
-        raise self._keeps_no("keys of unique tasks")
+    def _ride(self, rider: Rider) -> None:
+        """Let it hold the body of this rider. Called after `_held_by`, in the same transaction."""
+        raise NotImplementedError
 
-    def amend(self, amendment: Amendment) -> bool:
-        with self._transaction():
-            swapped = (
-                self._swap_claim(amendment.name, amendment.expected, amendment.body, amendment.life)
-                if amendment.life
-                else self._swap_record(amendment.name, amendment.expected, amendment.body)
-            )
-            if not swapped:
-                return False
-            if change := amendment.change:
-                self.apply([change])
-            return True
+    def holds(self, riders: Sequence[Rider]) -> bool:
+        """Return whether the record of each of these riders holds what it expects."""
+        return all(self._held_by(one) == one.expected for one in riders)
 
     def release(self, claims: Sequence[tuple[str, bytes]]) -> None:
         with self._transaction():
             for name, body in claims:
-                self._swap_claim(name, body, None, 0.0)
+                rider = Rider(name=name, expected=body, body=None, life=1.0)
+                if self.holds([rider]):
+                    self._ride(rider)
 
     def apply(self, changes: Sequence[Change]) -> list[Verdict]:
         with self._transaction():
@@ -117,8 +109,12 @@ class TransactionalBackend(Backend, OutboxBackend):
         verdict, new = decide(change, rows)
         if verdict is not SETTLED:
             return verdict
+        if change.riders and not self.holds(change.riders):
+            return CONFLICT
         if change.fires and not self._fire(change.fires):
             return FENCED
+        for rider in change.riders:
+            self._ride(rider)
         for state in new:
             row = rows.setdefault(state.task_uuid, Row())
             row.state, row.changed = state, True

@@ -12,8 +12,8 @@
                                                      nothing; steps 3 and 4
     3                    claims                      they expire
 
-The claims are those of unique tasks (`Store.amend`). A relay whose lock is over begins no further
-row. It may be in step 2 of one, so a claim outlives its row for a minute, also if its relay ends.
+The claims are those of unique tasks. A relay whose lock is over begins no further row. It may be in
+step 2 of one, so a claim outlives its row for a minute, also if its relay ends.
 
 Between two stores, step 2 has parts of its own (stores/outbox.py). A relay that finds a call stored
 and not sent leaves it, and those behind it, to the one that may be sending it, for LEFT seconds.
@@ -39,7 +39,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
-from machinery_py.backends.base import Amendment, OutboxBackend, sending_key
+from machinery_py.backends.base import OutboxBackend, Rider, sending_key
 from machinery_py.config.urls import StoreUrl, scheme_of
 from machinery_py.connections.wakeup import Wakeup
 from machinery_py.contrib.kept_calls import Kept, decode_kept
@@ -256,22 +256,23 @@ class Relay:
             name, body = _claim(kept)
             if limits and app.store.backend.claims([name]) == [None]:
                 app.store.broker.check_limits(limits)
-            amendment = Amendment(
-                name=name,
-                expected=None,
-                body=body,
-                life=CLAIM_LIFE,
-                states=kept.states,
-                groups=kept.groups,
-                outbox_key=sending_key(name, kept.key),
-            )
+            token = sending_key(name, kept.key)
+            rider = Rider(name=name, expected=None, body=body, life=CLAIM_LIFE)
             try:
-                is_new = app.store.amend(amendment, messages)
+                is_new = app.store.submit(
+                    Submission(
+                        token=token,
+                        messages=messages,
+                        states=kept.states,
+                        groups=kept.groups,
+                        riders=[rider],
+                    )
+                )
             except MachineryError:
-                self._left = amendment.outbox_key, -math.inf  # ours to finish
+                self._left = token, -math.inf  # ours to finish
                 raise
             if not is_new:
-                return self._finish(amendment.outbox_key)
+                return self._finish(token)
         if TaskSent in app.events.wanted:
             app.report_sent([decode_signature(one.body) for one in messages])
         return True

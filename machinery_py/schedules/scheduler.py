@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from machinery_py.app import NOTHING, Application, Outgoing
-from machinery_py.backends.base import Amendment, tick_key
+from machinery_py.backends.base import Rider, tick_key
 from machinery_py.errors import (
     BackendUnavailable,
     BrokerUnavailable,
@@ -39,6 +39,7 @@ from machinery_py.schedules.definition import (
     run_of,
 )
 from machinery_py.schedules.timetable import Schedule
+from machinery_py.stores.base import Submission
 from machinery_py.tasks.linking import link
 from machinery_py.tasks.signature import HEADER_SCHEDULE, HEADER_TICK
 from machinery_py.texts import get_logger
@@ -488,14 +489,12 @@ def amend(
 ) -> bool:
     """Change a record, and send with it."""
     key = tick_key(name, f"{id}/{tick.isoformat()}") if tick is not None else ""
-    return app.store.amend(
-        Amendment(
-            name=name,
-            expected=expected,
-            body=body,
+    return app.store.submit(
+        Submission(
+            token=key,
+            messages=out.messages,
             states=out.states,
             groups=out.groups,
-            outbox_key=key,
-        ),
-        out.messages,
+            riders=[Rider(name=name, expected=expected, body=body)],
+        )
     )

@@ -7,6 +7,9 @@ A settlement is all that must become true when a delivery is over. Its invariant
   writes nothing.
 - State, callbacks, group arrival and the end of the delivery become true together (one store), or
   each of them becomes true in the end (two stores, see outbox.py).
+- A rider is the change of a record that must become true with a submission, settlement or firing.
+  If its record holds something else, that one is refused alone: nothing of it is written, its
+  delivery stays held, and the others of the batch go on (docs/explanation/riders.md).
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import TypeVar
 
 import msgspec
 
-from machinery_py.backends.base import Amendment, Backend, Change, ReadyGroup, Verdict
+from machinery_py.backends.base import Backend, Change, ReadyGroup, Rider, Verdict
 from machinery_py.brokers.base import (
     Broker,
     Consumer,
@@ -35,7 +38,6 @@ from machinery_py.errors import (
     PublishRefused,
     PublishUnknown,
     StoreUnusable,
-    Unsupported,
 )
 from machinery_py.tasks.states import Arrival, GroupMeta, TaskState, size_of_state
 from machinery_py.texts import get_logger
@@ -49,9 +51,12 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defau
 
     Attributes:
         token: stays the same when a submission is repeated after a lost reply; it is done once.
+            With riders, which do that themselves: a `tick_key` or `sending_key`, under which two
+            stores keep the messages until they are published; empty if there are none.
         states: normally PENDING for each message.
         replay: the states replace finished ones.
         limits: of queues that these messages come to; done only if there is room in each.
+        riders: changes of records.
     """
 
     token: str
@@ -60,6 +65,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defau
     groups: Sequence[GroupMeta] = ()
     replay: bool = False
     limits: Sequence[QueueLimit] = ()
+    riders: Sequence[Rider] = ()
 
     def put(self, broker: Broker) -> bool:
         """Put the messages, as Broker.put; raises QueueFull as well."""
@@ -77,6 +83,7 @@ class Settlement(DeliveryEnd, frozen=True, kw_only=True, gc=False):
         send: callbacks, or the retry itself.
         groups: that the messages in `send` belong to; created if they are not there.
         eta, reason, error: for Fate.LATER and Fate.DEAD.
+        riders: changes of records. They need the task's own state, by which a repeat is known.
     """
 
     delivery: Delivery
@@ -84,6 +91,7 @@ class Settlement(DeliveryEnd, frozen=True, kw_only=True, gc=False):
     send: Sequence[Message] = ()
     groups: Sequence[GroupMeta] = ()
     arrivals: Sequence[Arrival] = ()
+    riders: Sequence[Rider] = ()
 
 
 def carried_by(settlement: Settlement) -> int:
@@ -118,6 +126,7 @@ class Firing(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     Attributes:
         task_uuid: of the task, whose state is the first; then there is no group.
+        riders: changes of records.
     """
 
     group_uuid: str = ""
@@ -126,12 +135,15 @@ class Firing(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     send: Sequence[Message] = ()
     groups: Sequence[GroupMeta] = ()
     arrivals: Sequence[Arrival] = ()
+    riders: Sequence[Rider] = ()
 
 
-def change_in(submission: Submission) -> Change:
+def change_in(submission: Submission, outbox: Sequence[bytes] = ()) -> Change:
     """Return the change of a submission in the backend."""
     return Change(
-        key=f"submit {submission.token}",
+        key=submission.token if submission.riders else f"submit {submission.token}",
+        outbox=outbox,
+        riders=submission.riders,
         states=submission.states,
         groups=submission.groups,
         force=submission.replay,
@@ -143,6 +155,7 @@ def change_of(firing: Firing, outbox: Sequence[bytes] = ()) -> Change:
     return Change(
         key=firing.task_uuid or firing.group_uuid,
         fires=firing.group_uuid,
+        riders=firing.riders,
         states=firing.states,
         groups=firing.groups,
         arrivals=firing.arrivals,
@@ -156,6 +169,7 @@ def change_by(settlement: Settlement, outbox: Sequence[bytes] = ()) -> Change:
         key=settlement.uuid,
         mark=mark_of(settlement.delivery),
         epoch=settlement.delivery.epoch,
+        riders=settlement.riders,
         states=settlement.states,
         groups=settlement.groups,
         arrivals=settlement.arrivals,
@@ -249,7 +263,8 @@ class Session(ABC):
     ) -> list[Verdict]:
         """Make it all true, in as few round trips as the store allows; return a verdict for each.
 
-        May be repeated with the same settlements after any error: the settled ones are ALREADY.
+        May be repeated with the same settlements after any error: the settled ones are ALREADY. One
+        that is CONFLICT is still held.
 
         Raises:
             BrokerUnavailable, BackendUnavailable, StoreUnusable: some of it may have become true.
@@ -340,12 +355,18 @@ class Store(ABC):
         )
 
     @abstractmethod
-    def submit(self, submission: Submission) -> None:
-        """Publish.
+    def submit(self, submission: Submission) -> bool:
+        """Publish, with all that goes with it.
+
+        False: a rider met another record, and nothing is true. A repeat after a lost reply may be
+        False though the first try was carried out: then the record is the caller's.
 
         Raises:
-            PublishRefused: nothing is true. QueueFull: there is no room for it.
+            PublishRefused: nothing is true. QueueFull: there is no room for it. With riders in two
+                stores it says that a message was refused for good, and its task has failed.
             PublishUnknown: it may be; submitting again with the same token is safe.
+            BackendUnavailable: the same, with riders in two stores.
+            Unsupported: the backend does not keep the record of a rider.
         """
 
     @abstractmethod
@@ -363,19 +384,11 @@ class Store(ABC):
     def fire(self, firing: Firing) -> bool:
         """Settle a group, or end a task that no worker holds.
 
-        Returns True to one caller; for all others nothing is written.
+        Returns True to one caller; for all others, and if a rider refuses it, nothing is written.
         """
-
-    def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
-        """Change a record of the backend, and publish messages with it, as one step.
-
-        With two stores the messages follow in any case. Returns True to one caller; for later ones
-        who expected the same, nothing is written. As Backend.amend.
-        """
-        raise Unsupported(f"{type(self).__name__} keeps no schedules")
 
     def publish_left(self, key: str) -> None:  # noqa: B027 - most stores keep no messages of their own
-        """Publish what an `amend` with this outbox key left when it was cut off between two stores.
+        """Publish what a submission with riders and this token left when it was cut off.
 
         Raises:
             PublishRefused, BackendUnavailable: it is still left.

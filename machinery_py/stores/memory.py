@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from machinery_py.backends.base import Amendment, Verdict
+from machinery_py.backends.base import Verdict
 from machinery_py.backends.memory import MemoryBackend
 from machinery_py.backends.null import NullBackend
 from machinery_py.brokers.base import WAITING, Message
@@ -107,9 +107,12 @@ class EagerStore(OneStore):
     def is_entered(self) -> bool:
         return self.broker.is_entered()  # a task that runs inside of `submit` may send
 
-    def submit(self, submission: Submission) -> None:
-        super().submit(msgspec.structs.replace(submission, messages=_at_once(submission.messages)))
-        self._run()
+    def submit(self, submission: Submission) -> bool:
+        messages = _at_once(submission.messages)
+        done = super().submit(msgspec.structs.replace(submission, messages=messages))
+        if messages:
+            self._run()
+        return done
 
     def _run(self) -> None:
         if self._drain is not None:
@@ -118,12 +121,6 @@ class EagerStore(OneStore):
                 self._drain()
             finally:
                 INSIDE.depth = depth
-
-    def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
-        amended = super().amend(amendment, _at_once(send))
-        if send:
-            self._run()
-        return amended
 
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
         return EagerSession(self, self.broker.consume(queues, worker=worker), self._transaction)

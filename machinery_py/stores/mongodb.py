@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import msgspec
 from pymongo import UpdateOne
 
-from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Amendment, Change, Verdict
+from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Change, Verdict, lone_rider
 from machinery_py.backends.mongodb.backend import MongoBackend
 from machinery_py.backends.mongodb.records import RecordIntent
 from machinery_py.backends.transactional import is_over
@@ -149,13 +149,17 @@ class MongoStore(DriverUser, Store):
         self.states = backend
         self._looked = self.driver.clock.monotonic()
 
-    def submit(self, submission: Submission) -> None:
+    def submit(self, submission: Submission) -> bool:
         # First, since what has begun is carried out in any case.
         self.messages.check_limits(submission.limits, token=submission.token)
+        change, messages = change_in(submission), submission.messages
+        if rider := lone_rider([change], self.states.features.name):
+            send = _pack(messages) if messages else b""
+            return self.states.schedules.amend(rider, change, send, self._finish_amendment)
         uuids = (state.task_uuid for state in submission.states)
         for error in self.states.tasks.refusals(uuids).values():
             raise error
-        self.messages.check_sizes(submission.messages)
+        self.messages.check_sizes(messages)
         if submission.token:
             self.messages.once(
                 submission.token,
@@ -165,6 +169,7 @@ class MongoStore(DriverUser, Store):
             )
         else:
             self._carry_out(submission, again=False)
+        return True
 
     def _carry_out(self, submission: Submission, *, again: bool) -> None:
         """Write states and groups, then the messages, which may be claimed at once."""
@@ -178,6 +183,7 @@ class MongoStore(DriverUser, Store):
         if firing.task_uuid:
             return self._end_unheld(firing)
         change = change_of(firing)
+        lone_rider([change], self.states.features.name)
         if not self.states.changes.fire(change, _pack(firing.send)):
             return False
         self._after_firing(change, firing.send, again=False)
@@ -204,10 +210,6 @@ class MongoStore(DriverUser, Store):
             batches = [(_token(f"task {key}"), list(map(_message, box))) for key, box in filled]
             self.messages.store(batches)
             self.states.clear_outbox(filled)
-
-    def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
-        packed = _pack(send) if send else b""
-        return self.states.schedules.amend(amendment, packed, self._finish_amendment)
 
     def _finish_amendment(self, intent: RecordIntent, again: bool) -> None:
         self.states.schedules.follow(intent, again=again)
@@ -418,9 +420,10 @@ def _has_follow_ups(settlement: Settlement) -> bool:
 
 
 def _ending(settlement: Settlement) -> _Ending:
-    receipt = receipt_of(settlement.delivery)
+    receipt, change = receipt_of(settlement.delivery), change_by(settlement)
+    lone_rider([change], MongoBackend.features.name)
     intent = _Intent(
-        change=change_by(settlement),
+        change=change,
         send=settlement.send,
         fate=settlement.fate,
         eta=settlement.eta,

@@ -47,9 +47,9 @@ import msgspec
 
 from machinery_py.backends.base import (
     ALREADY,
+    CONFLICT,
     FENCED,
     SETTLED,
-    Amendment,
     Backend,
     Begun,
     Change,
@@ -77,6 +77,7 @@ from machinery_py.stores.base import (
     Store,
     Submission,
     change_by,
+    change_in,
     change_of,
     disposal_of,
 )
@@ -126,8 +127,17 @@ class TwoStores(Store):
         self._waiting = 0  # old outboxes, the first ones, that found no room in this round
         self.parked: set[str] = set()  # outboxes that a session of this process waits to publish
 
-    def submit(self, submission: Submission) -> None:
-        self._submitter.submit(submission)
+    def submit(self, submission: Submission) -> bool:
+        if not submission.riders:
+            self._submitter.submit(submission)
+            return True
+        self.broker.check_limits(submission.limits)
+        # A crash before step 2 or 3 leaves the outbox; `tend` publishes it with the same UUIDs.
+        change = change_in(submission, [_pack(message) for message in submission.messages])
+        if self.backend.apply([change]) != [SETTLED]:
+            return False
+        self._publish_all(Outbox(change.key, change.outbox))
+        return True
 
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
         return TwoSession(self, self.broker.consume(queues, worker=worker))
@@ -137,14 +147,6 @@ class TwoStores(Store):
         if self.backend.apply([change]) != [SETTLED]:
             return False
         self.publish([Outbox(change.key, change.outbox)])  # `tend` publishes what finds no room
-        return True
-
-    def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
-        """A crash before step 2 or 3 leaves the outbox; `tend` publishes it with the same UUIDs."""
-        amendment = msgspec.structs.replace(amendment, outbox=[_pack(message) for message in send])
-        if not self.backend.amend(amendment):
-            return False
-        self._publish_all(Outbox(amendment.outbox_key, amendment.outbox))
         return True
 
     def publish_left(self, key: str) -> None:
@@ -414,7 +416,11 @@ class TwoSession(Session):
         for one in stated:
             if one.uuid in left and verdicts[id(one)] is not FENCED:
                 self._park(disposal_of(one), outboxes[one.uuid], left)
-        over = [one for one in settlements if one.delivery.receipt not in self._parked]
+        over = [
+            one
+            for one in settlements
+            if one.delivery.receipt not in self._parked and verdicts.get(id(one)) is not CONFLICT
+        ]
         ours = self.consumer.dispose([disposal_of(one) for one in over])
         for one, is_ours in zip(over, ours, strict=True):
             verdicts.setdefault(id(one), SETTLED if is_ours else FENCED)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import msgspec
 import redis as _redis  # noqa: F401 – the drivers load it when they connect, and a fork may come in between there
 
-from machinery_py.backends.base import Amendment, Verdict
+from machinery_py.backends.base import Verdict
 from machinery_py.backends.redis.backend import VERDICTS, RedisBackend
 from machinery_py.backends.redis.cluster import ClusterBackend
 from machinery_py.backends.redis.documents import Changes, new_state, packed_states, size_of_packed
@@ -66,7 +66,6 @@ from machinery_py.stores.base import (
 from machinery_py.stores.open import Family, FamilyOptions
 from machinery_py.stores.outbox import TwoStores
 from machinery_py.stores.redis_steps import STEP, StagedSteps
-from machinery_py.tasks.signature import new_uuid
 from machinery_py.tasks.states import State
 from machinery_py.wire.decode import known_fields
 from machinery_py.wire.states import encode_group
@@ -78,7 +77,6 @@ NEW = _lua.script("new", "publishing", TOKEN_LIFE=TOKEN_LIFE)
 SUBMIT = _lua.script("submit", "publishing", TOKEN_LIFE=TOKEN_LIFE)
 SETTLE = _lua.script("settle", "settling")
 FIRE = _lua.script("fire", "settling a group or a task")
-AMEND = _lua.script("amend", "changing a schedule")
 
 _pack = msgspec.json.Encoder().encode
 
@@ -100,34 +98,43 @@ class RedisStore(Store):
     def is_entered(self) -> bool:
         return False  # each call has a connection of its own, and no lock is held meanwhile
 
-    def submit(self, submission: Submission) -> None:
+    def submit(self, submission: Submission) -> bool:
         plain = is_plain(submission)
-        messages = submission.messages
-        if len(messages) > 1 and submission.token and self._steps.wants(messages):
+        messages, riders = submission.messages, submission.riders
+        if len(messages) > 1 and (submission.token or riders) and self._steps.wants(messages):
             return self._steps.submit(submission, plain=plain)
         if plain and len(submission.states) <= STEP:
             to_wake = self.submit_new(submission)
             if to_wake is not None:
-                return self.driver.unblock(to_wake)
+                self.driver.unblock(to_wake)
+                return True
         keys, rows = packed_batch(submission.messages)
         limits = packed_limits(submission.limits, keys) if submission.limits else ()
         change = Changes(self.driver.clock.now(), self.states.seconds)
-        if submission.states or submission.groups:
+        if submission.states or submission.groups or riders:
             change.add(
                 key=f"submit {submission.token}",
+                riders=riders,
                 states=submission.states,
                 groups=submission.groups,
                 force=submission.replay,
             )
-        token = submission.token
+        token = "" if riders else submission.token
         values = (self.driver.now(), self.states.seconds, token, limits, keys, rows)
         to_wake = self.driver.run(
-            SUBMIT, *values, *change.packed(), again=bool(token), lost=PublishUnknown
+            SUBMIT,
+            *values,
+            *change.packed(),
+            again=bool(token or riders),
+            lost=PublishUnknown if messages else None,
         )
+        if to_wake is None:
+            return False
         if isinstance(to_wake, bytes):
             raise full(to_wake, submission.limits, keys)
         if to_wake:
             self.driver.unblock(to_wake)
+        return True
 
     def submit_new(self, submission: Submission) -> list[bytes] | None:
         """Return connections to be woken; None, if something is there already of what is new."""
@@ -155,27 +162,11 @@ class RedisStore(Store):
             states=firing.states,
             groups=firing.groups,
             arrivals=firing.arrivals,
+            riders=firing.riders,
         )
         batch = packed_batch(firing.send)
         values = (self.driver.now(), self.states.seconds, *batch, *change.packed())
         to_wake = self.driver.run(FIRE, *values, again=False)
-        if to_wake is None:
-            return False
-        self.driver.unblock(to_wake)
-        return True
-
-    def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
-        token, count = "", 0
-        if len(send) > 1 and self._steps.wants(send):
-            token, states = new_uuid(""), amendment.states
-            pending = [one for one in states if one.state is State.PENDING]
-            count = self._steps.stage(token, send, pending)
-            others = [one for one in states if one.state is not State.PENDING]
-            amendment, send = msgspec.structs.replace(amendment, states=others), ()
-        values = self.states.packed_amendment(amendment)
-        to_wake = self.driver.run(AMEND, *values, *packed_batch(send), token, count)
-        if count:  # also if our own first try was carried out, and its reply lost
-            self._steps.carry_out(token)
         if to_wake is None:
             return False
         self.driver.unblock(to_wake)
@@ -210,7 +201,7 @@ class RedisStore(Store):
 
 def is_plain(submission: Submission) -> bool:
     """Return whether plain.lua can take it: what most senders send."""
-    if not submission.token or submission.limits or submission.replay:
+    if not submission.token or submission.limits or submission.replay or submission.riders:
         return False
     queue = submission.messages[0].queue if submission.messages else ""
     return (
@@ -278,9 +269,10 @@ class RedisSession(Session):
                     states=one.states,
                     groups=one.groups,
                     arrivals=one.arrivals,
+                    riders=one.riders,
                     packed=prepared.pop(id(one), (one, None))[1],
                 )
-                if one.states or one.groups or one.arrivals
+                if one.states or one.groups or one.arrivals or one.riders
                 else 0
             )
             if one.send or one.fate is not Fate.DONE:

@@ -26,6 +26,7 @@ from machinery_py.connections.redis.keys import STAGED, TOKENS, queue_keys
 from machinery_py.connections.redis.scripts import Folder, pack
 from machinery_py.errors import BrokerUnavailable, MachineryError, PublishUnknown
 from machinery_py.stores.base import Submission
+from machinery_py.tasks.signature import new_uuid
 from machinery_py.tasks.states import TaskState, size_of_state
 
 STEP = 1000  # messages in one script, and as many states; 20 ms
@@ -56,9 +57,11 @@ class StagedSteps:
         """Return whether so many, two at least, are to be submitted in steps."""
         return len(messages) > self.most or sum(map(size_of_message, messages)) > STEP_BYTES
 
-    def submit(self, submission: Submission, *, plain: bool = False) -> None:
+    def submit(self, submission: Submission, *, plain: bool = False) -> bool:
         """Submit, as Store.submit. `plain`: plain.lua can take it."""
-        token, states = submission.token, submission.states
+        # Riders know a repeat by their records, and their token may be any text.
+        token = new_uuid("") if submission.riders else submission.token
+        states = submission.states
         keys = Queues([one.queue for one in submission.limits]).keys
         limits = packed_limits(submission.limits, keys)
         if limits:
@@ -68,14 +71,20 @@ class StagedSteps:
         )
         if count:
             change = Changes(self._driver.clock.now(), self._seconds)
-            if submission.groups:
-                change.add(key=f"submit {token}", groups=submission.groups)
+            if submission.groups or submission.riders:
+                change.add(
+                    key=f"submit {token}", groups=submission.groups, riders=submission.riders
+                )
             values = (self._driver.now(), self._seconds, token, count, limits, keys)
             with self._dropping_refused(token):
                 answer = self._driver.run(COMMIT, *values, *change.packed(), lost=PublishUnknown)
-                if answer is not None:
+                if isinstance(answer, bytes):
                     raise full(answer, submission.limits, keys)
+            if answer is not None:
+                self._drop(token)
+                return False
         self.carry_out(token)
+        return True
 
     def _check_room(
         self,
@@ -138,8 +147,11 @@ class StagedSteps:
             yield
         except MachineryError as error:
             if not isinstance(error, (ConnectionError, PublishUnknown)):
-                self._driver.ask(b"DEL", STAGED + token.encode(), doing="publishing")
+                self._drop(token)
             raise
+
+    def _drop(self, token: str) -> None:
+        self._driver.ask(b"DEL", STAGED + token.encode(), doing="publishing")
 
     def carry_out(self, token: str) -> None:
         """Carry out all steps that are left of a committed submission.

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
-from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Amendment, Verdict, outbox_of
+import msgspec
+
+from machinery_py.backends.base import ALREADY, CONFLICT, FENCED, SETTLED, Verdict, outbox_of
 from machinery_py.backends.transactional import TransactionalBackend
 from machinery_py.brokers.base import Broker, Consumer, Delivery, Message, mark_of
 from machinery_py.stores.base import (
@@ -36,14 +38,21 @@ class OneStore(Store):
         self, broker: Broker, backend: TransactionalBackend, transaction: Transaction
     ) -> None:
         self.broker = broker
-        self.backend = backend
+        self.backend: TransactionalBackend = backend
         self._transaction = transaction
 
-    def submit(self, submission: Submission) -> None:
+    def submit(self, submission: Submission) -> bool:
         with self._transaction():
-            if submission.put(self.broker) and (submission.states or submission.groups):
+            if submission.riders:
+                if not self.backend.holds(submission.riders):
+                    return False
+                submission = msgspec.structs.replace(submission, token="")
+            if submission.put(self.broker) and (
+                submission.states or submission.groups or submission.riders
+            ):
                 # One change for all: a batch's states and groups are loaded and saved together.
                 self.backend.apply([change_in(submission)])
+            return True
 
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
         return OneSession(self, self.broker.consume(queues, worker=worker), self._transaction)
@@ -54,14 +63,6 @@ class OneStore(Store):
                 return False
             if firing.send:
                 self.broker.put(firing.send, token="")
-            return True
-
-    def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
-        with self._transaction():
-            if not self.backend.amend(amendment):
-                return False
-            if send:
-                self.broker.put(send, token="")
             return True
 
     def tend(self) -> float:
@@ -86,6 +87,11 @@ class OneSession(Session):
         with self._transaction():
             if marks:
                 self._write_marks(marks, self._store.backend)
+            if any(one.riders for one in settlements):
+                if len(settlements) > 1:  # each sees the records that the one before has written
+                    return [verdict for one in settlements for verdict in self.settle([one])]
+                if self._is_refused(settlements[0]):
+                    return [CONFLICT]
             ours = self.consumer.dispose([disposal_of(settlement) for settlement in settlements])
             held = [settlement for settlement, mine in zip(settlements, ours, strict=True) if mine]
             applied = iter(
@@ -101,6 +107,15 @@ class OneSession(Session):
             if send:
                 self._store.broker.put(send, token="")
             return verdicts
+
+    def _is_refused(self, settlement: Settlement) -> bool:
+        """Return whether its riders refuse it; if so, it is not to touch its delivery."""
+        backend, change = self._store.backend, change_by(settlement)
+        return (
+            self.consumer.holds([settlement.delivery]) == [True]
+            and not backend.holds(change.riders)
+            and backend.apply([change]) == [CONFLICT]  # it may be FENCED instead
+        )
 
     def _not_ours(self, settlement: Settlement) -> Verdict:
         if not settlement.states:

@@ -23,7 +23,6 @@ from typing import TypeVar
 
 from machinery_py.backends.base import (
     REVOKED_LIFE,
-    Amendment,
     Backend,
     Begun,
     Change,
@@ -137,17 +136,14 @@ class FlakyStore(Store):
         """Order a fault, as Faults.next_call does."""
         self.faults.next_call(call, lose_reply=lose_reply)
 
-    def submit(self, submission: Submission) -> None:
-        self.faults.publish("submit", lambda: self.store.submit(submission))
+    def submit(self, submission: Submission) -> bool:
+        return self.faults.publish("submit", lambda: self.store.submit(submission))
 
     def open_session(self, queues: Sequence[str], *, worker: str) -> FlakySession:
         return FlakySession(self.store.open_session(queues, worker=worker), self.faults)
 
     def fire(self, firing: Firing) -> bool:
         return self.faults.broker("fire", lambda: self.store.fire(firing))
-
-    def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
-        return self.faults.broker("amend", lambda: self.store.amend(amendment, send))
 
     def publish_left(self, key: str) -> None:
         self.store.publish_left(key)
@@ -338,9 +334,6 @@ class FlakyBackend(Backend, OutboxBackend):
 
     def records(self, known: str = "") -> Records:
         return self.faults.backend("records", lambda: self.inner.records(known))
-
-    def amend(self, amendment: Amendment) -> bool:
-        return self.faults.backend("amend", lambda: self.inner.amend(amendment))
 
     def claims(self, names: Sequence[str]) -> list[bytes | None]:
         return self.faults.backend("claims", lambda: self.inner.claims(names))

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from machinery_py.app import Application
-from machinery_py.backends.base import Amendment, Change
+from machinery_py.backends.base import Change, Rider
 from machinery_py.errors import MachineryError, WorkflowError
 from machinery_py.inspection.replay import anew, mend, replay
 from machinery_py.registry.outcomes import CHORD_FAILED, STEP_FAILED, Arrived, followers
@@ -56,7 +56,7 @@ def retry(app: Application, uuid: str, read: Callable[[], Iterable[TaskState]]) 
         BackendUnavailable, PublishRefused, PublishUnknown: some of it may be done; repeat it.
     """
     backend, name, token = app.store.backend, f"retry {uuid}", new_uuid("").encode()
-    taken = Amendment(name=name, expected=None, body=token, life=LONGEST)
+    taken = Rider(name=name, expected=None, body=token, life=LONGEST)
     if not backend.amend(taken) and backend.claims([name]) != [token]:
         raise WorkflowError(f"workflow {uuid} is being retried (wait up to {LONGEST:g} s)")
     try:

@@ -16,6 +16,7 @@ import pytest
 from redis.exceptions import ResponseError
 
 import machinery_py
+from machinery_py.backends.base import Rider
 from machinery_py.backends.redis import cluster_scripts as cluster
 from machinery_py.backends.redis import scripts as backend
 from machinery_py.backends.redis.documents import Changes
@@ -125,8 +126,8 @@ WITHOUT_MODEL = {
         ),
         *("PURGE", "REMOVE", "STATS", "TAKE_DEAD", "UNPARK", "WAITING", "WORKERS"),
     },
-    "backend": {"AMEND", "BOXES", "LOOSEN", "RECORDS", "RELEASE"},
-    "settlement": {"AMEND", "NEW"},
+    "backend": {"BOXES", "LOOSEN", "RECORDS", "RELEASE"},
+    "settlement": {"NEW"},
     "steps": {"CARRY", "COMMIT", "STAGE"},
     "limits": {"ENTER", "LEAVE", "READ", "RENEW"},
     "locks": {"ACQUIRE", "ACQUIRE_IN_CLUSTER", "RELEASE", "RENEW"},
@@ -162,7 +163,7 @@ def message(
     return place, level, due, raw(label.encode()), 0, raw(body.encode())
 
 
-def changes(**more: Any) -> tuple[list[object], list[object]]:
+def changes(**more: Any) -> tuple[object, ...]:
     made = Changes(DAY, 3600)
     made.add(
         key="task_1",
@@ -171,10 +172,14 @@ def changes(**more: Any) -> tuple[list[object], list[object]]:
         groups=[GroupMeta(group_uuid="group_2", task_uuids=["task_1"])],
         **more,
     )
-    return made.changes, made.states
+    return made.packed()
 
 
 ARRIVAL = Arrival(group_uuid="group_1", task_uuid="task_1", total=2, ok=True, callback=b"callback")
+RIDERS = [
+    Rider(name="nightly", expected=b"old", body=b"new"),
+    Rider(name="claimed", expected=b"mine", body=b"next", life=60.0),
+]
 FULL = [
     message("a"),
     message("b", place=1),
@@ -271,27 +276,21 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "backend FORGET_GROUP": ([], ["group_1"]),
     "backend TEND": (str(START + 4_000_000_000), 3600),
     "settlement NEW": (NOW, 3600, "token", QUEUES[0], 1, 1),
-    "settlement SUBMIT": (NOW, 3600, "token", LIMITS, QUEUES, FULL, *changes()),
-    "settlement SETTLE": (NOW, 3600, "s1", QUEUES, ENDS, [], *changes(arrivals=[ARRIVAL])),
-    "settlement FIRE": (NOW, 3600, QUEUES, FULL, *changes(fires="group_1")),
-    "backend AMEND": (NOW, 3600, "nightly", raw(b"old"), raw(b"new"), 0, *changes(outbox=b"out")),
-    "backend RECORDS": (NOW, "0", "mpy:records", "mpy:records:n"),
-    "backend RELEASE": ([("claimed", raw(b"mine"))],),
-    "settlement AMEND": (
+    "settlement SUBMIT": (NOW, 3600, "token", LIMITS, QUEUES, FULL, *changes(riders=RIDERS)),
+    "settlement SETTLE": (
         NOW,
         3600,
-        "nightly",
-        raw(b"old"),
-        raw(b"new"),
-        0,
-        *changes(),
+        "s1",
         QUEUES,
-        FULL,
-        "staged",
-        1,
+        ENDS,
+        [],
+        *changes(arrivals=[ARRIVAL], riders=RIDERS),
     ),
+    "settlement FIRE": (NOW, 3600, QUEUES, FULL, *changes(fires="group_1", riders=RIDERS)),
+    "backend RECORDS": (NOW, "0", "mpy:records", "mpy:records:n"),
+    "backend RELEASE": ([("claimed", raw(b"mine"))],),
     "steps STAGE": (NOW, 3600, "token", "0", QUEUES, FULL, *changes()),
-    "steps COMMIT": (NOW, 3600, "staged", 1, [(0, 99)], QUEUES, *changes()),
+    "steps COMMIT": (NOW, 3600, "staged", 1, [(0, 99)], QUEUES, *changes(riders=RIDERS)),
     "steps CARRY": (NOW, "left", 0),
     "backend LOOSEN": (3600,),
     "locks ACQUIRE": (NOW, "other", "bb", 100_000),
@@ -341,6 +340,14 @@ def fill(beside: Beside) -> None:
             for group in ("group_1", "group_3")
         ],
     )
+    kept = Changes(DAY, 3600)
+    kept.add(
+        key="",
+        riders=[
+            Rider(name="nightly", expected=None, body=b"old"),
+            Rider(name="claimed", expected=None, body=b"mine", life=600.0),
+        ],
+    )
     calls: list[tuple[Script, Any]] = [
         (broker.REGISTER, (start, "s1", raw(b"record"), QUEUES)),
         (
@@ -387,8 +394,7 @@ def fill(beside: Beside) -> None:
             ),
         ),
         (backend.APPLY, (start, 3600, made.changes, made.states)),
-        (backend.AMEND, (start, 3600, "nightly", raw(b""), raw(b"old"), 0, [], [])),
-        (backend.AMEND, (start, 3600, "claimed", raw(b""), raw(b"mine"), 600, [], [])),
+        (backend.APPLY, (start, 3600, *kept.packed())),
         (locks.ACQUIRE, (start, "lock", "aa", 100_000)),
         *(
             (steps.STAGE, (start, 3600, token, "0", QUEUES, FULL, *changes()))

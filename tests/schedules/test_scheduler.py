@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from machinery_py import ArgumentError, Server, Signature, chain, group
-from machinery_py.backends.base import Amendment
+from machinery_py.backends.base import Rider
 from machinery_py.errors import MachineryError, ScheduleError, ScheduleNotFound, Unsupported
 from machinery_py.schedules.scheduler import Scheduler
 from machinery_py.tasks.signature import HEADER_EXPIRES, HEADER_SCHEDULE, HEADER_TICK
@@ -678,9 +678,9 @@ def test_one_that_cannot_be_sent_does_not_stop_the_others(
     backend = app.server.backend
     body = (backend.records().bodies or {})["a-broken"]
     assert backend.amend(
-        Amendment(name="a-broken", expected=body, body=body.replace(b'{"task":', b'{"tusk":'))
+        Rider(name="a-broken", expected=body, body=body.replace(b'{"task":', b'{"tusk":'))
     )
-    assert backend.amend(Amendment(name="b-unreadable", expected=None, body=b"\xff"))
+    assert backend.amend(Rider(name="b-unreadable", expected=None, body=b"\xff"))
     with caplog.at_level(logging.ERROR):
         app.go(120)
     assert app.ticks() == ["03:05:00", "03:06:00"]
@@ -806,7 +806,7 @@ def test_death_under_gos_lock_delays_the_next_tick_only_briefly(
     app.clock.advance(55)
     store = app.server.app.stores.store
     flaky = FlakyStore(store)
-    flaky.next_call("amend", lose_reply=True)  # dies when it has claimed the tick
+    flaky.next_call("submit", lose_reply=True)  # dies when it has claimed the tick
     app.server.app.stores.store = flaky
     with pytest.raises(MachineryError):
         app.scheduler.step()

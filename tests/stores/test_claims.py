@@ -52,7 +52,7 @@ class TestMemoryBrokerAndSQLiteBackend(InSQLiteBesideMemory, ClaimConformance):
 
 
 @pytest.mark.parametrize(
-    ("call", "lost"), [("put", False), ("put", True), ("clear_outbox", False), ("amend", True)]
+    ("call", "lost"), [("put", False), ("put", True), ("clear_outbox", False), ("apply", True)]
 )
 def test_sender_that_dies_between_two_stores_has_sent_its_task(call: str, lost: bool) -> None:
     clock = ManualClock()

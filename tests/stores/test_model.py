@@ -880,8 +880,8 @@ class _SendsAnywayStore(OneStore):
 class _TokenlessStore(OneStore):
     """Carries a submission out as often as it is asked to."""
 
-    def submit(self, submission: Submission) -> None:
-        super().submit(
+    def submit(self, submission: Submission) -> bool:
+        return super().submit(
             Submission(
                 token="",
                 messages=submission.messages,
@@ -895,9 +895,9 @@ class _TokenlessStore(OneStore):
 class _HalfSubmittingStore(OneStore):
     """Repeats the states of a submission though its messages were there."""
 
-    def submit(self, submission: Submission) -> None:
+    def submit(self, submission: Submission) -> bool:
         self.broker.put(submission.messages, token=submission.token)
-        self.backend.apply(
+        verdicts = self.backend.apply(
             [
                 Change(
                     key="x",
@@ -907,6 +907,7 @@ class _HalfSubmittingStore(OneStore):
                 )
             ]
         )
+        return verdicts == [SETTLED]
 
 
 class _FiringTwiceStore(OneStore):

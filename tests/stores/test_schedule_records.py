@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from machinery_py.backends.base import Amendment
+from machinery_py.backends.base import Rider
 from machinery_py.backends.memory import MemoryBackend
 from machinery_py.backends.null import NullBackend
 from machinery_py.brokers.memory import MemoryBroker
@@ -53,7 +53,7 @@ class TestMemoryBrokerAndSQLiteBackend(InSQLiteBesideMemory, ScheduleConformance
 
 
 @pytest.mark.parametrize(
-    ("call", "lost"), [("put", False), ("put", True), ("clear_outbox", False), ("amend", True)]
+    ("call", "lost"), [("put", False), ("put", True), ("clear_outbox", False), ("apply", True)]
 )
 def test_tick_cut_off_between_two_stores_is_finished_by_another(call: str, lost: bool) -> None:
     """The scheduler dies behind the change of the record: before, in or behind the publishing."""
@@ -82,4 +82,4 @@ def test_a_backend_that_keeps_nothing_refuses() -> None:
     with pytest.raises(Unsupported, match="the null backend keeps no schedules"):
         store.backend.records()
     with pytest.raises(Unsupported, match="the null backend keeps no schedules"):
-        store.amend(Amendment(name="a", expected=None, body=b"1"))
+        store.backend.amend(Rider(name="a", expected=None, body=b"1"))

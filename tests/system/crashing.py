@@ -25,8 +25,8 @@ from typing import Any
 from pymongo import monitoring
 
 from machinery_py import Config, Replace, Server, State, chord, group
-from machinery_py.backends.base import Amendment, Verdict
-from machinery_py.brokers.base import Delivery, Message
+from machinery_py.backends.base import Verdict
+from machinery_py.brokers.base import Delivery
 from machinery_py.brokers.putting import PutsAhead, Putting
 from machinery_py.stores import redis_steps
 from machinery_py.stores.base import Firing, Mark, Session, Settlement, Store, Submission
@@ -263,16 +263,16 @@ class KillingStore(Store):
             steps.stage = around("", steps.stage, "after-staged")
             store.driver.run = after_scripts(store.driver.run)  # type: ignore[attr-defined]
 
-    def submit(self, submission: Submission) -> None:
+    def submit(self, submission: Submission) -> bool:
+        if submission.riders:
+            return self._store.submit(submission)
         killer.reach("before-submit")
-        self._store.submit(submission)
+        done = self._store.submit(submission)
         killer.reach("after-submit")
+        return done
 
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
         return KillingSession(self._store.open_session(queues, worker=worker))
-
-    def amend(self, amendment: Amendment, send: Sequence[Message] = ()) -> bool:
-        return self._store.amend(amendment, send)
 
     def publish_left(self, key: str) -> None:
         self._store.publish_left(key)

@@ -174,7 +174,7 @@ def count_writes() -> None:
 
     store: Any = server.app.store
     for owner, names in (
-        (store.backend, ("amend", "apply", "purge_group_meta", "release", "revoke")),
+        (store.backend, ("apply", "purge_group_meta", "release", "revoke")),
         (store, ("submit", "fire")),
     ):
         for name in names:
@@ -193,7 +193,7 @@ def main(command: str, *words: str) -> int:
     server.app.swap(server.config, server.clock, stores)
     backend: Any = stores.store.backend
     if command == "debounce":
-        stores.store.amend = around("before-take", stores.store.amend, "after-take")
+        stores.store.submit = around("before-take", stores.store.submit, "after-take")
         server.send(debounced.signature(what[0], "last"))
         return 0
     backend.amend = around("before-free", backend.amend, "after-free")

@@ -52,9 +52,9 @@ def deadly(target: Any, name: str, deadliness: float) -> None:
 def main(broker: str, backend: str, ledger: str, deadliness: float) -> None:
     server = make_server(broker, backend, ledger)
     store = server.app.store
-    deadly(store, "amend", deadliness)
+    deadly(store, "submit", deadliness)
     if isinstance(store, TwoStores):
-        deadly(store.backend, "amend", deadliness)
+        deadly(store.backend, "apply", deadliness)
         deadly(store, "publish", deadliness)
         deadly(store.backend, "clear_outbox", deadliness)
     server.new_worker(f"w{os.getpid()}", concurrency=1).launch()

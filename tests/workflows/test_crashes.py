@@ -40,7 +40,7 @@ def die_behind(server: Server, writes: int) -> None:
 
     store = server.app.store
     for owner, names in (
-        (store.backend, ("amend", "apply", "purge_group_meta", "release", "revoke")),
+        (store.backend, ("apply", "purge_group_meta", "release", "revoke")),
         (store, ("submit", "fire")),
     ):
         for name in names:

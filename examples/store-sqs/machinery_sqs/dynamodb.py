@@ -411,9 +411,6 @@ class DynamoDBBackend(TransactionalBackend):
     def tend(self) -> float:
         return TEND  # DynamoDB deletes by itself what has expired
 
-    def _swap_record(self, name: str, expected: bytes | None, body: bytes | None) -> bool:
-        raise self._keeps_no("schedules")
-
 
 def _task(uuid: str) -> Key:
     return f"task/{uuid}", "-"

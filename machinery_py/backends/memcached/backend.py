@@ -29,10 +29,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
 from machinery_py.backends.base import (
+    CONFLICT,
     FENCED,
     REVOKED_LIFE,
     SETTLED,
-    Amendment,
     Backend,
     BackendFeatures,
     Begun,
@@ -41,6 +41,7 @@ from machinery_py.backends.base import (
     ReadyGroup,
     Records,
     Verdict,
+    lone_rider,
 )
 from machinery_py.backends.memcached.documents import (
     CHORD_LIFE,
@@ -114,6 +115,8 @@ class MemcacheBackend(Backend, OutboxBackend):
     # Changes
 
     def apply(self, changes: Sequence[Change]) -> list[Verdict]:
+        if rider := lone_rider(changes, self.features.name):
+            return [SETTLED if self._records.amend(rider, changes[0]) else CONFLICT]
         self._groups.announce([one for change in changes for one in change.arrivals])
         self._index.note(
             outboxes=[change.key for change in changes if change.outbox or change.fires]
@@ -302,9 +305,6 @@ class MemcacheBackend(Backend, OutboxBackend):
 
     def records(self, known: str = "") -> Records:
         return self._records.records(known, self.now())
-
-    def amend(self, amendment: Amendment) -> bool:
-        return self._records.amend(amendment)
 
     def claims(self, names: Sequence[str]) -> list[bytes | None]:
         return self._records.claims(names) if names else []

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from machinery_py.backends.base import Amendment, Records, claim_of, record_of
+from machinery_py.backends.base import Change, Records, Rider, claim_of, record_of
 from machinery_py.backends.memcached.documents import CHORD_LIFE, Commit, Todo, key_of, pack
 from machinery_py.backends.memcached.index import Index
 from machinery_py.backends.memcached.transitions import todo_of
@@ -103,19 +103,20 @@ class MemcachedRecords:
     def _now(self) -> int:
         return micros(self._driver.clock.now())
 
-    def amend(self, amendment: Amendment) -> bool:
-        name, is_claim = printable(amendment.name), amendment.life > 0
+    def amend(self, rider: Rider, change: Change) -> bool:
+        """Change a record, with what becomes true with it; return whether it held what it must."""
+        name, is_claim = printable(rider.name), rider.life > 0
         key = key_of(name, CLAIM if is_claim else RECORD)
-        if amendment.expected is not None and not self._fetch([key], "reading a record"):
+        if rider.expected is not None and not self._fetch([key], "reading a record"):
             return False
-        outbox = self._outbox(amendment)
+        outbox = self._outbox(change)
         if outbox:
             self._index.note(outboxes=[outbox.key])
         if not is_claim:
             self._enlist([name])
-        if not self._edit({key: functools.partial(_amended, amendment, outbox, self._now())})[key]:
+        if not self._edit({key: functools.partial(_amended, rider, outbox, self._now())})[key]:
             return False  # the index keeps its note: an earlier try may have been carried out
-        if not is_claim and amendment.expected is None:
+        if not is_claim and rider.expected is None:
             self._enlist([name])
         if outbox:
             self._carry_out([outbox.todo])
@@ -124,13 +125,11 @@ class MemcachedRecords:
                 self._index.drop(outboxes=[outbox.key])
         return True
 
-    def _outbox(self, amendment: Amendment) -> RecordOutbox | None:
-        change = amendment.change
-        if change is None:
+    def _outbox(self, change: Change) -> RecordOutbox | None:
+        if not (change.states or change.groups or change.outbox):
             return None
         todo = todo_of(change, change.states)
-        key = printable(amendment.outbox_key)
-        return RecordOutbox(key, self._now(), tuple(amendment.outbox), todo)
+        return RecordOutbox(printable(change.key), self._now(), tuple(change.outbox), todo)
 
     def claims(self, names: Sequence[str]) -> list[bytes | None]:
         keys = [key_of(printable(name), CLAIM) for name in names]
@@ -274,14 +273,14 @@ class MemcachedRecords:
 
 
 def _amended(
-    amendment: Amendment, outbox: RecordOutbox | None, now: int, record: StoredRecord | None
+    rider: Rider, outbox: RecordOutbox | None, now: int, record: StoredRecord | None
 ) -> StoredRecord | None:
     """Change a record that holds what was expected."""
-    if (record.holds(now) if record is not None else None) != amendment.expected:
+    if (record.holds(now) if record is not None else None) != rider.expected:
         return None
-    until = now + int(amendment.life * 1e6) if amendment.life else 0
+    until = now + int(rider.life * 1e6) if rider.life else 0
     outboxes = (*(record.outboxes if record is not None else ()), *((outbox,) if outbox else ()))
-    return StoredRecord(b"", amendment.body, now, until, outboxes)
+    return StoredRecord(b"", rider.body, now, until, outboxes)
 
 
 def _released(body: bytes, now: int, record: StoredRecord | None) -> StoredRecord | None:

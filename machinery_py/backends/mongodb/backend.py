@@ -24,9 +24,9 @@ from pymongo import DeleteOne, UpdateOne
 
 from machinery_py.backends.base import (
     ALREADY,
+    CONFLICT,
     REVOKED_LIFE,
     SETTLED,
-    Amendment,
     Backend,
     BackendFeatures,
     Begun,
@@ -35,6 +35,7 @@ from machinery_py.backends.base import (
     ReadyGroup,
     Records,
     Verdict,
+    lone_rider,
 )
 from machinery_py.backends.listings import Count, Listing, Place, counts_of
 from machinery_py.backends.mongodb import groups as mongo_groups
@@ -100,6 +101,8 @@ class MongoBackend(DriverUser, Backend, OutboxBackend):
     # Changes
 
     def apply(self, changes: Sequence[Change]) -> list[Verdict]:
+        if rider := lone_rider(changes, self.features.name):
+            return [SETTLED if self.schedules.amend(rider, changes[0]) else CONFLICT]
         verdicts = self.changes.commit(changes, with_intents=True)
         judged = list(zip(changes, verdicts, strict=True))
         settled = [change for change, verdict in judged if verdict is SETTLED]
@@ -191,9 +194,6 @@ class MongoBackend(DriverUser, Backend, OutboxBackend):
 
     def records(self, known: str = "") -> Records:
         return self.schedules.records(known)
-
-    def amend(self, amendment: Amendment) -> bool:
-        return self.schedules.amend(amendment)
 
     def claims(self, names: Sequence[str]) -> list[bytes | None]:
         return self.schedules.claims(names) if names else []

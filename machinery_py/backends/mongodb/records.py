@@ -26,7 +26,7 @@ import msgspec
 from pymongo import DeleteOne, UpdateOne
 from pymongo.collection import Collection
 
-from machinery_py.backends.base import Amendment, Change, Records
+from machinery_py.backends.base import Change, Records, Rider
 from machinery_py.backends.mongodb.changes import MongoChanges
 from machinery_py.backends.mongodb.documents import packed_changes, packed_outbox, unpacked_changes
 from machinery_py.backends.mongodb.tasks import ROUNDS, MongoTasks
@@ -119,25 +119,28 @@ class MongoRecords(DriverUser):
             store.machinery_claims.bulk_write([DeleteOne({**one, "deed_at": 0}) for one in held])
             store.machinery_claims.bulk_write([UpdateOne(one, empty) for one in held])
 
-    def amend(self, amendment: Amendment, send: bytes = b"", finish: Finish | None = None) -> bool:
+    def amend(
+        self, rider: Rider, change: Change, send: bytes = b"", finish: Finish | None = None
+    ) -> bool:
         """Change the record, for one caller.
 
         Args:
+            change: becomes true with it.
             send: messages, which `finish` sends.
             finish: carries out this intent, and one that was left before it (default: `finish`).
         """
         finish = finish or self.finish
-        name, stamp, is_claim = printable(amendment.name), secrets.randbits(40), amendment.life > 0
-        change = amendment.change or (Change(key=amendment.outbox_key) if send else None)
+        name, stamp, is_claim = printable(rider.name), secrets.randbits(40), rider.life > 0
         now = self.driver.now()
-        held: Document = {"kept": int(amendment.body is not None), "body": amendment.body or b""}
+        held: Document = {"kept": int(rider.body is not None), "body": rider.body or b""}
         if is_claim:
-            life = int(amendment.life * 1e6) if amendment.body is not None else 0
+            life = int(rider.life * 1e6) if rider.body is not None else 0
             held |= {"turn": stamp, "expires_at": now + life}
         intent = None
-        if change is not None:
+        if change.states or change.groups or change.outbox or send:
+            alone = msgspec.structs.replace(change, riders=())
             intent = RecordIntent(
-                name=name, stamp=stamp, change=change, send=send, is_claim=is_claim
+                name=name, stamp=stamp, change=alone, send=send, is_claim=is_claim
             )
         fields: Document = {
             **held,
@@ -154,7 +157,7 @@ class MongoRecords(DriverUser):
             found = records.find_one({"_id": name})
             if found is not None and stamp in (found["stamp"], found.get("turn")):
                 return True  # a repeat after a lost reply
-            if _body(found, now) != amendment.expected:
+            if _body(found, now) != rider.expected:
                 return False
             if found is None:
                 return insert_new(records, [{"_id": name, **fields}])[0]

@@ -35,12 +35,12 @@ import msgspec
 
 from machinery_py.backends.base import (
     REVOKED_LIFE,
-    Amendment,
     BackendFeatures,
     Begun,
     Change,
     ReadyGroup,
     Records,
+    Rider,
     Verdict,
 )
 from machinery_py.backends.rabbitmq.documents import (
@@ -199,13 +199,16 @@ class AMQPBackend(TransactionalBackend):
         uuids.update(arrival.group_uuid for change in changes for arrival in change.arrivals)
         uuids.update(group.group_uuid for change in changes for group in change.groups)
         uuids.update(change.fires for change in changes if change.fires)
+        riders = [rider for change in changes for rider in change.riders]
+        uuids.update(rider.name for rider in riders if rider.life)
+        locks = () if all(rider.life for rider in riders) else (SCHEDULES_LOCK,)
 
         def step(_: _OpenTransaction) -> list[Verdict]:
             verdicts = TransactionalBackend.apply(self, changes)
             self._let_arrive()
             return verdicts
 
-        return self._run(uuids, "storing states", step, once=True)
+        return self._run(uuids, "storing states", step, locks=locks, once=True)
 
     def _apply(self, change: Change, rows: dict[str, Row]) -> Verdict:
         row = rows.get(change.key)
@@ -317,25 +320,15 @@ class AMQPBackend(TransactionalBackend):
 
     # Records and claims
 
-    def amend(self, amendment: Amendment) -> bool:
-        uuids = {state.task_uuid for state in amendment.states} | {
-            group.group_uuid for group in amendment.groups
-        }
-        return self._run(
-            uuids | {amendment.name} if amendment.life else uuids,
-            "changing a record",
-            lambda _: TransactionalBackend.amend(self, amendment),
-            locks=() if amendment.life else [SCHEDULES_LOCK],
-            once=True,
-        )
+    def _held_by(self, rider: Rider) -> bytes | None:
+        records = self._current.records
+        return records.claims([rider.name])[0] if rider.life else records.record(rider.name)
 
-    def _swap_record(self, name: str, expected: bytes | None, body: bytes | None) -> bool:
-        return self._current.records.swap_record(name, expected, body)
-
-    def _swap_claim(
-        self, name: str, expected: bytes | None, body: bytes | None, life: float
-    ) -> bool:
-        return self._current.records.swap_claim(name, expected, body, life)
+    def _ride(self, rider: Rider) -> None:
+        if rider.life:
+            self._current.records.keep_claim(rider.name, rider.body, rider.life)
+        else:
+            self._current.records.keep_record(rider.name, rider.body)
 
     def release(self, claims: Sequence[tuple[str, bytes]]) -> None:
         names = [name for name, _ in claims]

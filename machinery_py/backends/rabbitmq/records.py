@@ -72,19 +72,17 @@ class RabbitMQRecords:
         held = self._transaction.held(SCHEDULES)
         return _table(held[-1].body) if held else RecordTable()
 
-    def swap_record(self, name: str, expected: bytes | None, body: bytes | None) -> bool:
-        """Let the record hold `body` if it holds `expected`; whether it did. None is no record."""
-        table, key = self.table(), name.encode("utf-8", "surrogatepass")
-        if table.bodies.get(key) != expected:
-            return False
-        bodies = dict(table.bodies)
+    def record(self, name: str) -> bytes | None:
+        return self.table().bodies.get(name.encode("utf-8", "surrogatepass"))
+
+    def keep_record(self, name: str, body: bytes | None) -> None:
+        bodies, key = dict(self.table().bodies), name.encode("utf-8", "surrogatepass")
         if body is None:
             bodies.pop(key, None)
         else:
             bodies[key] = body
         table = RecordTable(version=secrets.token_hex(8), bodies=bodies)
         self._transaction.replace(SCHEDULES, pack(table))
-        return True
 
     # Claims: the transaction holds the lock of each
 
@@ -98,13 +96,9 @@ class RabbitMQRecords:
         claims = [_claim(one.body) for one in self._transaction.held(queue)]
         return claims[-1].body if claims and claims[-1].until > self._now else None
 
-    def swap_claim(
-        self, name: str, expected: bytes | None, body: bytes | None, life: float
-    ) -> bool:
-        """As `swap_record`. `life`: seconds until it is forgotten."""
-        queue, [found] = claim_queue(name), self.claims([name])
-        if found != expected:
-            return False
+    def keep_claim(self, name: str, body: bytes | None, life: float) -> None:
+        """Let a claim that was read hold this. `life`: seconds until it is forgotten."""
+        queue = claim_queue(name)
         held = self._transaction.held(queue)
         if body is not None:
             claim = _Claim(body=body, until=self._now + int(life * 1e6))
@@ -112,4 +106,3 @@ class RabbitMQRecords:
         elif held:
             self._transaction.drop(held)
             self._transaction.delete(queue)
-        return True

@@ -20,10 +20,10 @@ import msgspec
 
 from machinery_py.backends.base import (
     ALREADY,
+    CONFLICT,
     FENCED,
     REVOKED_LIFE,
     SETTLED,
-    Amendment,
     Backend,
     BackendFeatures,
     Begun,
@@ -70,7 +70,7 @@ READ = 1000  # states in one script
 LOOK = 1000  # states of a set that one step of a listing looks at
 WRITE = 2000  # changes in one script
 
-VERDICTS: dict[int, Verdict] = {ord("s"): SETTLED, ord("a"): ALREADY, ord("f"): FENCED}
+VERDICTS = dict(zip(b"safc", (SETTLED, ALREADY, FENCED, CONFLICT), strict=True))
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.:-]+", re.ASCII)  # looks the same in everybody's JSON
 
@@ -108,8 +108,9 @@ class RedisBackend(Backend, OutboxBackend):
                     groups=one.groups,
                     arrivals=one.arrivals,
                     outbox=_pack_outbox(tuple(one.outbox)) if one.outbox else b"",
+                    riders=one.riders,
                 )
-                again = again and bool(one.mark) and not one.fires
+                again = again and bool(one.mark or one.riders) and not one.fires
             values = (self.driver.now(), self.seconds, *rows.packed())
             letters = self.driver.run(scripts.APPLY, *values, again=again)
             verdicts += [VERDICTS[letter] for letter in letters]
@@ -146,30 +147,6 @@ class RedisBackend(Backend, OutboxBackend):
     def records(self, known: str = "") -> Records:
         place = redis_keys.RECORDS, redis_keys.RECORDS_VERSION
         return records_of(*self.driver.run(scripts.RECORDS, self.driver.now(), known, *place))
-
-    def amend(self, amendment: Amendment) -> bool:
-        return bool(self.driver.run(scripts.AMEND, *self.packed_amendment(amendment)))
-
-    def packed_amendment(self, amendment: Amendment) -> tuple[object, ...]:
-        """Return the values that the scripts AMEND take first."""
-        change = Changes(self.now(), self.seconds)
-        if amendment.states or amendment.groups or amendment.outbox:
-            outbox = _pack_outbox(tuple(amendment.outbox)) if amendment.outbox else b""
-            change.add(
-                key=amendment.outbox_key,
-                states=amendment.states,
-                groups=amendment.groups,
-                outbox=outbox,
-            )
-        return (
-            self.driver.now(),
-            self.seconds,
-            encoded(amendment.name).decode(),
-            raw(amendment.expected or b""),
-            raw(amendment.body or b""),
-            math.ceil(amendment.life),
-            *change.packed(),
-        )
 
     def claims(self, names: Sequence[str]) -> list[bytes | None]:
         keys = [redis_keys.CLAIM + name.encode() for name in names]

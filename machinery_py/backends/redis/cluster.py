@@ -19,8 +19,9 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 
 from machinery_py.backends.base import (
+    CONFLICT,
     REVOKED_LIFE,
-    Amendment,
+    SETTLED,
     Backend,
     BackendFeatures,
     Begun,
@@ -28,7 +29,9 @@ from machinery_py.backends.base import (
     OutboxBackend,
     ReadyGroup,
     Records,
+    Rider,
     Verdict,
+    lone_rider,
 )
 from machinery_py.backends.listings import Count, Listing, Place, counts_of
 from machinery_py.backends.redis import cluster_scripts as scripts
@@ -42,7 +45,7 @@ from machinery_py.backends.redis.cluster_documents import (
     name_of,
     names_of,
     parts_of,
-    parts_of_tick,
+    parts_with,
     prefix_of,
     read_record,
     record_key,
@@ -105,6 +108,8 @@ class ClusterBackend(Backend, OutboxBackend):
         return self.cluster.clock.now()
 
     def apply(self, changes: Sequence[Change]) -> list[Verdict]:
+        if rider := lone_rider(changes, self.features.name):
+            return [SETTLED if self._ride(rider, changes[0]) else CONFLICT]
         steps = (changes[at : at + WRITE] for at in range(0, len(changes), WRITE))
         return [verdict for step in steps for verdict in self._apply(step)]
 
@@ -205,14 +210,14 @@ class ClusterBackend(Backend, OutboxBackend):
         values = (self.cluster.now(), known, f"{slot}all", f"{slot}n")
         return records_of(*self.cluster.run(RECORDS, [(SCHEDULES, values)])[0])
 
-    def amend(self, amendment: Amendment) -> bool:
-        part = parts_of_tick(amendment, self.now(), self.cluster.now(), self.seconds)
-        expected, body = amendment.expected or b"", amendment.body or b""
-        if amendment.life:
-            life = math.ceil(amendment.life)
-            done = self._steps.amend_claim(amendment.name, expected, body, life, part)
+    def _ride(self, rider: Rider, change: Change) -> bool:
+        part = parts_with(rider, change, self.now(), self.cluster.now(), self.seconds)
+        expected, body = rider.expected or b"", rider.body or b""
+        if rider.life:
+            life = math.ceil(rider.life)
+            done = self._steps.amend_claim(rider.name, expected, body, life, part)
         else:
-            done = self._steps.amend(encoded(amendment.name), expected, body, part)
+            done = self._steps.amend(encoded(rider.name), expected, body, part)
         if not done:
             return False
         self._steps.carry_out(part.effects)

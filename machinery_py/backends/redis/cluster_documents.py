@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from machinery_py.backends.base import Amendment, Change, claim_of
+from machinery_py.backends.base import Change, Rider, claim_of
 from machinery_py.backends.redis import cluster_scripts as scripts
 from machinery_py.backends.redis.documents import Changes, packed_state
 from machinery_py.connections.redis.client import raw
@@ -181,12 +181,12 @@ def parts_of(change: Change, now: dt.datetime, now_text: str, expire: int) -> Pa
     )
 
 
-def parts_of_tick(amendment: Amendment, now: dt.datetime, now_text: str, expire: int) -> Parts:
-    """Take a change of a schedule or a claim apart. All its states are in other slots."""
-    change = Change(key="", states=amendment.states, groups=amendment.groups)
-    effects = parts_of(change, now, now_text, expire).effects
-    outbox = framed(amendment.outbox) if amendment.outbox else b""
-    name = (claim_name if amendment.life else tick_name)(amendment.outbox_key)
+def parts_with(rider: Rider, change: Change, now: dt.datetime, now_text: str, expire: int) -> Parts:
+    """Take what becomes true with a record apart. All its states are in other slots."""
+    alone = Change(key="", states=change.states, groups=change.groups)
+    effects = parts_of(alone, now, now_text, expire).effects
+    outbox = framed(change.outbox) if change.outbox else b""
+    name = (claim_name if rider.life else tick_name)(change.key)
     return Parts(name, Changes(now, expire), effects, outbox=outbox)
 
 

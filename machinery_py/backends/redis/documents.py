@@ -11,12 +11,12 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from machinery_py.backends.base import Records
+from machinery_py.backends.base import Records, Rider
 from machinery_py.backends.listings import Place
 from machinery_py.backends.redis.scripts import CHORD_LIFE, CONSTANTS
 from machinery_py.clock import micros, moment_of
 from machinery_py.connections.redis.client import raw
-from machinery_py.connections.redis.keys import companion_key, document_key
+from machinery_py.connections.redis.keys import companion_key, document_key, encoded
 from machinery_py.connections.redis.scripts import pack
 from machinery_py.errors import ArgumentError, DecodeError
 from machinery_py.tasks.states import FINISHED, Arrival, GroupMeta, State, TaskState
@@ -155,15 +155,16 @@ def size_of_packed(packed: Sequence[Any]) -> int:
 
 
 class Changes:
-    """The changes of one script call, and their states: C and S of changes.lua."""
+    """The changes of one script call, and what goes with them: C, S and R of changes.lua."""
 
-    __slots__ = ("_expire", "_now", "changes", "states")
+    __slots__ = ("_expire", "_now", "changes", "riders", "states")
 
     def __init__(self, now: dt.datetime, expire: int) -> None:
         self._now = now
         self._expire = expire
         self.changes: list[object] = []
         self.states: list[object] = []
+        self.riders: dict[int, list[object]] = {}
 
     def add(
         self,
@@ -177,6 +178,7 @@ class Changes:
         groups: Sequence[GroupMeta] = (),
         arrivals: Sequence[Arrival] = (),
         outbox: bytes = b"",
+        riders: Sequence[Rider] = (),
         packed: Sequence[object] | None = None,
     ) -> int:
         """Add a `Change`; return its place. `packed`: its states, if they were packed before."""
@@ -199,10 +201,22 @@ class Changes:
             else False,
             raw(outbox) if outbox else "",
         )
+        if riders:
+            self.riders[place] = [
+                (
+                    encoded(one.name).decode(),
+                    raw(one.expected or b""),
+                    raw(one.body or b""),
+                    math.ceil(one.life),
+                )
+                for one in riders
+            ]
         return place
 
-    def packed(self) -> tuple[list[object], list[object]]:
-        """Return C and S."""
+    def packed(self) -> tuple[object, ...]:
+        """Return C and S, and R if there are riders."""
+        if self.riders:
+            return self.changes, self.states, self.riders
         return self.changes, self.states
 
 

@@ -86,5 +86,4 @@ LOOSEN = _lua.script("loosen", "letting results expire")
 _records = Folder("backends/redis/lua/records", CONSTANTS)
 
 RECORDS = _records.script("records", "reading schedules")
-AMEND = _records.script("amend", "changing a schedule")
 RELEASE = _records.script("release", "releasing claims")

@@ -19,6 +19,7 @@ from machinery_py.backends.base import (
     Change,
     ReadyGroup,
     Records,
+    Rider,
     Verdict,
 )
 from machinery_py.backends.listings import Count, Listing, Place, counts_of
@@ -281,38 +282,23 @@ class SQLiteBackend(TransactionalBackend):
         )
         return [(key, decode_bodies(bodies)) for key, bodies in found]
 
-    def _swap_record(self, name: str, expected: bytes | None, body: bytes | None) -> bool:
-        with self._transaction() as connection:
-            row = connection.execute(
-                "SELECT body FROM records WHERE name = ?", (printable(name),)
-            ).fetchone()
-            if (row[0] if row else None) != expected:
-                return False
-            connection.execute("DELETE FROM records WHERE name = ?", (printable(name),))
-            if body is not None:
-                connection.execute(
-                    "INSERT INTO records (name, body) VALUES (?, ?)", (printable(name), body)
-                )
-            return True
+    def _held_by(self, rider: Rider) -> bytes | None:
+        if rider.life:
+            return self.claims([rider.name])[0]
+        found = self._read("SELECT body FROM records WHERE name = ?", printable(rider.name))
+        return found[0][0] if found else None
 
-    def _swap_claim(
-        self, name: str, expected: bytes | None, body: bytes | None, life: float
-    ) -> bool:
-        now = self.driver.now()
+    def _ride(self, rider: Rider) -> None:
+        table, name = ("claims", rider.name) if rider.life else ("records", printable(rider.name))
         with self._transaction() as connection:
-            row = connection.execute(
-                "SELECT body FROM claims WHERE name = ? AND expires_at > ?", (name, now)
-            ).fetchone()
-            if (row[0] if row else None) != expected:
-                return False
-            if body is None:
-                connection.execute("DELETE FROM claims WHERE name = ?", (name,))
-            else:
+            connection.execute(f"DELETE FROM {table} WHERE name = ?", (name,))
+            if rider.body is not None and rider.life:
+                until = self.driver.now() + int(rider.life * 1e6)
+                connection.execute("INSERT INTO claims VALUES (?, ?, ?)", (name, rider.body, until))
+            elif rider.body is not None:
                 connection.execute(
-                    "INSERT OR REPLACE INTO claims VALUES (?, ?, ?)",
-                    (name, body, now + int(life * 1e6)),
+                    "INSERT INTO records (name, body) VALUES (?, ?)", (name, rider.body)
                 )
-            return True
 
     def claims(self, names: Sequence[str]) -> list[bytes | None]:
         found: dict[str, bytes] = dict(

@@ -10,7 +10,7 @@
 
 local letters, rest = {}, {}
 do
-  local text, expire, session, queues, ends, _, C, S = unpack(unpacked)
+  local text, expire, session, queues, ends, _, C, S, R = unpack(unpacked)
   local keys, places, seen, gone, chords = {}, {}, {}, {}, {}
   -- The chord of a member, with its first arrival and all members; false if settle.lua must look.
   local function chord_of(arrivals, kept)
@@ -31,7 +31,7 @@ do
     local c, q = ends[at + 3], queues[ends[at] + 1]
     local s = c > 0 and C[c + $FIRST]
     local uuid = s and S[s]
-    local plain = s and ends[at + 2] == 'done' and not ends[at + 4] and not C[c + $GROUPS]
+    local plain = s and ends[at + 2] == 'done' and not ends[at + 4] and not C[c + $GROUPS] and not (R and R[c])
       and C[c + $LAST] == s + $STATE - 1 and C[c] == uuid and is_final(S[s + $WORD]) and S[s + $NAMED] and S[s + $WHOLE]
       and (not C[c + $ARRIVALS] or chord_of(C[c + $ARRIVALS], S[s + $KEPT])) and not seen[uuid] and #places < 1000
     if uuid then seen[uuid] = true end

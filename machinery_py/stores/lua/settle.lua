@@ -1,8 +1,8 @@
--- In: now, seconds, session, queues, settlements, marks, C, S. Settlements and marks are flat:
+-- In: now, seconds, session, queues, settlements, marks, C, S, R. Settlements and marks are flat:
 --   settlement: queue, receipt, fate, place of its change or 0, false or (µs until it is due, head
 --               of a dead letter, messages)
 --   mark:       queue, receipt, place of its change
--- Out: a letter for each settlement: s, a or f; clients to be woken. All are decided first;
+-- Out: a letter for each settlement: s, a, f or c; clients to be woken. All are decided first;
 -- then the deliveries are removed, which a full Redis allows, and lets the rest pass; then all is
 -- written. Marks come last, and are dropped when they cannot be written: they must not keep what is
 -- over from being settled. What cannot come back, wait or die, since something else lies under a
@@ -12,7 +12,7 @@
 --! include backends/redis/lua/changes.lua
 
 local text, expire, session, queues, ends, marks
-text, expire, session, queues, ends, marks, C, S = unpack(unpacked)
+text, expire, session, queues, ends, marks, C, S, R = unpack(unpacked)
 ends = rest
 local now, to_wake, backs, verdicts, plans = now_of(text), {}, {}, {}, {}
 local flights, asked, held, over, gone, changes = {}, {}, {}, {}, {}, {}
@@ -38,9 +38,11 @@ for at = 1, #ends, 5 do
   local raw = held[index][receipt]
   if raw and not over[index][receipt] and can_end(queues[index], fate, raw) then
     if c > 0 then verdict, plans[at] = decide(c) end
-    if more and #more[3] > 0 then check(queues, more[3], now) end
-    if fate == 'done' then table.insert(gone[index], receipt) end
-    over[index][receipt] = at
+    if verdict ~= 'c' then
+      if more and #more[3] > 0 then check(queues, more[3], now) end
+      if fate == 'done' then table.insert(gone[index], receipt) end
+      over[index][receipt] = at
+    end
   else
     local row = c > 0 and read(C[c])
     verdict = (row and row.mark ~= '' and row.mark == C[c + $MARK]) and 'a' or 'f'

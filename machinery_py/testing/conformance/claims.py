@@ -10,8 +10,8 @@ class TestMyStore(ClaimConformance):
 
 from __future__ import annotations
 
-from machinery_py.backends.base import Amendment
-from machinery_py.stores.base import Session, Store
+from machinery_py.backends.base import Rider
+from machinery_py.stores.base import Session, Store, Submission
 from machinery_py.tasks.states import State
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.fencing import (
@@ -40,21 +40,18 @@ def claim(
     states = [state_of(uuid) for uuid in uuids] + (
         [state_of("old", more)] if more is not None else []
     )
-    return store.amend(
-        Amendment(
-            name=name,
-            expected=expected,
-            body=body,
-            life=life,
+    return store.submit(
+        Submission(
+            token=f"unique {name} {uuids[0]}" if uuids else "",
+            messages=[message_of(uuid) for uuid in uuids],
             states=states,
-            outbox_key=f"unique {name} {uuids[0]}" if uuids else "",
-        ),
-        [message_of(uuid) for uuid in uuids],
+            riders=[Rider(name=name, expected=expected, body=body, life=life)],
+        )
     )
 
 
 class ClaimConformance(StoreCase):
-    """Tests of claims in Store.amend, Backend.amend, Backend.claims and Backend.release."""
+    """Tests of claims in Store.submit, Backend.amend, Backend.claims and Backend.release."""
 
     def test_store_declares_that_it_keeps_claims(self, store: Store) -> None:
         assert store.backend.features.claims
@@ -94,7 +91,7 @@ class ClaimConformance(StoreCase):
         }
 
     def test_claim_and_record_of_one_name_are_two(self, store: Store) -> None:
-        assert store.amend(Amendment(name="a", expected=None, body=b"record"))
+        assert store.backend.amend(Rider(name="a", expected=None, body=b"record"))
         version = store.backend.records().version
 
         assert claim(store, "a", None, b"claim")

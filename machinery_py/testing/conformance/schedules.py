@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 
-from machinery_py.backends.base import Amendment, outbox_of
-from machinery_py.brokers.base import Message
+from machinery_py.backends.base import Rider, outbox_of
 from machinery_py.errors import StateNotFound, Unsupported
-from machinery_py.stores.base import Session, Store
+from machinery_py.stores.base import Session, Store, Submission
 from machinery_py.tasks.states import GroupMeta, State
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.fencing import (
@@ -43,17 +42,14 @@ def amend(
     *uuids: str,
     groups: tuple[GroupMeta, ...] = (),
 ) -> bool:
-    send: list[Message] = [message_of(uuid) for uuid in uuids]
-    return store.amend(
-        Amendment(
-            name=name,
-            expected=expected,
-            body=body,
+    return store.submit(
+        Submission(
+            token=f"tick {name} {uuids[0]}" if uuids else "",
+            messages=[message_of(uuid) for uuid in uuids],
             states=[state_of(uuid) for uuid in uuids],
             groups=groups,
-            outbox_key=f"tick {name} {uuids[0]}" if uuids else "",
-        ),
-        send,
+            riders=[Rider(name=name, expected=expected, body=body)],
+        )
     )
 
 
@@ -92,7 +88,7 @@ def where_kept(test: Callable[..., None]) -> Callable[..., None]:
 
 
 class ScheduleConformance(StoreCase):
-    """Tests of the promises of Store.amend, Backend.amend and Backend.records."""
+    """Tests of the promises of Store.submit, Backend.amend and Backend.records."""
 
     @where_kept
     def test_new_store_has_no_records(self, store: Store, clock: ManualClock) -> None:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from machinery_py import Config, PublishUnknown, Server, Signature
-from machinery_py.backends.base import Amendment, sending_key
+from machinery_py.backends.base import SETTLED, Change, Rider, Verdict, sending_key
 from machinery_py.backends.memcached.backend import MemcacheBackend
 from machinery_py.backends.memcached.documents import key_of
 from machinery_py.backends.memcached.records import CLAIM, LIST, RECORD, REMOVED_LIFE
@@ -195,7 +195,13 @@ def test_whichever_reply_is_lost_a_task_is_sent_and_no_other(
 
 def test_unfinished_steps_of_a_claim_outlive_its_change(bench: Bench) -> None:
     """A window ends and another takes the key before the first one's message was published."""
-    assert bench.store.backend.amend(_amendment("a", b"1", "t", life=50.0))
+    first = Change(
+        key=sending_key("a", "t"),
+        states=[state_of("t")],
+        outbox=[msgspec.json.encode(message_of("t"))],
+        riders=[Rider(name="a", expected=None, body=b"1", life=50.0)],
+    )
+    assert bench.store.backend.apply([first]) == [SETTLED]
     bench.clock.advance(60.0)
     assert bench.heir.backend.claims(["a"]) == [None]
     assert claim(bench.heir, "a", None, b"2", "u")
@@ -204,18 +210,6 @@ def test_unfinished_steps_of_a_claim_outlive_its_change(bench: Bench) -> None:
 
     assert set(drain(bench.heir, "q")) == {"t", "u"}
     assert bench.heir.backend.claims(["a"]) == [None]
-
-
-def _amendment(name: str, body: bytes, uuid: str, *, life: float) -> Amendment:
-    return Amendment(
-        name=name,
-        expected=None,
-        body=body,
-        life=life,
-        states=[state_of(uuid)],
-        outbox=[msgspec.json.encode(message_of(uuid))],
-        outbox_key=sending_key(name, uuid),
-    )
 
 
 # What memcached forgets
@@ -287,16 +281,16 @@ def test_message_lost_with_its_claim_is_sent_by_the_next_try(
     server = Server(Config(broker="memory://", result_backend=empty_memcached.url))
     stores = Stores(server.config, server.clock)
     backend = FlakyBackend(stores.store.backend)
-    amended = backend.inner.amend
+    apply = backend.inner.apply
 
-    def forgotten(amendment: Amendment) -> bool:
-        done = amended(amendment)
-        flush_claim(empty_memcached, amendment.name)
-        backend.inner.amend = amended  # type: ignore[method-assign]
+    def forgotten(changes: Sequence[Change]) -> list[Verdict]:
+        done = apply(changes)
+        flush_claim(empty_memcached, changes[0].riders[0].name)
+        backend.inner.apply = apply  # type: ignore[method-assign]
         return done
 
-    backend.inner.amend = forgotten  # type: ignore[method-assign]
-    backend.faults.next_call("amend", lose_reply=True)
+    backend.inner.apply = forgotten  # type: ignore[method-assign]
+    backend.faults.next_call("apply", lose_reply=True)
     server.app.swap(
         server.config,
         server.clock,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pika
 import pytest
@@ -11,7 +10,7 @@ from pika.adapters.blocking_connection import BlockingChannel
 from pika.exceptions import ChannelClosedByBroker
 
 from machinery_py import Config, Server
-from machinery_py.backends.base import Amendment
+from machinery_py.backends.base import CONFLICT, SETTLED, Change, Rider
 from machinery_py.backends.rabbitmq.backend import AMQPBackend
 from machinery_py.backends.rabbitmq.records import claim_queue
 from machinery_py.connections.rabbitmq.queue_records import QueueTransactionLost
@@ -32,20 +31,20 @@ def channel(amqp_url: str) -> Iterator[BlockingChannel]:
     connection.close()
 
 
-def claim(expected: bytes | None, body: bytes | None, *, send: bool = False) -> Amendment:
-    return Amendment(
-        name="a",
-        expected=expected,
-        body=body,
-        life=100.0,
+def claim(
+    backend: AMQPBackend, expected: bytes | None, body: bytes | None, *, send: bool = False
+) -> bool:
+    change = Change(
+        key="unique a 1" if send else "",
         states=(state_of("t"),) if send else (),
         outbox=(b"the message",) if send else (),
-        outbox_key="unique a 1" if send else "",
+        riders=[Rider(name="a", expected=expected, body=body, life=100.0)],
     )
+    return backend.apply([change]) == [SETTLED]
 
 
 @pytest.mark.parametrize("life", [100.0, 0.0], ids=["claim", "record"])
-def test_an_amendment_whose_reply_is_lost_is_made_once(
+def test_a_rider_whose_reply_is_lost_is_made_once(
     rabbitmq_server: RabbitMQServer,
     amqp_url: str,
     open_backend: Open,
@@ -59,22 +58,19 @@ def test_an_amendment_whose_reply_is_lost_is_made_once(
     wait_until(
         lambda: bool(far._transactions._free), HANG
     )  # the transaction before has given back its locks
-    amendment = Amendment(
-        name="a",
-        expected=None,
-        body=b"1",
-        life=life,
+    change = Change(
+        key="k",
         states=(state_of("t"),),
         outbox=(b"the message",),
-        outbox_key="k",
+        riders=[Rider(name="a", expected=None, body=b"1", life=life)],
     )
 
     proxy.drop_next_reply(matching=b"the message")
     with pytest.raises(QueueTransactionLost):
-        far.amend(amendment)
+        far.apply([change])
 
     wait_until(lambda: "t" in backend.get_states(["t"]), HANG)
-    assert far.amend(amendment) is False
+    assert far.apply([change]) == [CONFLICT]
     assert [list(bodies) for _, bodies in backend.unsent(9, older_than=0.0)] == [[b"the message"]]
     assert backend.claims(["a"]) == [b"1" if life else None]
     assert dict(backend.records().bodies or {}) == ({} if life else {"a": b"1"})
@@ -83,19 +79,18 @@ def test_an_amendment_whose_reply_is_lost_is_made_once(
 def test_change_cut_off_before_its_commit_changes_nothing(
     amqp_url: str, open_backend: Open, backend: AMQPBackend
 ) -> None:
-    assert backend.amend(claim(None, b"1"))
+    assert claim(backend, None, b"1")
     dying = open_backend(amqp_url)
 
-    swap = dying._swap_claim
+    ride = dying._ride
 
-    def swap_and_die(*claim: Any) -> bool:
-        swapped = swap(*claim)
+    def ride_and_die(rider: Rider) -> None:
+        ride(rider)
         dying._transactions.link().close()
-        return swapped
 
-    dying._swap_claim = swap_and_die  # type: ignore[method-assign]  # as its process would, in the middle of the transaction
+    dying._ride = ride_and_die  # type: ignore[method-assign]  # as its process would, in the middle of the transaction
     with pytest.raises(QueueTransactionLost):
-        dying.amend(claim(b"1", b"2", send=True))
+        claim(dying, b"1", b"2", send=True)
 
     assert backend.claims(["a"]) == [b"1"]
     assert backend.get_states(["t"]) == {}
@@ -106,7 +101,7 @@ def test_a_claim_that_is_gone_leaves_no_queue(
     backend: AMQPBackend, channel: BlockingChannel
 ) -> None:
     queue = claim_queue("a").queue
-    assert backend.amend(claim(None, b"1", send=True))
+    assert claim(backend, None, b"1", send=True)
     assert channel.queue_declare(queue, passive=True).method.message_count == 1
     backend.release([("a", b"1")])
 
@@ -129,7 +124,7 @@ def test_unique_key_is_free_when_rabbitmq_lost_its_tasks_state(amqp_url: str) ->
 
 
 def test_the_state_of_a_claims_task_is_written_with_it(backend: AMQPBackend) -> None:
-    assert backend.amend(claim(None, b"1", send=True))
+    assert claim(backend, None, b"1", send=True)
     assert backend.get_state("t").state is State.PENDING
-    assert not backend.amend(claim(None, b"2", send=True))
+    assert not claim(backend, None, b"2", send=True)
     assert len(backend.unsent(9, older_than=0.0)) == 1

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from machinery_py.backends.base import SETTLED, Amendment
+from machinery_py.backends.base import SETTLED, Rider
 from machinery_py.backends.rabbitmq.backend import AMQPBackend
 from machinery_py.errors import BackendUnavailable
 from machinery_py.tasks.states import State
@@ -25,8 +25,8 @@ def test_all_but_states_survives_a_kill_of_the_server(open_backend: Open) -> Non
         backend = open_backend(server.url, timeout=3.0)
         backend.init_group("g", ["t"])
         backend.revoke(["r"])
-        assert backend.amend(Amendment(name="every minute", expected=None, body=b"paused"))
-        assert backend.amend(Amendment(name="key", expected=None, body=b"held", life=100.0))
+        assert backend.amend(Rider(name="every minute", expected=None, body=b"paused"))
+        assert backend.amend(Rider(name="key", expected=None, body=b"held", life=100.0))
         assert finish(backend) == SETTLED.word
         # A queue declared just before a kill is lost (F70 of the fault model); this takes a second.
         server.ctl("list_queues", "--silent")
@@ -80,16 +80,14 @@ class Counting:
         self._backend = backend
         self.done = {0.0: 0, 1000.0: 0}  # life → the last number that was accepted
         for life in self.done:
-            assert backend.amend(Amendment(name="n", expected=None, body=b"0", life=life))
+            assert backend.amend(Rider(name="n", expected=None, body=b"0", life=life))
 
     def count_on(self) -> None:
         """Until the server is away."""
         while True:
             for life, number in self.done.items():
                 assert self._backend.amend(
-                    Amendment(
-                        name="n", expected=b"%d" % number, body=b"%d" % (number + 1), life=life
-                    )
+                    Rider(name="n", expected=b"%d" % number, body=b"%d" % (number + 1), life=life)
                 )
                 self.done[life] = number + 1
 

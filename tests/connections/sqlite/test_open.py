@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from machinery_py.backends.base import Amendment
+from machinery_py.backends.base import Rider
 from machinery_py.backends.sqlite.backend import SQLiteBackend
 from machinery_py.brokers.base import Message
 from machinery_py.brokers.sqlite.broker import SQLiteBroker
@@ -61,7 +61,7 @@ def test_a_file_of_the_first_version_is_brought_up_to_date(
 
     again = SQLiteDriver(path)
     assert SQLiteBackend(again).claims(["a"]) == [None]
-    assert SQLiteBackend(again).amend(Amendment(name="a", expected=None, body=b"1"))
+    assert SQLiteBackend(again).amend(Rider(name="a", expected=None, body=b"1"))
     assert SQLiteBackend(again).records().bodies == {"a": b"1"}
     assert SQLiteBackend(again).get_states(["t"]) == {}
     subscription = SQLiteBroker(again).subscribe("t")

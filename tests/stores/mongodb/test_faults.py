@@ -25,7 +25,7 @@ from pymongo.errors import (
 )
 
 from machinery_py import Config, Server
-from machinery_py.backends.base import ALREADY, SETTLED, Amendment, Change
+from machinery_py.backends.base import ALREADY, SETTLED, Change, Rider
 from machinery_py.backends.mongodb import groups as mongo_groups
 from machinery_py.backends.mongodb.backend import MongoBackend
 from machinery_py.backends.mongodb.documents import go_value
@@ -210,7 +210,7 @@ def test_a_claim_shows_its_task_although_its_sender_stands_still(
     assert store.backend.get_state("t").state is State.PENDING
     assert not claim(store, "a", None, b"2", "u")
     # Marked as started, and released, while what was begun with it is still open.
-    assert store.backend.amend(Amendment(name="a", expected=b"1", body=b"started", life=100.0))
+    assert store.backend.amend(Rider(name="a", expected=b"1", body=b"started", life=100.0))
     store.backend.release([("a", b"started")])
     assert store.backend.claims(["a"]) == [None]
 

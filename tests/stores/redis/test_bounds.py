@@ -239,7 +239,7 @@ def test_settlements_are_committed_in_steps(store: RedisStore) -> None:
     assert count >= COUNT * MB // STEP_BYTES
 
 
-@pytest.mark.parametrize("way", ["submit", "put", "amend"])
+@pytest.mark.parametrize("way", ["submit", "put"])
 def test_many_large_messages_are_stored_in_steps(store: RedisStore, way: str) -> None:
     messages = [message(number) for number in range(COUNT)]
     states = [TaskState(task_uuid=one.uuid, task_name="add") for one in messages]

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from machinery_py.backends.base import Amendment, Change
+from machinery_py.backends.base import Change, Rider
 from machinery_py.backends.redis.backend import RedisBackend
 from machinery_py.backends.redis.scripts import MANY
 from machinery_py.brokers.base import Message
@@ -280,16 +280,9 @@ def test_staged_steps_expire_and_are_staged_anew(driver: RedisDriver) -> None:
 def test_record_is_amended_with_all_messages_or_with_none(
     driver: RedisDriver, expected: bytes | None
 ) -> None:
-    amendment = Amendment(
-        name="flow",
-        expected=expected,
-        body=b"plan",
-        life=60.0,
-        states=SUBMISSION.states,
-        groups=SUBMISSION.groups,
-    )
+    rider = Rider(name="flow", expected=expected, body=b"plan", life=60.0)
 
-    amended = store(driver).amend(amendment, MESSAGES)
+    amended = store(driver).submit(msgspec.structs.replace(SUBMISSION, riders=[rider]))
 
     assert amended is (expected is None)
     assert waiting(driver) == (BODIES if amended else [])

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from machinery_py.backends.base import SETTLED, Amendment, Change, sending_key
+from machinery_py.backends.base import SETTLED, Change, Rider, sending_key
 from machinery_py.backends.redis.cluster import ClusterBackend
-from machinery_py.backends.redis.cluster_documents import parts_of_tick
+from machinery_py.backends.redis.cluster_documents import parts_with
 from machinery_py.brokers.base import Delivery, Message
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.brokers.redis.cluster import FOR_EVER, ClusterBroker, name_of_move
@@ -28,7 +28,7 @@ from machinery_py.errors import (
     PublishUnknown,
     StoreUnusable,
 )
-from machinery_py.stores.base import Store
+from machinery_py.stores.base import Store, Submission, change_in
 from machinery_py.stores.outbox import Outbox, TwoStores
 from machinery_py.stores.redis import ClusterStore
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
@@ -419,21 +419,23 @@ def test_tick_of_a_dead_sender_is_sent_after_a_late_second(
     late = open_store()
     message = Message(uuid="task_1", name="add", queue="q", body=body_of("task_1"))
     group = GroupMeta(group_uuid="group_1", task_uuids=("task_1",))
-    tick = Amendment(
-        name="s",
-        expected=None,
-        body=b"1",
+    tick = Submission(
+        token="tick s now",
+        messages=[message],
         states=[state_of("task_1", State.PENDING)],
         groups=[group],
-        outbox_key="tick s now",
+        riders=[Rider(name="s", expected=None, body=b"1")],
     )
     # After the schedule and the record were written, before anything else.
     backend = ClusterBackend(open_cluster())
-    full = msgspec.structs.replace(tick, outbox=[msgspec.json.encode(message)])
+    change = change_in(tick, [msgspec.json.encode(message)])
     assert backend._steps.amend(
-        b"s", b"", b"1", parts_of_tick(full, clock.now(), backend.cluster.now(), 60)
+        b"s",
+        b"",
+        b"1",
+        parts_with(change.riders[0], change, clock.now(), backend.cluster.now(), 60),
     )
-    assert late.amend(tick, [message]) is False
+    assert late.submit(tick) is False
     assert backend.get_states(["task_1"]) == {}
 
     clock.advance(6.0)
@@ -518,18 +520,15 @@ def test_unfinished_steps_of_a_claim_outlive_the_claim(
 ) -> None:
     """Its window is over and another has the key, before the message of the first was published."""
     heir = open_store()
-    first = Amendment(
-        name="a",
-        expected=None,
-        body=b"1",
-        life=50.0,
+    first = Change(
+        key=sending_key("a", "t"),
         states=[state_of("t")],
-        outbox_key=sending_key("a", "t"),
         outbox=[msgspec.json.encode(message_of("t"))],
+        riders=[Rider(name="a", expected=None, body=b"1", life=50.0)],
     )
-    assert ClusterBackend(open_cluster()).amend(first)
+    assert ClusterBackend(open_cluster()).apply([first]) == [SETTLED]
     # Marked by its worker, and still shown with what is owed.
-    assert heir.backend.amend(Amendment(name="a", expected=b"1", body=b"started", life=50.0))
+    assert heir.backend.amend(Rider(name="a", expected=b"1", body=b"started", life=50.0))
     assert heir.backend.claims(["a"]) == [b"started"]
     clock.advance(60.0)
     assert heir.backend.claims(["a"]) == [None]

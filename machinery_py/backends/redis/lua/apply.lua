@@ -1,9 +1,9 @@
--- In: now, seconds that finished states are kept, C, S. Out: a letter each: s(ettled), a(lready),
--- f(enced).
+-- In: now, seconds that finished states are kept, C, S, R. Out: a letter each: s(ettled), a(lready),
+-- f(enced), c(onflict).
 --! include backends/redis/lua/changes.lua
 
 local text, expire
-text, expire, C, S = unpack(unpacked)
+text, expire, C, S, R = unpack(unpacked)
 local now, changes, verdicts, plans = now_of(text), {}, {}, {}
 for c = 1, #C, $CHANGE do changes[#changes + 1] = c end
 listable(changes)

@@ -11,11 +11,13 @@
 --     group         (UUID, document)
 --     arrival       (group, member, total, ok, callback)
 --
+-- R, if there is one, has the riders of some changes, by the place of the change, as riders.lua says.
+--
 -- A companion is lines: run, epoch, mark, started, progress, queue, worker, and then our fields.
 -- look: reads what is stored of tasks, in one command for all; `known` keeps it, and what is
 -- decided after that. Raises if something else lies under a UUID, or it is the name of a queue:
 -- nothing of others is ever written over.
--- decide: what a change would write, and its verdict (s, a, f); writes nothing, and the next change
+-- decide: what a change would write, and its verdict (s, a, f, c); writes nothing, and the next change
 -- sees it in `known`.
 -- decide_first: decides the change at place 1, if there is one.
 -- leave_to_go: of a change that may not fire its group: if Go has settled the group, it is ready no
@@ -27,8 +29,9 @@
 -- commit: writes it. note_states: writes the listings and the groups, once for all that a script
 -- has committed.
 --! include backends/redis/lua/groups.lua
+--! include backends/redis/lua/riders.lua
 
-local C, S
+local C, S, R
 local known, firing = {}, {}
 local NONE = {}
 local function life_key(uuid) return 'mpy:l:{' .. uuid .. '}' end
@@ -182,6 +185,8 @@ local function decide(c)
       return 'f'
     end
   end
+  local riders = R and R[c] or NONE
+  if not may_ride(riders) then return 'c' end
   if fires ~= '' then
     if firing[fires] or not may_fire(fires) then return 'f' end
     key_type(select(2, group_keys(fires)), 'set')
@@ -197,6 +202,7 @@ local function decide(c)
     key_type(h, 'set')
   end
   for uuid, row in pairs(new) do known[uuid] = row end
+  for _, r in ipairs(riders) do ridden[rider_key(r)] = r[3] end
   return 's', plan
 end
 local function listable(changes)
@@ -272,6 +278,7 @@ end
 local function commit(c, plan, now, expire)
   local arrivals, groups, outbox = C[c + $ARRIVALS] or NONE, C[c + $GROUPS] or NONE, C[c + $OUTBOX]
   if C[c + $FIRES] ~= '' then fire(C[c + $FIRES], expire) end
+  for _, r in ipairs(R and R[c] or NONE) do ride(r) end
   local held = false
   for _, a in ipairs(arrivals) do
     if a[5] ~= '' and not has_fired(a[1]) then held = true end
