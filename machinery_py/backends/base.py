@@ -39,6 +39,7 @@ class BackendFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     claims: bool = False  # it keeps the keys of unique tasks
     forgets: bool = False  # anything stored may be lost at any time: see its documentation
     schedules: bool = True  # it keeps records, which schedules are kept in
+    riders: bool = True  # they change with settlements and firings, and not with submissions alone
     # Seconds that a group shared with Go is left to Go, since Go does not ask who has settled it.
     foreign_time: float = 0.0
 

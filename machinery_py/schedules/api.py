@@ -212,6 +212,7 @@ class Schedules:
 
         Raises:
             ArgumentError: what it sends cannot be sent.
+            PublishUnknown: no answer; it may have been sent.
         """
 
         def send(body: bytes, entry: ScheduleEntry) -> bool:

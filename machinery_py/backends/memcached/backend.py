@@ -95,6 +95,7 @@ class MemcacheBackend(Backend, OutboxBackend):
         durable=False,
         listing=False,
         claims=True,
+        riders=False,
         forgets=True,
         foreign=True,
         foreign_time=GO_TIME,

@@ -83,7 +83,11 @@ class MongoBackend(DriverUser, Backend, OutboxBackend):
     """
 
     features = BackendFeatures(
-        name="mongodb", foreign=True, claims=True, foreign_time=mongo_groups.GO_TIME
+        name="mongodb",
+        foreign=True,
+        claims=True,
+        riders=False,
+        foreign_time=mongo_groups.GO_TIME,
     )
 
     def __init__(self, driver: MongoDriver, *, expire_in: float = EXPIRE_IN) -> None:

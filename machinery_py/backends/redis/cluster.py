@@ -94,7 +94,7 @@ _REVOKED = b"{" + REVOKED + b"}:"  # the prefix of its slot
 class ClusterBackend(Backend, OutboxBackend):
     """Documents in a cluster, which belongs to its creator."""
 
-    features = BackendFeatures(name="redis", foreign=True, claims=True)
+    features = BackendFeatures(name="redis", foreign=True, claims=True, riders=False)
 
     def __init__(self, cluster: RedisClusterDriver, *, expire_in: float = EXPIRE_IN) -> None:
         self.cluster = cluster

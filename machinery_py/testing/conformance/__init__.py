@@ -41,6 +41,7 @@ _SUITES = (
     "bounds",
     "settlement",
     "schedules",
+    "riders",
     "claims",
     "locks",
     "rows",

@@ -16,12 +16,12 @@ from machinery_py.tasks.states import State
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.fencing import (
     OpenStore,
-    StoreCase,
     drain,
     message_of,
     state_of,
     uuid_of,
 )
+from machinery_py.testing.conformance.riders import RiderConformance
 from machinery_py.testing.waiting import together
 
 __all__ = ["ClaimConformance", "OpenStore", "claim"]
@@ -50,7 +50,7 @@ def claim(
     )
 
 
-class ClaimConformance(StoreCase):
+class ClaimConformance(RiderConformance):
     """Tests of claims in Store.submit, Backend.amend, Backend.claims and Backend.release."""
 
     def test_store_declares_that_it_keeps_claims(self, store: Store) -> None:
