@@ -42,6 +42,7 @@ from machinery_py.backends.base import (
     Records,
     Rider,
     Verdict,
+    lone_rider,
 )
 from machinery_py.backends.rabbitmq.documents import (
     LOCKS,
@@ -114,6 +115,7 @@ class AMQPBackend(TransactionalBackend):
         keeps_unfinished=False,
         keeps_longer=False,
         claims=True,
+        riders=False,
     )
 
     def __init__(self, driver: AmqpDriver, *, expire_in: float = EXPIRE_IN) -> None:
@@ -199,9 +201,12 @@ class AMQPBackend(TransactionalBackend):
         uuids.update(arrival.group_uuid for change in changes for arrival in change.arrivals)
         uuids.update(group.group_uuid for change in changes for group in change.groups)
         uuids.update(change.fires for change in changes if change.fires)
-        riders = [rider for change in changes for rider in change.riders]
-        uuids.update(rider.name for rider in riders if rider.life)
-        locks = () if all(rider.life for rider in riders) else (SCHEDULES_LOCK,)
+        rider = lone_rider(changes, self.features.name)
+        locks: Sequence[str] = ()
+        if rider is not None and rider.life:
+            uuids.add(rider.name)
+        elif rider is not None:
+            locks = [SCHEDULES_LOCK]
 
         def step(_: _OpenTransaction) -> list[Verdict]:
             verdicts = TransactionalBackend.apply(self, changes)
