@@ -244,35 +244,26 @@ class Relay:
             self._publish_unique(kept)
             return True
         limits = app.limits_of(messages) if app.config.queue_limits else ()
-        if not app.store.backend.features.claims:
-            states, groups = kept.states, kept.groups
-            token = f"outbox {kept.key}"
-            app.store.submit(
-                Submission(
-                    token=token, messages=messages, states=states, groups=groups, limits=limits
-                )
-            )
-        else:
-            name, body = _claim(kept)
-            if limits and app.store.backend.claims([name]) == [None]:
-                app.store.broker.check_limits(limits)
-            token = sending_key(name, kept.key)
-            rider = Rider(name=name, expected=None, body=body, life=CLAIM_LIFE)
-            try:
-                is_new = app.store.submit(
-                    Submission(
-                        token=token,
-                        messages=messages,
-                        states=kept.states,
-                        groups=kept.groups,
-                        riders=[rider],
-                    )
-                )
-            except MachineryError:
-                self._left = token, -math.inf  # ours to finish
-                raise
-            if not is_new:
-                return self._finish(token)
+        name, body = _claim(kept)
+        claims = app.store.backend.features.claims
+        if claims and limits and app.store.backend.claims([name]) == [None]:
+            app.store.broker.check_limits(limits)
+        rider = Rider(name=name, expected=None, body=body, life=CLAIM_LIFE)
+        submission = Submission(
+            token=sending_key(name, kept.key) if claims else f"outbox {kept.key}",
+            messages=messages,
+            states=kept.states,
+            groups=kept.groups,
+            limits=() if claims else limits,
+            riders=[rider] if claims else (),
+        )
+        try:
+            is_new = app.store.submit(submission)
+        except MachineryError:
+            self._left = submission.token, -math.inf  # ours to finish
+            raise
+        if not is_new:
+            return self._finish(submission.token)
         if TaskSent in app.events.wanted:
             app.report_sent([decode_signature(one.body) for one in messages])
         return True
