@@ -38,13 +38,14 @@ class OneStore(Store):
         self, broker: Broker, backend: TransactionalBackend, transaction: Transaction
     ) -> None:
         self.broker = broker
-        self.backend: TransactionalBackend = backend
+        self.backend = backend
+        self.states = backend
         self._transaction = transaction
 
     def submit(self, submission: Submission) -> bool:
         with self._transaction():
             if submission.riders:
-                if not self.backend.holds(submission.riders):
+                if not self.states.holds(submission.riders):
                     return False
                 submission = msgspec.structs.replace(submission, token="")
             if submission.put(self.broker) and (
@@ -110,7 +111,7 @@ class OneSession(Session):
 
     def _is_refused(self, settlement: Settlement) -> bool:
         """Return whether its riders refuse it; if so, it is not to touch its delivery."""
-        backend, change = self._store.backend, change_by(settlement)
+        backend, change = self._store.states, change_by(settlement)
         return (
             self.consumer.holds([settlement.delivery]) == [True]
             and not backend.holds(change.riders)
