@@ -189,7 +189,7 @@ _MODULES: Mapping[str, Sequence[Command]] = {
     "queues": (
         Command("queues", "list queues, and how full they are", examples=("tasks", "tasks --json")),
         Command(
-            "queues forget",
+            "forget",
             "delete what is kept of queues that are over: their names and counters",
             words="QUEUE …",
             examples=("tasks mail-of-1837",),

@@ -1,7 +1,4 @@
-"""Commands on queues and their workers.
-
-queues, queues forget, workers, purge, declare, pause, resume.
-"""
+"""Commands on queues and their workers: queues, forget, workers, purge, declare, pause, resume."""
 
 from __future__ import annotations
 
@@ -48,8 +45,8 @@ def queues(server: Server, args: argparse.Namespace) -> int:
     return listing(args, server.inspect.queues(), columns, right=list(columns)[1:])
 
 
-def queues_forget(server: Server, args: argparse.Namespace) -> int:
-    """Run `machinery queues forget`. The exit code is 1 if a queue is in use."""
+def forget(server: Server, args: argparse.Namespace) -> int:
+    """Run `machinery forget`. The exit code is 1 if a queue is in use."""
     names = list(dict.fromkeys(args.rest))
     forgotten = [name for name in names if server.inspect.forget_queue(name)]
     for name in names:

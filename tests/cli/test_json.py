@@ -42,7 +42,7 @@ CHANGING = {
     *(
         "pause",
         "resume",
-        "queues forget",
+        "forget",
         "limits set",
         "limits reset",
         "control",

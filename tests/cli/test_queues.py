@@ -81,14 +81,14 @@ def test_queue_that_is_over_is_forgotten_and_no_other(app: App) -> None:
     app.send("add", "1", "2", "--queue", "used")
     app.run("purge", "tasks", "over")
 
-    done = app.run("queues", "forget", "tasks", "over", "used", code=1)
+    done = app.run("forget", "tasks", "over", "used", code=1)
 
     assert done.stdout == "forgot 'over'\n"
     assert done.stderr.startswith("machinery: queue 'used' is in use, and was left as it is")
     assert [one["queue"] for one in app.json("queues", "tasks")] == ["used"]
-    assert "no queue 'over'" in app.run("queues", "forget", "tasks", "over", code=2).stderr
+    assert "no queue 'over'" in app.run("forget", "tasks", "over", code=2).stderr
     app.run("purge", "tasks", "used")
-    assert app.json("queues", "forget", "tasks", "used") == {"forgotten": ["used"]}
+    assert app.json("forget", "tasks", "used") == {"forgotten": ["used"]}
 
 
 def test_the_doctor_says_that_a_queue_is_paused(app: App) -> None:

@@ -42,9 +42,8 @@ class Trace:
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         if not self.on or event != "call":
             return
-        file = file_of(frame)
-        if file and not file.startswith("testing/"):
-            call = Call(file, frame.f_code.co_name, file_of(frame.f_back))
+        call = Call(file_of(frame), frame.f_code.co_name, file_of(frame.f_back))
+        if call.file and not any(file.startswith("testing/") for file in (call.file, call.caller)):
             self.calls[threading.current_thread().name].append(call)
 
     def of(self, thread: str) -> list[Call]:

@@ -108,9 +108,6 @@ ITEMS = (
                "until woken, a minute at most", "consumer"),
     StoredItem("mpy:{<queue>}:w", "set", "those of them that block at another queue",
                "until woken, a minute at most", "consumer"),
-    StoredItem("mpy:{<queue>}:life", "string",
-               "beginning of the `run_id` of the server that gave these connections their numbers",
-               "a minute", "consumer"),
     StoredItem("mpy:{<queue>}:u", "set", "the queue is paused", "until resumed", "broker"),
     StoredItem("mpy:m:{<uuid>}", "string",
                "companion of a state, in lines: run, epoch, mark, start, progress, queue, "
@@ -151,6 +148,9 @@ ITEMS = (
 )
 
 ONE_SERVER = (
+    StoredItem("mpy:{<queue>}:life", "string",
+               "beginning of the `run_id` of the server that gave these connections their numbers",
+               "a minute", "consumer"),
     StoredItem("mpy:p:<token>", "string", "token of a submission that was carried out",
                "ten minutes", "broker"),
     StoredItem("mpy:staged:<token>", "hash",
