@@ -36,9 +36,11 @@ class Run(Protocol):
 
     def wait_begins(self) -> bool:
         """Lend the slot. False: this thread has none; no `wait_ends` follows."""
+        ...
 
     def wait_ends(self, *, at_once: bool) -> None:
         """Take a slot again. `at_once`: or go on without."""
+        ...
 
     async def wait_ends_async(self, *, at_once: bool) -> None: ...
 

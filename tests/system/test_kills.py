@@ -238,7 +238,7 @@ def test_worker_stopped_beyond_its_lease_begins_nothing_of_others(
 ) -> None:
     if fleet.url.startswith("amqp"):
         fleet.environment["KILL_URL"] = f"{fleet.url}?heartbeat=2"  # RabbitMQ's lease
-    fleet.environment["MACHINERY_LEASE"] = "1"
+    fleet.environment["MACHINERY_LEASE"] = "3"  # a busy machine holds up the other, too
     halt = server.register_task("halt", lambda: None)
     work = server.register_task("work", int)
     # The short ones in front let it claim ahead.
