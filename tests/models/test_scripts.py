@@ -219,7 +219,7 @@ RULES = [("rate", "", 5, 200_000, 0), ("running", "", 1, 0, 0)]
 SLOTS = [("task add", "running:", "task_1", "token")]
 
 CALLS: dict[str, tuple[Any, ...]] = {
-    "limits ENTER": (NOW, [("task add", "task_1", "token", 10_000_000, 0, RULES)]),
+    "limits ENTER": (NOW, [("task add", "task_1", "token", 10_000_000, 0, RULES, 0)]),
     "limits RENEW": (NOW, 10_000_000, SLOTS),
     "limits LEAVE": (NOW, 0, SLOTS),
     "limits READ": (NOW, "task add", 1000),

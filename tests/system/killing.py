@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 from machinery_py import Server, current_task
@@ -40,7 +41,8 @@ def halt() -> None:
     """Stop the whole process, as SIGSTOP from outside would; not so when it is run again."""
     note("halt")
     if not current_task().is_redelivery:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # To this thread: else it may run on until another one has got the signal.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 @server.task

@@ -112,7 +112,7 @@ def test_waiting_worker_stops_at_once(
         redis.start()
         proxy.black_hole()
     # A connection would last for longer than the test.
-    app.env |= {"MACHINERY_URL": proxy.through(redis.url), "MACHINERY_PUBLISH_TIMEOUT": "600"}
+    app.env |= {"MACHINERY_URL": proxy.through(redis.url), "MACHINERY_PUBLISH_TIMEOUT": "300"}
     worker = app.start(
         "worker", "tasks", "-p", processes, MACHINERY_BROKER_CONNECTION_BACKOFF="linear"
     )

@@ -92,7 +92,7 @@ class BoundsConformance(StoreCase):
         assert session.settle(ends) == [SETTLED] * COUNT
 
         states = store.backend.get_states(_uuids)
-        assert [states[uuid].results for uuid in _uuids] == [(_text,)] * COUNT
+        assert [tuple(states[uuid].results) for uuid in _uuids] == [(_text,)] * COUNT
         assert [one.group_uuid for one in store.ready_groups()] == ["g"]
         results = store.backend.group_results("g")
         assert [len(str(one.results[0].value)) for one in results] == [SIZE] * COUNT

@@ -143,7 +143,8 @@ class EndingConformance(TaskConformance):
         with pytest.raises(TaskFailed, match="rejected: ValueError: of no use"):
             result.get(timeout=HANG)
         state = result.steps[0].get_state()
-        assert (state.state, state.error_type, state.results) == (State.FAILURE, "Rejected", ())
+        assert (state.state, state.error_type) == (State.FAILURE, "Rejected")
+        assert not state.results
         told = app.wait_for("told")
         assert told == [("rejected: ValueError: of no use", "told")]
         assert len(app.calls) == 2  # the task, and who is told
@@ -174,7 +175,8 @@ class EndingConformance(TaskConformance):
 
         assert app.wait_for("told") == [("ignored: nobody wants it", "told")]
         state = result.steps[0].get_state()
-        assert (state.state, state.error_type, state.results) == (State.FAILURE, "Ignored", ())
+        assert (state.state, state.error_type) == (State.FAILURE, "Ignored")
+        assert not state.results
         assert app.calls.count(("run",)) == 1
         assert len(app.calls) == 2
         assert app.server.inspect.dead() == []

@@ -6,7 +6,7 @@
 --! include connections/redis/lua/prelude.lua
 
 local ridden = {}
-local function rider_key(r) return r[4] > 0 and 'mpy:u:' .. r[1] or 'mpy:records ' .. r[1] end
+local function rider_key(r) return r[4] > 0 and 'mpy:u:' .. r[1] or 'record ' .. r[1] end
 local function may_ride(riders)
   for _, r in ipairs(riders) do
     local holds = ridden[rider_key(r)]
