@@ -358,7 +358,9 @@ class _Checker:
             runs = self.runs.get(call.uuid)
             if not runs or self._is_given_up(call.uuid):
                 continue
-            found, most = sorted({one.run for one in runs}), call.retries
+            noted, most = {one.run for one in runs}, call.retries
+            unseen = self.repeated.lost_unseen(call.uuid) - noted
+            found, most = sorted(noted | unseen), most + len(unseen)
             if len(found) > most + 1:
                 most += self.repeated.lost_processes(runs)
             if found != list(range(len(found))) or not call.retries < len(found) <= most + 1:

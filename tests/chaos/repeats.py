@@ -85,6 +85,18 @@ class Repeats:
             for one in runs
         )
 
+    def lost_unseen(self, uuid: str) -> set[int]:
+        """Return the runs that a worker ended for a lost process, which noted them or not."""
+        return {
+            one.run
+            for one in self._history.settled
+            if one.uuid == uuid
+            and any(
+                fault.kind == "child" and fault.start <= one.at <= fault.end + NOTICED
+                for fault in self.faults[one.worker]
+            )
+        }
+
     def is_zombie(self, one: Run) -> bool:
         """Whether its process had just been out of reach.
 
