@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from machinery_py.app import Application
 from machinery_py.backends.base import FENCED, Verdict
-from machinery_py.bounds import STEP_BYTES
+from machinery_py.bounds import STEP_BYTES, pieces
 from machinery_py.brokers.base import WAITING, Fate, Message
 from machinery_py.errors import MachineryError
 from machinery_py.events import (
@@ -156,12 +156,14 @@ class Settler:
         """
         over: list[Execution] = []
         marked: list[Execution] = []
+        size = 0
         for execution in batch:
             if execution.settlement is None:
                 marked.append(execution)
             elif execution.is_ready and not execution.committed:  # else it was a mark, and is late
                 execution.committed = True
                 over.append(execution)
+                size += execution.carried
         for execution in late:
             execution.queued = False
         if late and self._has_lines():
@@ -169,7 +171,10 @@ class Settler:
         marks = _marks(late, room=BUSY - len(over))
         if not over and not marks:
             return marked
-        verdicts = self._settle(over, marks)
+        if size <= STEP_BYTES:
+            verdicts = self._settle(over, marks)
+        else:  # the last one gathered, and those that have ended since they were gathered as marks
+            verdicts = self._settle_in_steps(over, marks)
         arrivals = [one for settlement in _settlements(over) for one in settlement.arrivals]
         if arrivals:
             self._groups.note(arrivals)
@@ -184,6 +189,15 @@ class Settler:
             self._on_reported()
             release(self._app, over, verdicts)
         return marked
+
+    def _settle_in_steps(
+        self, over: Sequence[Execution], marks: Sequence[Mark]
+    ) -> Sequence[Verdict]:
+        verdicts: list[Verdict] = []
+        for some in pieces(over, lambda one: one.carried, most=MAX_BATCH):
+            verdicts += self._settle(some, marks)
+            marks = ()
+        return verdicts
 
     def _report(self, over: Sequence[Execution], verdicts: Sequence[Verdict]) -> None:
         """Count, log and emit what has become true, or has not."""

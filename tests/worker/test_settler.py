@@ -513,8 +513,7 @@ def test_commit_carries_no_more_than_one_step_may(narrow: tuple[Bench, NarrowSto
         assert [result.get(timeout=HANG) for result in results] == [text] * 40
 
     assert sum(count for count, _ in store.session.commits) == 40
-    # Beside what was counted, those go with it that were gathered as marks and have ended since.
-    assert max(size for _, size in store.session.commits) <= 3 * STEP_BYTES
+    assert max(size for _, size in store.session.commits) <= STEP_BYTES
 
 
 def test_commit_that_fails_is_halved_before_it_is_repeated(
