@@ -222,7 +222,8 @@ def let_go(app: Application, uuids: Iterable[str]) -> None:
 def purge(app: Application, queue: str, progress: Callable[[int], object] | None = None) -> int:
     """Revoke the tasks that wait in a queue, and delete its messages; return how many.
 
-    Messages without a record of ours, as those of Go programs, are only deleted.
+    Messages without a record of ours, as those of Go programs, are only deleted, and so are those
+    of a broker that cannot list them.
 
     Args:
         progress: called after each step with the number so far.
@@ -231,6 +232,11 @@ def purge(app: Application, queue: str, progress: Callable[[int], object] | None
         BackendUnavailable, BrokerUnavailable, PublishRefused, PublishUnknown: some of it is done;
             repeat it.
     """
+    if not app.store.broker.features.peeking:
+        count = app.store.broker.purge(queue)
+        if progress is not None:
+            progress(count)
+        return count
     count = 0
     for gone in app.store.broker.purge_each(queue, functools.partial(_end_purged, app, WAITED)):
         count += len(gone)
