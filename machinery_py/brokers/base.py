@@ -87,6 +87,8 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             there is none.
         strikes: how many consumers died (or lost their lease) while they ran it; fewer, if nobody
             could see what one of them ran.
+        order: its place among the deliveries of the queue, where the fence does not say it: of what
+            was moved to a sleeping consumer before others were claimed. 0: its fence says it.
         sent_at: when it was put on the queue, to 0.25 s. None: the broker does not know, of a
             later delivery, of another program's message, or since `Consumer.is_timed` is off.
     """
@@ -100,6 +102,7 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     strikes: int = 0
     parks: int = 0
     priority: int = 0
+    order: int = 0
     sent_at: dt.datetime | None = None
 
     @property

@@ -71,7 +71,7 @@ class Entrant(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         order: place among those who wait under one key: the lower one goes first, whoever asked
-            first (workers give the fence of the delivery). 0: behind all who wait.
+            first (workers give `Delivery.order`, or its fence). 0: behind all who wait.
     """
 
     scope: str

@@ -178,7 +178,7 @@ class ExecutionGuard:
                     mark_of(self._delivery),
                     rules,
                     again=self._delivery.redelivered,
-                    order=self._delivery.fence,
+                    order=self._delivery.order or self._delivery.fence,
                     together=True,
                     on_lost=on_lost,
                 )

@@ -82,6 +82,8 @@ class RedisConsumer(Consumer):
         self._mover = mover
         self._move_reply: Any = None  # of the move in front of the last claim
         self._refused = False  # whether the last blocking move was
+        # What it has moved, and the fence that was counted before; others' may be in between.
+        self._arrived: tuple[object, int] = b"", 0
         self._is_due = False  # whether the last claim left something due
         self._has_found = False  # whether it found something
         self._block = min(BLOCK, driver.limits.block)
@@ -186,7 +188,7 @@ class RedisConsumer(Consumer):
         Where the last claim has left something due and this one does not block, a move precedes it.
         """
         claim = next(self._claims)
-        self._refused = False
+        self._refused, self._arrived = False, (b"", 0)
         move_of = 0 if sleep or not self._is_due else limit if self._has_found else MOVE
         now = time.monotonic()
         session = self.session
@@ -302,13 +304,16 @@ class RedisConsumer(Consumer):
                 link.send(packet)
             else:
                 timeout = b"%.3f" % max(seconds, 0.001)
+                count = command(b"INCRBY", self._fences_key().encode(), b"1")
                 move = command(b"BLMOVE", source, arrivals, b"LEFT", b"RIGHT", timeout)
                 is_due = self._due_at <= time.monotonic() + seconds
-                link.send(b"".join((*looks, move, packet)))
+                link.send(b"".join((*looks, count, move, packet)))
                 noted = [_read_before(link) != 0 for _ in looks]
+                order = _read_before(link, refused=0)
                 if not all(noted) or (is_due and not link.has_news(seconds)):
                     self._driver.end_block(link)
-                self._refused = _read_before(link, refused=_REFUSED) is _REFUSED
+                moved = _read_before(link, refused=_REFUSED)
+                self._refused, self._arrived = moved is _REFUSED, (moved, order)
         finally:
             self._asleep = b""
 
@@ -339,6 +344,7 @@ class RedisConsumer(Consumer):
             if self._lost:
                 self._since.setdefault(queue, []).extend(range(first, first + count))
         now = self._driver.clock.now() if self._is_timed() else None
+        arrived, order = self._arrived
         return [
             Delivery(
                 body=body,
@@ -349,6 +355,7 @@ class RedisConsumer(Consumer):
                 strikes=strikes,
                 parks=parks,
                 priority=priority,
+                order=order if body == arrived else 0,
                 sent_at=None if now is None or wait < 0 else now - timedelta(microseconds=wait),
             )
             for index, first, deliveries, strikes, parks, priority, wait, count in packed

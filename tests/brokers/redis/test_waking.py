@@ -259,3 +259,22 @@ def test_sender_wakes_many_in_one_round_trip(driver: RedisDriver, broker: RedisB
     assert reads() - before < 10  # of this client; the others have sent their claims already
     assert all(waiter.has_ended() for waiter in waiters)
     assert [len(waiter.found) for waiter in waiters] == [1] * 20
+
+
+@pytest.mark.usefixtures("long_block")
+@pytest.mark.parametrize("sleepers", [1, 3])
+def test_order_of_what_sleepers_are_woken_by_is_that_of_their_queue(
+    driver: RedisDriver, broker: RedisBroker, sleepers: int
+) -> None:
+    consumers = [broker.consume(["first"], worker=f"w{number}") for number in range(sleepers)]
+    others, waiters = blocked(driver), []
+    for number, consumer in enumerate(consumers):
+        waiters.append(Waiter.at(consumer, limit=9))
+        wait_until_asleep(driver, others, number + 1)
+    bodies = [b"body %d" % number for number in range(7)]
+
+    broker.put([Message(uuid="u", name="n", queue="first", body=body) for body in bodies], token="")
+    assert all(waiter.has_ended() for waiter in waiters)
+    found = [delivery for waiter in waiters for delivery in waiter.found]
+
+    assert [one.body for one in sorted(found, key=lambda one: one.order or one.fence)] == bodies
