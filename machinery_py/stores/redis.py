@@ -257,7 +257,7 @@ class RedisSession(Session):
     ) -> list[Verdict]:
         backend, driver = self._store.states, self._store.driver
         consumer, prepared = self.consumer, self._prepared
-        place_of = consumer.place_of
+        session, place_of = consumer.session, consumer.place_of
         queues = Queues(consumer.queues) if any(one.send for one in settlements) else None
         changes = Changes(driver.clock.now(), backend.seconds)
         ends: list[object] = []
@@ -278,17 +278,17 @@ class RedisSession(Session):
             if one.send or one.fate is not Fate.DONE:
                 fate, due, head = end_of(disposal_of(one), driver.clock.now())
                 send = [packed(message, queues) for message in one.send] if queues else []
-                ends += (*place_of(one.delivery), fate, change, (due, head, send))
+                ends += (*place_of(one.delivery, session), fate, change, (due, head, send))
             else:
-                ends += (*place_of(one.delivery), "done", change, False)
+                ends += (*place_of(one.delivery, session), "done", change, False)
         seen: list[object] = []
         for mark in marks:
             change = changes.add(key=mark.state.task_uuid, states=(mark.state,))
-            seen += (*place_of(mark.delivery), change)
+            seen += (*place_of(mark.delivery, session), change)
         if not ends and not seen:
             return []
         keys = queues.keys if queues is not None else consumer.keys
-        values = (driver.now(), backend.seconds, consumer.session, keys, ends, seen)
+        values = (driver.now(), backend.seconds, session, keys, ends, seen)
         argument = pack((*values, *changes.packed()))
         if len(argument) > STEP_BYTES and len(settlements) > 1:
             half = len(settlements) // 2

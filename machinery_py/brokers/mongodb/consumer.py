@@ -247,7 +247,7 @@ class MongoConsumer(DriverUser, Consumer):
         if one is not None and one["order"] < 0 and self._share(1):
             other = messages.find_one_and_update({**waits, **OTHERS}, mine, {"_id": 1}, sort=ORDER)
             if other is not None:
-                untake(store, {"_id": one["_id"], "session": self.session})
+                untake(store, {"_id": one["_id"], **mine["$set"]})
         return one is not None
 
     def _next_ids(self, store: Store, waits: Document, limit: int) -> list[str]:

@@ -198,10 +198,10 @@ class RedisConsumer(Consumer):
             link = self._open_link()
             client, is_apart = self._blocked_client(link)
             blocks = (client, will_sleep or bool(sleep), self._noted, is_apart)
-            argument = self._claim_argument(queues, keys, limit, claim, blocks)
+            argument = self._claim_argument(session, queues, keys, limit, claim, blocks)
             looks = self._looks(client, keys) if sleep else []
             self._noted = True  # until the reply says that it is not
-            reply = self._ask(link, argument, sleep, move_of, looks)
+            reply = self._ask(link, session, argument, sleep, move_of, looks)
         except MachineryError:
             raise
         except Exception as error:  # redis-py's, sorted by `fail`
@@ -240,6 +240,7 @@ class RedisConsumer(Consumer):
 
     def _claim_argument(
         self,
+        session: str,
         queues: Sequence[str],
         keys: Sequence[tuple[str, str]],
         limit: int,
@@ -247,7 +248,7 @@ class RedisConsumer(Consumer):
         blocks: Sequence[object],
     ) -> bytes:
         lost = [number for number, _ in self._lost]
-        values = [self._driver.now(), self.session, keys, limit, claim, lost, *blocks]
+        values = [self._driver.now(), session, keys, limit, claim, lost, *blocks]
         values += [self._is_timed(), self._fences_key()]
         if lost:
             before, since = self._before, self._since
@@ -276,6 +277,7 @@ class RedisConsumer(Consumer):
     def _ask(
         self,
         link: RedisConnection,
+        session: str,
         argument: bytes,
         sleep: float,
         move_of: int,
@@ -288,15 +290,20 @@ class RedisConsumer(Consumer):
         elif not sleep:
             link.send(packet)
         else:
-            self._sleep(link, packet, sleep, looks)
+            self._sleep(link, session, packet, sleep, looks)
         return self._driver.read_script(link, scripts.CLAIM, argument)
 
     def _sleep(
-        self, link: RedisConnection, packet: bytes, seconds: float, looks: Sequence[bytes]
+        self,
+        link: RedisConnection,
+        session: str,
+        packet: bytes,
+        seconds: float,
+        looks: Sequence[bytes],
     ) -> None:
         """Send the claim with a blocking move in front of it, and wait for the end of that."""
         name, prefix = self._blocking_queue or self.keys[0]
-        arrivals = f"{prefix}i:{self.session}".encode()
+        arrivals = f"{prefix}i:{session}".encode()
         source = name.encode() if self._blocking_queue else arrivals
         self._asleep = link.number
         try:
@@ -364,11 +371,15 @@ class RedisConsumer(Consumer):
 
     # Ending deliveries
 
-    def place_of(self, delivery: Delivery) -> tuple[int, str]:
-        """Return (index of the queue, receipt); (0, "") if another session has it."""
-        session, _, number = str(delivery.receipt).partition(".")
+    def place_of(self, delivery: Delivery, session: str) -> tuple[int, str]:
+        """Return (index of the queue, receipt); (0, "") if another session has it.
+
+        `session`: read once for all that goes to the store with it; a beat in another thread may
+        start the next session at any moment, and a receipt means something in its own alone.
+        """
+        its_session, _, number = str(delivery.receipt).partition(".")
         index = self._places.get(delivery.queue)
-        return (index, number) if session == self.session and index is not None else (0, "")
+        return (index, number) if its_session == session and index is not None else (0, "")
 
     @property
     def queues(self) -> Sequence[str]:
@@ -376,12 +387,12 @@ class RedisConsumer(Consumer):
         return self._queues
 
     def dispose(self, disposals: Sequence[Disposal]) -> list[bool]:
-        now = self._driver.clock.now()
+        now, session = self._driver.clock.now(), self.session
         ended: list[bool] = []
         for step in pieces(disposals, _size_of, most=max(1, len(disposals))):
-            rows = [(*self.place_of(one.delivery), *end_of(one, now)) for one in step]
+            rows = [(*self.place_of(one.delivery, session), *end_of(one, now)) for one in step]
             letters, to_wake = self._driver.run(
-                scripts.DISPOSE, self._driver.now(), self.session, self.keys, rows, again=False
+                scripts.DISPOSE, self._driver.now(), session, self.keys, rows, again=False
             )
             self._driver.unblock(to_wake)
             ended += [letter == ord("s") for letter in letters]
@@ -390,27 +401,30 @@ class RedisConsumer(Consumer):
     def holds(self, deliveries: Sequence[Delivery]) -> list[bool]:
         if not deliveries:
             return []
-        places = map(self.place_of, deliveries)
+        session = self.session
+        places = [self.place_of(delivery, session) for delivery in deliveries]
         rows = [(self.keys[index][1], number) for index, number in places]
-        return [bool(one) for one in self._driver.run(scripts.HOLDS, self.session, rows)]
+        return [bool(one) for one in self._driver.run(scripts.HOLDS, session, rows)]
 
     def run_begins(self, delivery: Delivery) -> None:
-        index, number = self.place_of(delivery)
+        file = self._file
+        index, number = self.place_of(delivery, file.key)
         if number:
-            self._file.begins((int(number), self._series[delivery.queue]))
+            file.begins((int(number), self._series[delivery.queue]))
         if delivery.count == 1:
             return
         # The last worker may have died of it. Noted in Redis, the run counts wherever this one
         # dies.
         try:
-            self._driver.run(scripts.BEGIN, self.session, self.keys[index][1], number)
+            self._driver.run(scripts.BEGIN, file.key, self.keys[index][1], number)
         except MachineryError:
             return  # if it kills this worker now, the next death counts
 
     def run_ends(self, delivery: Delivery) -> None:
-        _, number = self.place_of(delivery)
+        file = self._file
+        _, number = self.place_of(delivery, file.key)
         if number:
-            self._file.ends((int(number), self._series[delivery.queue]))
+            file.ends((int(number), self._series[delivery.queue]))
 
     # Living
 

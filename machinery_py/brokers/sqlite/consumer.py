@@ -338,11 +338,11 @@ class SQLiteConsumer(Consumer):
         self, connection: sqlite3.Connection, deliveries: Iterable[Delivery]
     ) -> dict[int, int]:
         """Return id → count of those that this session holds; receipts name their session."""
-        mine = f".{self._number}"
-        ids = [_id(delivery) for delivery in deliveries if delivery.receipt.endswith(mine)]
+        session = self._number  # once: a beat in another thread may begin the next one
+        ids = [_id(one) for one in deliveries if one.receipt.endswith(f".{session}")]
         if not ids:
             return {}
-        return dict(_ours(connection.execute(_OURS, (as_json(ids), self._number)).fetchone()[0]))
+        return dict(_ours(connection.execute(_OURS, (as_json(ids), session)).fetchone()[0]))
 
     def holds(self, deliveries: Sequence[Delivery]) -> list[bool]:
         with self._driver.reading() as connection:

@@ -1,14 +1,24 @@
-"""What the file of a dead consumer says of the receipts of its queues."""
+"""The sessions of a consumer, and what the file of a dead one says of its receipts."""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from machinery_py.backends.base import FENCED, SETTLED
+from machinery_py.backends.redis.backend import RedisBackend
+from machinery_py.brokers.base import Delivery, Disposal, Message
+from machinery_py.brokers.redis.broker import RedisBroker
 from machinery_py.brokers.redis.consumer import KIND, began_by, series_of
+from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.connections.session_files import host_file
+from machinery_py.stores.base import Settlement
+from machinery_py.stores.redis import RedisStore
+
+MESSAGE = Message(uuid="u", name="n", queue="q", body=b"x")
 
 
 @pytest.fixture(autouse=True)
@@ -35,3 +45,66 @@ def test_a_run_of_an_unknown_queue_makes_the_file_worth_nothing() -> None:
     file.begins((2, series_of("another")))
 
     assert began_by(file.key, ["q"], ["q", "r"]) is None
+
+
+@pytest.fixture
+def driver(redis_url: str) -> Iterator[RedisDriver]:
+    driver = RedisDriver(redis_url)
+    yield driver
+    driver.close()
+
+
+def at_next_now(driver: RedisDriver, happens: Callable[[], object]) -> None:
+    """Let something happen while an argument is made: when it asks for the time."""
+    now = driver.now
+
+    def once() -> str:
+        driver.now = now  # type: ignore[method-assign] - it happens once
+        happens()
+        return now()
+
+    driver.now = once  # type: ignore[method-assign]
+
+
+def empty(driver: RedisDriver) -> None:
+    """As a server that restarts without its data; receipts are counted from 1 again."""
+    driver.ask(b"FLUSHALL", doing="emptying")
+
+
+def test_claim_and_its_receipts_are_of_one_session(driver: RedisDriver) -> None:
+    broker = RedisBroker(driver)
+    consumer = broker.consume(["q"], worker="w")
+
+    def lose_session() -> None:
+        empty(driver)
+        assert not consumer.beat()
+        broker.put([MESSAGE], token="")
+
+    at_next_now(driver, lose_session)
+    found = consumer.receive(1, 0) or consumer.receive(1, 0)
+
+    assert consumer.dispose([Disposal(delivery=one) for one in found]) == [True]
+
+
+def test_end_of_a_delivery_is_of_its_own_session(driver: RedisDriver) -> None:
+    broker = RedisBroker(driver)
+    store = RedisStore(broker, RedisBackend(driver))
+    broker.put([MESSAGE], token="")
+    session = store.open_session(["q"], worker="w")
+    (old,) = session.receive(1, 0)
+
+    def receive_anew() -> None:
+        empty(driver)
+        assert not session.beat()
+        broker.put([MESSAGE], token="")
+        new.extend(session.receive(1, 0))
+
+    for end in (
+        lambda: session.consumer.dispose([Disposal(delivery=old)]) == [False],
+        lambda: session.settle([Settlement(delivery=old, uuid="u", name="n")]) == [FENCED],
+    ):
+        new: list[Delivery] = []
+        at_next_now(driver, receive_anew)
+        assert end()
+        assert session.consumer.holds(new) == [True]
+        assert session.settle([Settlement(delivery=new[0], uuid="u", name="n")]) == [SETTLED]
