@@ -92,4 +92,4 @@ def _rules(row: StoredRow | None) -> Sequence[Rule]:
 
 
 def _kept(record: LimitRecord, now: int) -> Write:
-    return Write(body=encode(record), expires_at=kept_until(record, now), facts=Facts(at=now))
+    return Write(body=encode(record), expires_in=kept_until(record, now) - now, facts=Facts(at=now))

@@ -7,7 +7,16 @@ from collections.abc import Mapping, Sequence
 
 from machinery_py.clock import moment_of
 from machinery_py.locks.base import Lock, LockHolding
-from machinery_py.rows.contract import NO_ROW, Conflict, Key, Rows, RowStep, StoredRow, Write
+from machinery_py.rows.contract import (
+    NO_ROW,
+    Committed,
+    Key,
+    Rows,
+    RowStep,
+    StoredRow,
+    Write,
+    id_of,
+)
 
 
 class RowsLock(Lock):
@@ -17,16 +26,16 @@ class RowsLock(Lock):
         self._rows = rows
 
     def acquire(self, name: str, *, ttl: float) -> LockHolding | None:
-        key = Key("lock", name)
+        key = _key(name)
         if self._rows.read([key]) != [None]:
             return None  # most who lose find out here, without keeping a writer waiting
         token = secrets.token_hex(16)
-        until = _until(self._rows.now(), ttl)
-        write = Write(body=token.encode(), expires_at=until)
+        write = Write(body=token.encode(), expires_in=_micros(ttl))
         [done] = self._rows.commit([RowStep(expect={key: NO_ROW}, write={key: write})])
-        if isinstance(done, Conflict):
+        if not isinstance(done, Committed):
             return None
-        return LockHolding(name=name, token=token, fence=done.version, expires_at=moment_of(until))
+        until = moment_of(done.at + _micros(ttl))
+        return LockHolding(name=name, token=token, fence=done.version, expires_at=until)
 
     def renew(self, held: LockHolding, *, ttl: float) -> bool:
         return self._change(held, ttl)
@@ -36,17 +45,18 @@ class RowsLock(Lock):
 
     def _change(self, held: LockHolding, ttl: float | None) -> bool:
         """Hold it for `ttl` seconds from now, or release it; return whether it was ours."""
-        key = Key("lock", held.name)
+        key = _key(held.name)
 
         def decide(
             rows: Sequence[StoredRow | None], now: int
         ) -> tuple[Mapping[Key, Write | None], bool]:
+            del now
             row = rows[0]
             if row is None or row.body != held.token.encode():
                 return {}, False
             if ttl is None:
                 return {key: None}, True
-            return {key: Write(body=row.body, expires_at=_until(now, ttl))}, True
+            return {key: Write(body=row.body, expires_in=_micros(ttl))}, True
 
         return self._rows.change([key], decide)
 
@@ -54,5 +64,9 @@ class RowsLock(Lock):
         pass
 
 
-def _until(now: int, ttl: float) -> int:
-    return now + round(ttl * 1e6)
+def _key(name: str) -> Key:
+    return Key("lock", id_of(name))
+
+
+def _micros(seconds: float) -> int:
+    return round(seconds * 1e6)

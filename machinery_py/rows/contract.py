@@ -2,7 +2,7 @@
 
 A feature that keeps its records as rows is written once, for every store that has rows. A row has a
 key, bytes that the feature alone understands, and a version. A step is carried out whole or not at
-all: first each row of `expect` is compared, then each row of `write` is written.
+all: first it is compared with what is there, then its rows are written.
 
     read ──► decide (pure) ──► commit ──► Committed
      ▲                            │
@@ -10,37 +10,43 @@ all: first each row of `expect` is compared, then each row of `write` is written
 
 Invariants, on every store:
 
-- A version is a fence (fences.py), from the one sequence of the store: it is greater than all
-  versions and fences given before, also those of rows that are gone, and those from before the
-  clock was set back. So it never means two bodies.
-- An expired row does not exist: for `read`, `list` and `expect` alike, whether it was deleted or
-  not.
-- A step that lost its reply may be repeated. It then conflicts with itself; the feature reads
-  again, and finds what it wrote.
+- The versions of a row only grow: also when it was deleted or expired in between, and when the
+  clock was set back. So a version never means two bodies, and serves as a fence of its row. Those
+  of two rows say nothing of each other.
+- An expired row does not exist: for `read`, `list`, `once`, `expect` and `create` alike, whether it
+  was deleted or not.
+- NO_ROW says that there is no row, not that there was none: one that was made and deleted since the
+  decision is NO_ROW again. Who must know keeps a row that says so.
+- A step that lost its reply may be repeated. With `once` the repeat is Repeated, as long as that
+  row is there; else it conflicts with itself, and the feature reads again and finds what it wrote.
 
 Expired rows are deleted while others are written, and by `expire`.
 
 Bounds: a row is as large as its feature makes it, and a step writes few rows. Steps and listings
-are carried in pieces of bounds.STEP_BYTES, with one step or row at least.
+are carried in pieces of bounds.STEP_BYTES, with one step or row at least. An id has ID_BYTES at
+most: stores order and index by it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, NewType, TypeVar
 
 import msgspec
 
 from machinery_py.bounds import STEP_BYTES
-from machinery_py.errors import BackendUnavailable
+from machinery_py.errors import BackendUnavailable, NameRefused, Unsupported
 from machinery_py.fences import Fence
+from machinery_py.texts import quoted
 
 PATIENCE = 5.0  # seconds for rows that others change all the time
 PAUSE = 0.0005, 0.02  # seconds until they are read again
 PAGE = 1000  # rows
+ID_BYTES = 1000  # of UTF-8
 T = TypeVar("T")
 
 Version = NewType("Version", Fence)
@@ -48,7 +54,7 @@ NO_ROW = Version(Fence(0))
 
 
 class Key(NamedTuple):
-    """The name of a row. `kind`: a constant of a feature, ASCII; `id`: any text."""
+    """The name of a row. `kind`: a constant of a feature, ASCII; `id`: any text of ID_BYTES."""
 
     kind: str
     id: str
@@ -58,8 +64,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Properties that rows of a kind are listed by.
 
     Attributes:
-        at: µs since 1970; listings begin with the latest.
-        name: rows of one name can be listed alone.
+        at: µs since 1970; listings begin with the latest. An index has it: of a row that is written
+            often it should stay the same.
+        name: rows of one name can be listed alone. Bounded as ids.
     """
 
     at: int
@@ -79,13 +86,13 @@ class Write(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """New content of a row.
 
     Attributes:
-        expires_at: µs since 1970 by the store's clock, the first moment without the row; None:
-            never.
+        expires_in: µs from the moment of the step, by the store's clock, until the row is not there
+            any more; None: it stays.
         facts: None: the row is in no listing.
     """
 
     body: bytes
-    expires_at: int | None = None
+    expires_in: int | None = None
     facts: Facts | None = None
 
 
@@ -93,28 +100,48 @@ class RowStep(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Changes that become true together, or not at all.
 
     Attributes:
-        expect: all rows that the decision has read, with their versions; NO_ROW: there was none.
+        once: a row of `write`, by which a repeat of this step is known: the step is Repeated while
+            there is this row, whatever else it expects.
+        expect: all rows that the decision has read, written or not, with their versions; NO_ROW:
+            there was none.
+        create: rows that are written if they are not there; if they are, that is no conflict.
         write: the new content of each row; None: delete it.
         durable: False: a power cut may undo it, where that is cheaper.
     """
 
+    once: Key | None = None
     expect: Mapping[Key, Version] = {}
+    create: Mapping[Key, Write] = {}
     write: Mapping[Key, Write | None] = {}
     durable: bool = True
 
     def size(self) -> int:
         """Return how many bytes of bodies it carries."""
-        return sum(len(write.body) for write in self.write.values() if write is not None)
+        written = (*self.create.values(), *self.write.values())
+        return sum(len(write.body) for write in written if write is not None)
 
 
 class Committed(msgspec.Struct, frozen=True, gc=False):
-    """The step is true. `version`: the greatest that it gave to a row; NO_ROW if it wrote none."""
+    """The step is true.
+
+    Attributes:
+        version: of the row that it wrote, of several the last one; NO_ROW if `write` made none.
+        at: µs since 1970 by the store's clock; what it wrote expires so long after it.
+    """
 
     version: Version
+    at: int
 
 
 class Conflict(msgspec.Struct, frozen=True, gc=False):
-    """A row is another one than the step expects; nothing was written."""
+    """A row is another one than the step expects; nothing was written. Read again, decide again."""
+
+
+class Repeated(msgspec.Struct, frozen=True, gc=False):
+    """The row `once` is there: the step was carried out before, and is not again."""
+
+
+StepResult = Committed | Conflict | Repeated
 
 
 #: Gets the rows and the store's time in µs, and returns what to write, and a result. It is called
@@ -136,11 +163,22 @@ class Rows(ABC):
 
     @abstractmethod
     def read(self, keys: Sequence[Key]) -> list[StoredRow | None]:
-        """Return the row of each key, or None; all as of one moment."""
+        """Return the row of each key, or None; each as it was at some moment of the call.
+
+        Whether they were so together is what a step says that expects them, and may write nothing.
+        """
 
     @abstractmethod
-    def commit(self, steps: Sequence[RowStep]) -> list[Committed | Conflict]:
-        """Carry out each step by itself, in this order; later ones see what earlier ones wrote."""
+    def commit(self, steps: Sequence[RowStep]) -> list[StepResult]:
+        """Carry out each step by itself, in this order; later ones see what earlier ones wrote.
+
+        All that writes or expects a row at the same time does so one after the other, whether the
+        row is there or not. Rows that are locked are locked in one order, for all steps of a call.
+
+        Raises:
+            BackendUnavailable: any of the steps may have been carried out.
+            NameRefused: an id or a name is too long; nothing was done.
+        """
 
     @abstractmethod
     def list(
@@ -169,12 +207,32 @@ class Rows(ABC):
             yield from page
             after = page[-1]
 
+    def on(self, connection: object) -> Rows:
+        """Return these rows inside a transaction that its caller has begun on the connection.
+
+        There `commit` takes one step with `once`, `expect`, `create` and `write`, sends it in one
+        statement, and neither begins, ends nor repeats anything: what it wrote is true when the
+        caller commits, and never if not. What waits for others or repeats by itself is refused:
+        `change`, and all that other steps would have to wait for until that commit. Settings of the
+        connection stay as they are.
+
+        Raises:
+            Unsupported: the store has no transactions that a caller could share.
+        """
+        del connection
+        raise Unsupported(
+            f"{type(self).__name__}: a step cannot be part of your transaction "
+            "(this store has none that it could share: send after the commit, or by an outbox)"
+        )
+
     @abstractmethod
     def expire(self, items: int) -> bool:
         """Delete up to so many expired rows, of all kinds; return whether more may be left."""
 
     def change(self, keys: Sequence[Key], decide: Decision[T], *, durable: bool = True) -> T:
         """Write what `decide` makes of these rows, as one step, and return its result.
+
+        If it writes nothing, nothing says that the rows were so together.
 
         Raises:
             BackendUnavailable: also if others change the rows all the time.
@@ -188,7 +246,7 @@ class Rows(ABC):
             seen = [NO_ROW if row is None else row.version for row in rows]
             expect = dict(zip(keys, seen, strict=True))
             [done] = self.commit([RowStep(expect=expect, write=write, durable=durable)])
-            if isinstance(done, Committed):
+            if not isinstance(done, Conflict):
                 return result
             if time.monotonic() > deadline:
                 raise BackendUnavailable(
@@ -206,3 +264,46 @@ def page_of(rows: Sequence[StoredRow], size: int) -> list[StoredRow]:
         if count and taken > size:
             return list(rows[:count])
     return list(rows)
+
+
+def id_of(text: str) -> str:
+    """Return an id for a text of any length: itself, or a hash of it if it is too long."""
+    if (raw := _too_long(text)) is None:
+        return text
+    return "sha256:" + hashlib.sha256(raw).hexdigest()
+
+
+def check_step(step: RowStep) -> None:
+    """Raise NameRefused if an id or a name in it is too long."""
+    check_keys(step.expect)
+    check_writes(step.create)
+    check_writes(step.write)
+
+
+def check_writes(rows: Mapping[Key, Write | None]) -> None:
+    """Raise NameRefused if an id or a name is too long."""
+    check_keys(rows)
+    for key, write in rows.items():
+        if write is not None and write.facts is not None:
+            _check(f"{key.kind} {quoted(key.id)}, listed as", write.facts.name)
+
+
+def check_keys(keys: Iterable[Key]) -> None:
+    """Raise NameRefused if an id is too long."""
+    for kind, id in keys:
+        _check(kind, id)
+
+
+def _check(of: str, text: str) -> None:
+    if (raw := _too_long(text)) is not None:
+        raise NameRefused(
+            f"{of} {quoted(text)}: it has {len(raw):,} bytes (at most {ID_BYTES:,})", text
+        )
+
+
+def _too_long(text: str) -> bytes | None:
+    """Return its bytes if they are too many."""
+    if len(text) <= ID_BYTES // 4:
+        return None
+    raw = text.encode("utf-8", "surrogatepass")
+    return raw if len(raw) > ID_BYTES else None

@@ -17,10 +17,15 @@ from machinery_py.rows.contract import (
     Committed,
     Conflict,
     Key,
+    Repeated,
     Rows,
     RowStep,
+    StepResult,
     StoredRow,
     Version,
+    Write,
+    check_keys,
+    check_step,
     page_of,
 )
 
@@ -39,6 +44,7 @@ class MemoryRows(Rows):
         return self._began_at + _monotonic(self.hub)
 
     def read(self, keys: Sequence[Key]) -> list[StoredRow | None]:
+        check_keys(keys)
         with self.hub.lock:
             now = self.now()
             return [self._read(key, now) for key in keys]
@@ -47,30 +53,41 @@ class MemoryRows(Rows):
         row, expires_at = self._kinds.get(key.kind, {}).get(key.id, (None, None))
         return row if expires_at is None or expires_at > now else None
 
-    def commit(self, steps: Sequence[RowStep]) -> list[Committed | Conflict]:
+    def commit(self, steps: Sequence[RowStep]) -> list[StepResult]:
+        for step in steps:
+            check_step(step)
         with self.hub.lock:
             return [self._step(step) for step in steps]
 
-    def _step(self, step: RowStep) -> Committed | Conflict:
+    def _step(self, step: RowStep) -> StepResult:
         now = self.now()
+        if step.once is not None and self._read(step.once, now) is not None:
+            return Repeated()
         for key, version in step.expect.items():
             row = self._read(key, now)
             if (NO_ROW if row is None else row.version) != version:
                 return Conflict()
         if self._expiring and self._expiring[0][0] <= now:
-            self.expire(1 + len(step.write))  # faster than new rows come
+            self.expire(1 + len(step.create) + len(step.write))  # faster than new rows come
+        for key, new in step.create.items():
+            if self._read(key, now) is None:
+                self._write(key, new, now)
         given = NO_ROW
         for key, write in step.write.items():
-            kind = self._kinds.setdefault(key.kind, {})
             if write is None:
-                kind.pop(key.id, None)
-                continue
-            given = Version(self.hub.fences.next())
-            row = StoredRow(key=key, body=write.body, version=given, facts=write.facts)
-            kind[key.id] = row, write.expires_at
-            if write.expires_at is not None:
-                heapq.heappush(self._expiring, (write.expires_at, given, key))
-        return Committed(given)
+                self._kinds.get(key.kind, {}).pop(key.id, None)
+            else:
+                given = self._write(key, write, now)
+        return Committed(given, now)
+
+    def _write(self, key: Key, write: Write, now: int) -> Version:
+        version = Version(self.hub.fences.next())
+        row = StoredRow(key=key, body=write.body, version=version, facts=write.facts)
+        ends = None if write.expires_in is None else now + write.expires_in
+        self._kinds.setdefault(key.kind, {})[key.id] = row, ends
+        if ends is not None:
+            heapq.heappush(self._expiring, (ends, version, key))
+        return version
 
     def list(
         self,

@@ -28,11 +28,16 @@ from machinery_py.rows.contract import (
     Decision,
     Facts,
     Key,
+    Repeated,
     Rows,
     RowStep,
+    StepResult,
     StoredRow,
     Version,
     Write,
+    check_keys,
+    check_step,
+    check_writes,
 )
 from machinery_py.texts import printable
 
@@ -76,25 +81,21 @@ class SQLiteRows(Rows):
         return self._driver.now()
 
     def read(self, keys: Sequence[Key]) -> list[StoredRow | None]:
-        now = self.now()
+        check_keys(keys)
         with self._driver.reading() as connection:
-            if len(keys) <= MOST or connection.in_transaction:
-                return _read(connection, keys, now)
-            connection.execute("BEGIN")  # or each statement would see a moment of its own
-            try:
-                return _read(connection, keys, now)
-            finally:
-                connection.execute("COMMIT")
+            return _read(connection, keys, self.now())
 
-    def commit(self, steps: Sequence[RowStep]) -> list[Committed | Conflict]:
+    def commit(self, steps: Sequence[RowStep]) -> list[StepResult]:
+        for step in steps:
+            check_step(step)
         if len(steps) == 1:
             return self._commit(steps)
-        done: list[Committed | Conflict] = []
+        done: list[StepResult] = []
         for piece in pieces(steps, RowStep.size, most=MOST):
             done += self._commit(piece)
         return done
 
-    def _commit(self, steps: Sequence[RowStep]) -> list[Committed | Conflict]:
+    def _commit(self, steps: Sequence[RowStep]) -> list[StepResult]:
         with self._writing(any(step.durable for step in steps)) as connection:
             now = self.now()
             done = [_carry_out(connection, step, now) for step in steps]
@@ -103,9 +104,11 @@ class SQLiteRows(Rows):
 
     def change(self, keys: Sequence[Key], decide: Decision[T], *, durable: bool = True) -> T:
         """As the contract says, in one transaction: nobody else writes meanwhile."""
+        check_keys(keys)
         with self._writing(durable) as connection:
             now = self.now()
             write, result = decide(_read(connection, keys, now), now)
+            check_writes(write)
             _write(connection, write, now)
             _sweep(connection, now)
             return result
@@ -158,15 +161,27 @@ def _read(connection: sqlite3.Connection, keys: Sequence[Key], now: int) -> list
     ]
 
 
-def _carry_out(connection: sqlite3.Connection, step: RowStep, now: int) -> Committed | Conflict:
+def _carry_out(connection: sqlite3.Connection, step: RowStep, now: int) -> StepResult:
     """Carry out a step, inside a transaction."""
+    if step.once is not None and _ask(connection, _VERSION, [step.once], now):
+        return Repeated()
     if step.expect:
-        found = _ask(connection, _VERSION, list(step.expect), now)
-        versions = {(kind, id): version for kind, id, _, version in found}
+        versions = _versions(connection, list(step.expect), now)
         for key, version in step.expect.items():
             if versions.get(_stored(key), NO_ROW) != version:
                 return Conflict()
-    return Committed(_write(connection, step.write, now))
+    if step.create:
+        there = _versions(connection, list(step.create), now)
+        new = {key: write for key, write in step.create.items() if _stored(key) not in there}
+        _write(connection, new, now)
+    return Committed(_write(connection, step.write, now), now)
+
+
+def _versions(
+    connection: sqlite3.Connection, keys: Sequence[Key], now: int
+) -> dict[tuple[str, str], int]:
+    found = _ask(connection, _VERSION, keys, now)
+    return {(kind, id): version for kind, id, _, version in found}
 
 
 def _write(connection: sqlite3.Connection, write: Mapping[Key, Write | None], now: int) -> Version:
@@ -178,7 +193,7 @@ def _write(connection: sqlite3.Connection, write: Mapping[Key, Write | None], no
         return NO_ROW
     first = next_fence(connection, now, len(kept))
     rows = [
-        (*_stored(key), first + number, one.expires_at, *_columns(one.facts), one.body)
+        (*_stored(key), first + number, _end(one, now), *_columns(one.facts), one.body)
         for number, (key, one) in enumerate(kept)
     ]
     insert_rows(connection, _WRITE, rows)
@@ -188,6 +203,10 @@ def _write(connection: sqlite3.Connection, write: Mapping[Key, Write | None], no
 def _sweep(connection: sqlite3.Connection, now: int) -> None:
     if random.random() < SWEEP:
         connection.execute(_EXPIRE, (now, SWEPT))
+
+
+def _end(write: Write, now: int) -> int | None:
+    return None if write.expires_in is None else now + write.expires_in
 
 
 def _columns(facts: Facts | None) -> tuple[int | None, str | None]:

@@ -21,26 +21,28 @@ from tests.models.machine import EXAMPLES
 KEYS = tuple(Key(kind, id) for kind in ("one", "two") for id in "abc")
 SEEN, ABSENT, OLD = range(3)  # a version that was read just now; none; one that is gone
 
+New = tuple[bytes, float, int, str]  # body, seconds until it is over, place in the listings, name
+
 
 @dataclasses.dataclass(frozen=True)
 class Move:
     """After a pause: steps that expect some rows and write some, a listing, or a look for the old.
 
     Attributes:
-        steps: of each, key → what is expected; key → (body, seconds until it is over, place in the
-            listings, name), None: it goes.
+        steps: of each, the row by which a repeat is known; key → what is expected; rows to be there
+            afterwards; rows to be written, None: it goes.
     """
 
     pause: float
     jump: float
-    steps: list[tuple[dict[Key, int], dict[Key, tuple[bytes, float, int, str] | None]]]
+    steps: list[tuple[Key | None, dict[Key, int], dict[Key, New], dict[Key, New | None]]]
     repeated: bool
     after: int
     items: int
     name: str | None
 
 
-WRITES = st.none() | st.tuples(
+NEW = st.tuples(
     st.binary(max_size=3),
     st.sampled_from((0.0, 1.0, 5.0)),
     st.integers(-1, 2),
@@ -52,8 +54,10 @@ MOVES = st.builds(
     jump=st.just(0.0) | st.sampled_from((-100.0, 100.0)),
     steps=st.lists(
         st.tuples(
+            st.none() | st.sampled_from(KEYS),
             st.dictionaries(st.sampled_from(KEYS), st.sampled_from((SEEN, SEEN, ABSENT, OLD))),
-            st.dictionaries(st.sampled_from(KEYS), WRITES, max_size=4),
+            st.dictionaries(st.sampled_from(KEYS), NEW, max_size=2),
+            st.dictionaries(st.sampled_from(KEYS), st.none() | NEW, max_size=4),
         ),
         max_size=3,
     ),
@@ -65,19 +69,19 @@ MOVES = st.builds(
 
 
 class Both:
-    """Rows of a store beside rows in memory. Versions differ, and are compared by their order."""
+    """Rows of a store beside rows in memory. Versions differ; in both those of a row grow."""
 
     def __init__(self, store: Rows, clock: ManualClock) -> None:
         self.clock, self.store = clock, store
         self.model = MemoryRows(MemoryHub(clock))
+        self.versions: tuple[dict[Key, Version], ...] = ({}, {})  # the last seen of each row
 
     def do(self, move: Move) -> None:
         self.clock.advance(move.pause)
         if move.jump and isinstance(self.store, MemoryRows):
             self.clock.set_back(-move.jump)
         steps = [
-            [self._step(rows, wanted, writes) for wanted, writes in move.steps]
-            for rows in (self.model, self.store)
+            [self._step(rows, *one) for one in move.steps] for rows in (self.model, self.store)
         ]
         for _ in range(1 + move.repeated):  # as after a lost reply
             model, store = self.model.commit(steps[0]), self.store.commit(steps[1])
@@ -91,26 +95,23 @@ class Both:
     def _step(
         self,
         rows: Rows,
+        once: Key | None,
         wanted: dict[Key, int],
-        writes: dict[Key, tuple[bytes, float, int, str] | None],
+        created: dict[Key, New],
+        written: dict[Key, New | None],
     ) -> RowStep:
-        now = rows.now()
         read = dict(zip(wanted, rows.read(list(wanted)), strict=True))
         expect: dict[Key, Version] = {}
         for key, how in wanted.items():
             row = read[key]
             seen = NO_ROW if row is None else row.version
             expect[key] = {SEEN: seen, ABSENT: NO_ROW, OLD: Version(1)}[how]
-        write = {
-            key: one
-            and Write(
-                body=one[0],
-                expires_at=now + round(one[1] * 1e6) if one[1] else None,
-                facts=Facts(at=one[2], name=one[3]) if one[2] >= 0 else None,
-            )
-            for key, one in writes.items()
-        }
-        return RowStep(expect=expect, write=write)
+        return RowStep(
+            once=once,
+            expect=expect,
+            create={key: _write(one) for key, one in created.items()},
+            write={key: one and _write(one) for key, one in written.items()},
+        )
 
     def _listed(self, rows: Rows, kind: str, move: Move) -> list[tuple[object, ...]]:
         found = rows.list(kind, items=move.after) if move.after else []
@@ -122,12 +123,24 @@ class Both:
     def compare(self) -> None:
         model, store = self.model.read(KEYS), self.store.read(KEYS)
         assert [row and _plain(row) for row in model] == [row and _plain(row) for row in store]
-        order = [
-            sorted((row.version, row.key) for row in found if row is not None)
-            for found in (model, store)
-        ]
-        ranks = [[sum(other[0] < one[0] for other in found) for one in found] for found in order]
-        assert ranks[0] == ranks[1]
+        changed = [self._changed(*one) for one in zip((model, store), self.versions, strict=True)]
+        assert changed[0] == changed[1]
+
+    def _changed(self, rows: list[StoredRow | None], last: dict[Key, Version]) -> set[Key]:
+        """Return the rows whose versions are new; these must be greater than before."""
+        new = {row.key: row.version for row in rows if row and last.get(row.key) != row.version}
+        assert all(version > last.get(key, NO_ROW) for key, version in new.items())
+        last.update(new)
+        return set(new)
+
+
+def _write(new: New) -> Write:
+    body, seconds, at, name = new
+    return Write(
+        body=body,
+        expires_in=round(seconds * 1e6) if seconds else None,
+        facts=Facts(at=at, name=name) if at >= 0 else None,
+    )
 
 
 def _plain(row: StoredRow) -> tuple[object, ...]:

@@ -29,7 +29,7 @@ class TestMemoryRows(RowsConformance):
     def test_end_of_a_row_does_not_follow_the_clock_on_the_wall(self, clock: ManualClock) -> None:
         rows = MemoryRows(MemoryHub(clock))
         key = Key("kind", "a")
-        rows.commit([RowStep(write={key: Write(body=b"1", expires_at=rows.now() + SECOND)})])
+        rows.commit([RowStep(write={key: Write(body=b"1", expires_in=SECOND)})])
         clock.set_back(-3600.0)
 
         assert rows.read([key]) != [None]
@@ -37,7 +37,7 @@ class TestMemoryRows(RowsConformance):
     def test_rows_that_are_over_go_while_others_come(self, clock: ManualClock) -> None:
         rows = MemoryRows(MemoryHub(clock))
         for number in range(1000):
-            write = Write(body=b"1", expires_at=rows.now() + SECOND)
+            write = Write(body=b"1", expires_in=SECOND)
             rows.commit([RowStep(write={Key("kind", str(number)): write})])
             clock.advance(0.1)
 
@@ -75,7 +75,7 @@ class TestSQLiteRows(RowsConformance):
     ) -> None:
         rows = open_rows()
         for number in range(1000):
-            write = Write(body=b"1", expires_at=rows.now() + SECOND)
+            write = Write(body=b"1", expires_in=SECOND)
             rows.commit([RowStep(write={Key("kind", str(number)): write}, durable=False)])
         clock.advance(1.0)
 

@@ -13,15 +13,19 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 
 from machinery_py.clock import micros
+from machinery_py.errors import NameRefused, Unsupported
 from machinery_py.fences import Fence
 from machinery_py.rows.contract import (
+    ID_BYTES,
     NO_ROW,
     Committed,
     Conflict,
     Facts,
     Key,
+    Repeated,
     Rows,
     RowStep,
+    StepResult,
     StoredRow,
     Version,
     Write,
@@ -96,7 +100,9 @@ class RowsConformance:
 
         assert [body_of(rows, key) for key in (A, other)] == [b"1", b"2"]
 
-    @pytest.mark.parametrize("id", ["", "a b", "a\nb", "ä\U0001f600", "a\0b", "\ud800", "x" * 5000])
+    @pytest.mark.parametrize(
+        "id", ["", "a b", "a\nb", "ä\U0001f600", "a\0b", "\ud800", "x" * ID_BYTES]
+    )
     def test_any_text_is_an_id(self, rows: Rows, id: str) -> None:
         key = Key("kind", id)
         written(rows, key, Write(body=b"1", facts=Facts(at=1, name=id)))
@@ -105,6 +111,24 @@ class RowsConformance:
         assert rows.commit([RowStep(expect={key: NO_ROW})]) == [Conflict()]
         written(rows, key, None)
         assert body_of(rows, key) is None
+
+    @pytest.mark.parametrize("id", ["x" * (ID_BYTES + 1), "ä" * ID_BYTES])
+    def test_id_that_is_too_long_is_refused(self, rows: Rows, id: str) -> None:
+        key, new = Key("kind", id), Write(body=b"1")
+        for step in (
+            RowStep(expect={key: NO_ROW}, write={A: new}),
+            RowStep(write={A: new, key: new}),
+            RowStep(write={A: new}, create={key: new}),
+            RowStep(write={A: Write(body=b"1", facts=Facts(at=1, name=id))}),
+        ):
+            with pytest.raises(NameRefused, match="at most 1,000"):
+                rows.commit([RowStep(write={B: new}), step])
+        with pytest.raises(NameRefused):
+            rows.read([A, key])
+        with pytest.raises(NameRefused):
+            rows.change([A], lambda found, now: ({key: new}, None))
+
+        assert rows.read([A, B]) == [None, None]
 
     @pytest.mark.parametrize("body", [b"", b"\0", bytes(range(256)), b"x" * 1_000_000])
     def test_any_bytes_are_a_body(self, rows: Rows, body: bytes) -> None:
@@ -119,7 +143,10 @@ class RowsConformance:
         )
 
         [done] = rows.commit([step])
-        assert isinstance(done, Committed) and done.version > first
+        first_now, second = rows.read([A, B])
+        assert isinstance(done, Committed)
+        assert first_now is not None and first_now.version > first
+        assert second is not None and second.version == done.version
         assert [body_of(rows, key) for key in (A, B)] == [b"2", b"3"]
 
     @pytest.mark.parametrize("expected", [NO_ROW, OLD])
@@ -147,8 +174,96 @@ class RowsConformance:
         assert (
             isinstance(done, Committed) and conflict == Conflict() and isinstance(last, Committed)
         )
-        assert last.version > done.version
         assert [body_of(rows, key) for key in (A, B)] == [b"1", b"2"]
+
+    def test_step_is_carried_out_once_while_its_row_is_there(
+        self, rows: Rows, clock: ManualClock
+    ) -> None:
+        token = Key("token", "t")
+        step = RowStep(
+            once=token,
+            expect={B: NO_ROW},
+            write={token: Write(body=b"", expires_in=SECOND), A: Write(body=b"1")},
+        )
+        assert isinstance(rows.commit([step])[0], Committed)
+        written(rows, A, b"2")
+        written(rows, B, b"3")  # not as expected, which the first one did not meet
+
+        assert rows.commit([step]) == [Repeated()]
+        assert body_of(rows, A) == b"2"
+        clock.advance(1.0)
+        assert rows.commit([step]) == [Conflict()]
+
+    def test_row_that_was_made_and_deleted_is_none_again(self, rows: Rows) -> None:
+        step = RowStep(expect={B: NO_ROW}, write={A: Write(body=b"1")})
+        written(rows, B, b"1")
+        written(rows, B, None)
+
+        assert isinstance(rows.commit([step])[0], Committed)
+
+    def test_row_is_created_if_it_is_missing(self, rows: Rows, clock: ManualClock) -> None:
+        first = Write(body=b"1", expires_in=SECOND)
+        step = RowStep(create={A: Write(body=b"2"), B: Write(body=b"3")})
+        written(rows, A, first)
+
+        assert isinstance(rows.commit([step])[0], Committed)
+        assert [body_of(rows, key) for key in (A, B)] == [b"1", b"3"]
+        clock.advance(1.0)
+        rows.commit([step])
+        assert [body_of(rows, key) for key in (A, B)] == [b"2", b"3"]
+
+    def test_step_in_conflict_creates_nothing(self, rows: Rows) -> None:
+        step = RowStep(expect={A: OLD}, create={B: Write(body=b"1")})
+
+        assert rows.commit([step]) == [Conflict()]
+        assert body_of(rows, B) is None
+
+    def test_life_counts_from_the_step(self, rows: Rows, clock: ManualClock) -> None:
+        step = RowStep(write={A: Write(body=b"1", expires_in=SECOND)})
+        clock.advance(5.0)
+        [done] = rows.commit([step])
+        assert isinstance(done, Committed) and done.at == rows.now()
+        clock.advance(0.999)
+        assert body_of(rows, A) == b"1"
+        clock.advance(0.001)
+
+        assert body_of(rows, A) is None
+
+    def test_of_many_who_make_a_row_one_does(self, open_rows: OpenRows) -> None:
+        handles = [open_rows() for _ in range(4)]
+        for number in range(10):
+            made, other = Key("kind", f"{number}"), Key("kind", f"{number} not written")
+
+            def make(index: int, made: Key = made, other: Key = other) -> StepResult:
+                mine = Key("mine", f"{made.id} {index}")
+                step = RowStep(
+                    expect={made: NO_ROW, other: NO_ROW},
+                    write={made: Write(body=b"%d" % index), mine: Write(body=b"")},
+                )
+                return handles[index].commit([step])[0]
+
+            done = together(4, make)
+            assert sum(isinstance(one, Committed) for one in done) == 1
+
+    def test_of_two_who_expect_what_the_other_makes_one_holds(self, open_rows: OpenRows) -> None:
+        """Neither row is there, and neither is written by the one that expects it absent."""
+        handles = [open_rows() for _ in range(2)]
+        for number in range(20):
+            both = Key("kind", f"{number} a"), Key("kind", f"{number} b")
+
+            def make(index: int, both: tuple[Key, Key] = both) -> StepResult:
+                step = RowStep(
+                    expect={both[index]: NO_ROW}, write={both[1 - index]: Write(body=b"")}
+                )
+                return handles[index].commit([step])[0]
+
+            done = together(2, make)
+            assert sum(isinstance(one, Committed) for one in done) == 1
+
+    def test_step_in_a_callers_transaction_is_refused_in_words(self, rows: Rows) -> None:
+        """A store that can do it replaces this test by its own."""
+        with pytest.raises(Unsupported, match="cannot be part of your transaction"):
+            rows.on(object())
 
     def test_deleted_row_is_not_there_and_may_be_deleted_again(self, rows: Rows) -> None:
         written(rows, A, b"1")
@@ -157,20 +272,23 @@ class RowsConformance:
 
         assert body_of(rows, A) is None
 
-    def test_version_never_goes_back(self, rows: Rows, clock: ManualClock) -> None:
-        versions = [written(rows, A, b"1"), written(rows, B, b"1")]
+    def test_version_of_a_row_never_goes_back(self, rows: Rows, clock: ManualClock) -> None:
+        versions = [written(rows, A, b"1")]
         written(rows, A, None)
-        versions.append(written(rows, A, Write(body=b"2", expires_at=rows.now() + SECOND)))
+        versions.append(written(rows, A, Write(body=b"2", expires_in=SECOND)))
         clock.advance(2.0)
         rows.expire(100)
         versions.append(written(rows, A, b"3"))
         clock.set_back(86_400.0)
-        versions += [written(rows, A, b"4"), written(rows, B, b"5")]
+        versions.append(written(rows, A, b"4"))
+        written(rows, A, None)
+        rows.commit([RowStep(create={A: Write(body=b"5")})])
+        versions += [row.version for row in rows.read([A]) if row is not None]
 
-        assert versions == sorted(set(versions))
+        assert versions == sorted(set(versions)) and len(versions) == 5
 
     def test_row_that_is_over_is_not_there(self, rows: Rows, clock: ManualClock) -> None:
-        write = Write(body=b"1", expires_at=rows.now() + SECOND, facts=Facts(at=1))
+        write = Write(body=b"1", expires_in=SECOND, facts=Facts(at=1))
         version = written(rows, A, write)
         clock.advance(0.999)
         assert body_of(rows, A) == b"1"
@@ -186,9 +304,9 @@ class RowsConformance:
         )
 
     def test_row_that_is_written_again_has_a_new_end(self, rows: Rows, clock: ManualClock) -> None:
-        written(rows, A, Write(body=b"1", expires_at=rows.now() + SECOND))
-        written(rows, B, Write(body=b"1", expires_at=rows.now() + SECOND))
-        written(rows, A, Write(body=b"2", expires_at=rows.now() + 3 * SECOND))
+        written(rows, A, Write(body=b"1", expires_in=SECOND))
+        written(rows, B, Write(body=b"1", expires_in=SECOND))
+        written(rows, A, Write(body=b"2", expires_in=3 * SECOND))
         written(rows, B, Write(body=b"2"))
         clock.advance(2.0)
         while rows.expire(10):
@@ -197,9 +315,8 @@ class RowsConformance:
         assert [body_of(rows, key) for key in (A, B)] == [b"2", b"2"]
 
     def test_what_is_over_is_deleted_in_steps(self, rows: Rows, clock: ManualClock) -> None:
-        ends = rows.now() + SECOND
         keys = [Key("kind", str(number)) for number in range(5)]
-        rows.commit([RowStep(write={key: Write(body=b"1", expires_at=ends) for key in keys})])
+        rows.commit([RowStep(write={key: Write(body=b"1", expires_in=SECOND) for key in keys})])
         written(rows, A, b"stays")
         assert rows.expire(2) is False  # nothing is over yet
         clock.advance(1.0)
