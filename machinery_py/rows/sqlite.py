@@ -152,7 +152,7 @@ class SQLiteRows(Rows):
 
 
 def _read(connection: sqlite3.Connection, keys: Sequence[Key], now: int) -> list[StoredRow | None]:
-    found = {(kind, id): cells for kind, id, _, *cells in _ask(connection, _READ, keys, now)}
+    found = _ask(connection, _READ, keys, now)
     return [
         None if (cells := found.get(_stored(key))) is None else _row(key, *cells) for key in keys
     ]
@@ -162,18 +162,20 @@ def _carry_out(connection: sqlite3.Connection, step: RowStep, now: int) -> Commi
     """Carry out a step, inside a transaction."""
     if step.expect:
         found = _ask(connection, _VERSION, list(step.expect), now)
-        versions = {(kind, id): version for kind, id, _, version in found}
         for key, version in step.expect.items():
-            if versions.get(_stored(key), NO_ROW) != version:
+            if found.get(_stored(key), (NO_ROW,))[0] != version:
                 return Conflict()
     return Committed(_write(connection, step.write, now))
 
 
 def _write(connection: sqlite3.Connection, write: Mapping[Key, Write | None], now: int) -> Version:
     """Write the rows, and return the last version."""
-    kept = [(key, one) for key, one in write.items() if one is not None]
-    for key in write.keys() - dict(kept).keys():
-        connection.execute(_DELETE, _stored(key))
+    kept: list[tuple[Key, Write]] = []
+    for key, one in write.items():
+        if one is None:
+            connection.execute(_DELETE, _stored(key))
+        else:
+            kept.append((key, one))
     if not kept:
         return NO_ROW
     first = next_fence(connection, now, len(kept))
@@ -205,13 +207,16 @@ def _stored(key: Key) -> Key:
 
 def _ask(
     connection: sqlite3.Connection, sql: str, keys: Sequence[Key], now: int
-) -> list[tuple[Any, ...]]:
+) -> dict[tuple[str, str], tuple[Any, ...]]:
     """Run a statement for the keys, MOST of them at a time; leave out what has expired."""
-    found: list[tuple[Any, ...]] = []
+    found: dict[tuple[str, str], tuple[Any, ...]] = {}
     for start in range(0, len(keys), MOST):
         cells = [cell for key in keys[start : start + MOST] for cell in _stored(key)]
-        found += connection.execute(_union(sql, len(cells) // 2), cells).fetchall()
-    return [row for row in found if row[2] is None or row[2] > now]
+        rows = connection.execute(_union(sql, len(cells) // 2), cells).fetchall()
+        for kind, id, expires_at, *rest in rows:
+            if expires_at is None or expires_at > now:
+                found[kind, id] = rest
+    return found
 
 
 @functools.lru_cache(maxsize=2 * MOST)
