@@ -20,10 +20,11 @@ from machinery_py.limits.records import (
     leaving,
     renewing,
 )
-from machinery_py.limits.rules import Asking, LimitRecord, kept_until
+from machinery_py.limits.rules import SECOND, Asking, LimitRecord, kept_until
 from machinery_py.rows.contract import Facts, Key, Rows, RowStep, StoredRow, Write
 
 RECORD, RULES = "limit", "limit rules"  # kinds
+LISTED = 60 * SECOND  # records are listed by the minute: most writes then leave the listing alone
 T = TypeVar("T")
 
 
@@ -95,4 +96,5 @@ def _rules(row: StoredRow | None) -> Sequence[Rule]:
 
 
 def _kept(record: LimitRecord, now: int) -> Write:
-    return Write(body=encode(record), expires_at=kept_until(record, now), facts=Facts(at=now))
+    facts = Facts(at=now // LISTED * LISTED)
+    return Write(body=encode(record), expires_at=kept_until(record, now), facts=facts)

@@ -48,6 +48,12 @@ _VERSION = "SELECT kind, id, expires_at, version FROM rows WHERE kind = ? AND id
 _READ = "SELECT kind, id, expires_at, version, body, at, name FROM rows WHERE kind = ? AND id = ?"
 
 _WRITE = "REPLACE INTO rows (kind, id, version, expires_at, at, name, body)"
+# In: as _WRITE. It spares the index of listings, which a REPLACE writes also if the facts are as
+# they were.
+_UPDATE = """
+UPDATE rows SET version = ?3, expires_at = ?4, body = ?7
+WHERE kind = ?1 AND id = ?2 AND at IS ?5 AND name IS ?6
+"""
 _DELETE = "DELETE FROM rows WHERE kind = ? AND id = ?"
 
 # In: kind, name or NULL, place behind which the rows begin, now, how many.
@@ -183,7 +189,8 @@ def _write(connection: sqlite3.Connection, write: Mapping[Key, Write | None], no
         (*_stored(key), first + number, one.expires_at, *_columns(one.facts), one.body)
         for number, (key, one) in enumerate(kept)
     ]
-    insert_rows(connection, _WRITE, rows)
+    if len(rows) > 1 or not connection.execute(_UPDATE, rows[0]).rowcount:
+        insert_rows(connection, _WRITE, rows)
     return Version(Fence(first + len(kept) - 1))
 
 
