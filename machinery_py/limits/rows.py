@@ -6,6 +6,7 @@ A power cut may undo the last moments: limits then count a few runs less.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TypeVar
 
 from machinery_py.limits.base import Admission, Entrant, Rule, Slot
@@ -19,10 +20,11 @@ from machinery_py.limits.records import (
     leaving,
     renewing,
 )
-from machinery_py.limits.rules import Asking, LimitRecord, kept_until
+from machinery_py.limits.rules import SECOND, Asking, LimitRecord, kept_until
 from machinery_py.rows.contract import Facts, Key, Rows, RowStep, StoredRow, Write
 
 RECORD, RULES = "limit", "limit rules"  # kinds
+LISTED = 60 * SECOND  # records are listed by the minute: most writes then leave the listing alone
 T = TypeVar("T")
 
 
@@ -50,22 +52,24 @@ class RowsLimits(RecordLimits):
         """Do the jobs one after the other, as one step: each record is read and written once."""
         if not jobs:
             return []
-        places = [[Key(RECORD, f"{job.scope}\n{key}") for key in job.keys] for job in jobs]
-        names = list(dict.fromkeys(name for some in places for name in some))
-        scopes = list(dict.fromkeys(job.scope for job in jobs))
+        names = [[Key(RECORD, f"{job.scope}\n{key}") for key in job.keys] for job in jobs]
+        rules = [Key(RULES, job.scope) for job in jobs]
+        keys = list(dict.fromkeys(chain(rules, *names)))
 
         def decide(
             rows: Sequence[StoredRow | None], now: int
         ) -> tuple[Mapping[Key, Write | None], list[T]]:
-            records = dict(zip(names, map(_record, rows), strict=False))
-            changed = dict(zip(scopes, map(_rules, rows[len(names) :]), strict=True))
-            results = [
-                job.work([records[name] for name in some], changed[job.scope], now)
-                for job, some in zip(jobs, places, strict=True)
-            ]
+            found = dict(zip(keys, rows, strict=True))
+            records: dict[Key, LimitRecord] = {}
+            results: list[T] = []
+            for job, some, of_scope in zip(jobs, names, rules, strict=True):
+                for name in some:
+                    if name not in records:
+                        records[name] = _record(found[name])
+                changed = _rules(found[of_scope])
+                results.append(job.work([records[name] for name in some], changed, now))
             return {name: _kept(record, now) for name, record in records.items()}, results
 
-        keys = [*names, *(Key(RULES, scope) for scope in scopes)]
         return self._rows.change(keys, decide, durable=False)
 
     def _set(self, scope: str, rules: Sequence[Rule]) -> None:
@@ -92,4 +96,5 @@ def _rules(row: StoredRow | None) -> Sequence[Rule]:
 
 
 def _kept(record: LimitRecord, now: int) -> Write:
-    return Write(body=encode(record), expires_in=kept_until(record, now) - now, facts=Facts(at=now))
+    ends_in, facts = kept_until(record, now) - now, Facts(at=now // LISTED * LISTED)
+    return Write(body=encode(record), expires_in=ends_in, facts=facts)

@@ -12,9 +12,8 @@ what the mean run lets expect.
 
 from __future__ import annotations
 
-import datetime as dt
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -103,8 +102,10 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
             order=one.order,
         )
 
-    def under(self, changed: Iterable[Rule]) -> Asking:
+    def under(self, changed: Sequence[Rule]) -> Asking:
         """Return it under the rules that `change` has set."""
+        if not changed:
+            return self
         by_name = {rule.name: rule for rule in changed}
         if by_name.keys().isdisjoint(rule.name for rule in self.rules):
             return self
@@ -116,7 +117,7 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def micros_of(seconds: float) -> int:
-    return round(dt.timedelta(seconds=seconds) / dt.timedelta(microseconds=1))
+    return round(seconds * 1e6)
 
 
 def record_key(rule: Rule | Slot) -> str:

@@ -6,7 +6,8 @@ Limits: nothing survives the process, and no other process sees it.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from machinery_py.bounds import STEP_BYTES
 from machinery_py.clock import micros
@@ -16,6 +17,7 @@ from machinery_py.rows.contract import (
     PAGE,
     Committed,
     Conflict,
+    Decision,
     Key,
     Repeated,
     Rows,
@@ -26,8 +28,25 @@ from machinery_py.rows.contract import (
     Write,
     check_keys,
     check_step,
+    check_writes,
     page_of,
 )
+
+T = TypeVar("T")
+
+
+class _Kept:
+    """A row, when it expires, and the moment that `_expiring` has for it."""
+
+    __slots__ = ("expires_at", "noted_at", "row")
+
+    def __init__(self, row: StoredRow, expires_at: int | None, noted_at: int | None) -> None:
+        self.row = row
+        self.expires_at = expires_at
+        self.noted_at = noted_at
+
+    def is_there(self, now: int) -> bool:
+        return self.expires_at is None or self.expires_at > now
 
 
 class MemoryRows(Rows):
@@ -35,13 +54,12 @@ class MemoryRows(Rows):
 
     def __init__(self, hub: MemoryHub) -> None:
         self.hub = hub
-        self._began_at = micros(hub.clock.now()) - _monotonic(hub)
-        # By kind and id: the row, and when it expires.
-        self._kinds: dict[str, dict[str, tuple[StoredRow, int | None]]] = {}
-        self._expiring: list[tuple[int, Version, Key]] = []
+        self._began_at = micros(hub.clock.now()) - round(hub.clock.monotonic() * 1e6)
+        self._kinds: dict[str, dict[str, _Kept]] = {}  # by kind and id
+        self._expiring: list[tuple[int, Key]] = []
 
     def now(self) -> int:
-        return self._began_at + _monotonic(self.hub)
+        return self._began_at + round(self.hub.clock.monotonic() * 1e6)
 
     def read(self, keys: Sequence[Key]) -> list[StoredRow | None]:
         check_keys(keys)
@@ -50,8 +68,8 @@ class MemoryRows(Rows):
             return [self._read(key, now) for key in keys]
 
     def _read(self, key: Key, now: int) -> StoredRow | None:
-        row, expires_at = self._kinds.get(key.kind, {}).get(key.id, (None, None))
-        return row if expires_at is None or expires_at > now else None
+        kept = self._kinds.get(key.kind, {}).get(key.id)
+        return kept.row if kept is not None and kept.is_there(now) else None
 
     def commit(self, steps: Sequence[RowStep]) -> list[StepResult]:
         for step in steps:
@@ -67,27 +85,44 @@ class MemoryRows(Rows):
             row = self._read(key, now)
             if (NO_ROW if row is None else row.version) != version:
                 return Conflict()
-        if self._expiring and self._expiring[0][0] <= now:
-            self.expire(1 + len(step.create) + len(step.write))  # faster than new rows come
-        for key, new in step.create.items():
-            if self._read(key, now) is None:
-                self._write(key, new, now)
-        given = NO_ROW
-        for key, write in step.write.items():
-            if write is None:
-                self._kinds.get(key.kind, {}).pop(key.id, None)
-            else:
-                given = self._write(key, write, now)
-        return Committed(given, now)
+        new = {key: one for key, one in step.create.items() if self._read(key, now) is None}
+        self._write(new, now)
+        return Committed(self._write(step.write, now), now)
 
-    def _write(self, key: Key, write: Write, now: int) -> Version:
-        version = Version(self.hub.fences.next())
-        row = StoredRow(key=key, body=write.body, version=version, facts=write.facts)
-        ends = None if write.expires_in is None else now + write.expires_in
-        self._kinds.setdefault(key.kind, {})[key.id] = row, ends
-        if ends is not None:
-            heapq.heappush(self._expiring, (ends, version, key))
-        return version
+    def change(self, keys: Sequence[Key], decide: Decision[T], *, durable: bool = True) -> T:
+        """As the contract says, under the lock: nobody else writes meanwhile."""
+        check_keys(keys)
+        with self.hub.lock:
+            now = self.now()
+            write, result = decide([self._read(key, now) for key in keys], now)
+            check_writes(write)
+            self._write(write, now)
+            return result
+
+    def _write(self, write: Mapping[Key, Write | None], now: int) -> Version:
+        """Write the rows, and return the last version."""
+        if self._expiring and self._expiring[0][0] <= now:
+            self.expire(1 + len(write))  # faster than new rows come
+        given = NO_ROW
+        for key, one in write.items():
+            kind = self._kinds.setdefault(key.kind, {})
+            if one is None:
+                kind.pop(key.id, None)
+                continue
+            given = Version(self.hub.fences.next())
+            row = StoredRow(key=key, body=one.body, version=given, facts=one.facts)
+            ends = None if one.expires_in is None else now + one.expires_in
+            before = kind.get(key.id)
+            kind[key.id] = kept = _Kept(row, ends, before.noted_at if before else None)
+            self._note(kept)
+        return given
+
+    def _note(self, kept: _Kept) -> None:
+        """Note when to look whether the row has expired: once, however often it is written."""
+        at = kept.expires_at
+        if at is not None and (kept.noted_at is None or at < kept.noted_at):
+            kept.noted_at = at
+            heapq.heappush(self._expiring, (at, kept.row.key))
 
     def list(
         self,
@@ -118,15 +153,16 @@ class MemoryRows(Rows):
             for _ in range(items):
                 if not self._expiring or self._expiring[0][0] > now:
                     return False
-                _, version, key = heapq.heappop(self._expiring)
-                row, _ = self._kinds[key.kind].get(key.id, (None, None))
-                if row is not None and row.version == version:  # else it was written again
+                at, key = heapq.heappop(self._expiring)
+                kept = self._kinds[key.kind].get(key.id)
+                if kept is None or kept.noted_at != at:
+                    continue  # of a row that was deleted, or noted for earlier
+                if kept.is_there(now):
+                    kept.noted_at = None
+                    self._note(kept)
+                else:
                     del self._kinds[key.kind][key.id]
             return bool(self._expiring) and self._expiring[0][0] <= now
-
-
-def _monotonic(hub: MemoryHub) -> int:
-    return round(hub.clock.monotonic() * 1e6)
 
 
 def _place(row: StoredRow) -> tuple[int, str]:

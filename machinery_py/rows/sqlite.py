@@ -53,6 +53,12 @@ _VERSION = "SELECT kind, id, expires_at, version FROM rows WHERE kind = ? AND id
 _READ = "SELECT kind, id, expires_at, version, body, at, name FROM rows WHERE kind = ? AND id = ?"
 
 _WRITE = "REPLACE INTO rows (kind, id, version, expires_at, at, name, body)"
+# In: as _WRITE. It spares the index of listings, which a REPLACE writes also if the facts are as
+# they were.
+_UPDATE = """
+UPDATE rows SET version = ?3, expires_at = ?4, body = ?7
+WHERE kind = ?1 AND id = ?2 AND at IS ?5 AND name IS ?6
+"""
 _DELETE = "DELETE FROM rows WHERE kind = ? AND id = ?"
 
 # In: kind, name or NULL, place behind which the rows begin, now, how many.
@@ -155,7 +161,7 @@ class SQLiteRows(Rows):
 
 
 def _read(connection: sqlite3.Connection, keys: Sequence[Key], now: int) -> list[StoredRow | None]:
-    found = {(kind, id): cells for kind, id, _, *cells in _ask(connection, _READ, keys, now)}
+    found = _ask(connection, _READ, keys, now)
     return [
         None if (cells := found.get(_stored(key))) is None else _row(key, *cells) for key in keys
     ]
@@ -166,29 +172,25 @@ def _carry_out(connection: sqlite3.Connection, step: RowStep, now: int) -> StepR
     if step.once is not None and _ask(connection, _VERSION, [step.once], now):
         return Repeated()
     if step.expect:
-        versions = _versions(connection, list(step.expect), now)
+        found = _ask(connection, _VERSION, list(step.expect), now)
         for key, version in step.expect.items():
-            if versions.get(_stored(key), NO_ROW) != version:
+            if found.get(_stored(key), (NO_ROW,))[0] != version:
                 return Conflict()
     if step.create:
-        there = _versions(connection, list(step.create), now)
+        there = _ask(connection, _VERSION, list(step.create), now)
         new = {key: write for key, write in step.create.items() if _stored(key) not in there}
         _write(connection, new, now)
     return Committed(_write(connection, step.write, now), now)
 
 
-def _versions(
-    connection: sqlite3.Connection, keys: Sequence[Key], now: int
-) -> dict[tuple[str, str], int]:
-    found = _ask(connection, _VERSION, keys, now)
-    return {(kind, id): version for kind, id, _, version in found}
-
-
 def _write(connection: sqlite3.Connection, write: Mapping[Key, Write | None], now: int) -> Version:
     """Write the rows, and return the last version."""
-    kept = [(key, one) for key, one in write.items() if one is not None]
-    for key in write.keys() - dict(kept).keys():
-        connection.execute(_DELETE, _stored(key))
+    kept: list[tuple[Key, Write]] = []
+    for key, one in write.items():
+        if one is None:
+            connection.execute(_DELETE, _stored(key))
+        else:
+            kept.append((key, one))
     if not kept:
         return NO_ROW
     first = next_fence(connection, now, len(kept))
@@ -196,7 +198,8 @@ def _write(connection: sqlite3.Connection, write: Mapping[Key, Write | None], no
         (*_stored(key), first + number, _end(one, now), *_columns(one.facts), one.body)
         for number, (key, one) in enumerate(kept)
     ]
-    insert_rows(connection, _WRITE, rows)
+    if len(rows) > 1 or not connection.execute(_UPDATE, rows[0]).rowcount:
+        insert_rows(connection, _WRITE, rows)
     return Version(Fence(first + len(kept) - 1))
 
 
@@ -224,13 +227,16 @@ def _stored(key: Key) -> Key:
 
 def _ask(
     connection: sqlite3.Connection, sql: str, keys: Sequence[Key], now: int
-) -> list[tuple[Any, ...]]:
+) -> dict[tuple[str, str], tuple[Any, ...]]:
     """Run a statement for the keys, MOST of them at a time; leave out what has expired."""
-    found: list[tuple[Any, ...]] = []
+    found: dict[tuple[str, str], tuple[Any, ...]] = {}
     for start in range(0, len(keys), MOST):
         cells = [cell for key in keys[start : start + MOST] for cell in _stored(key)]
-        found += connection.execute(_union(sql, len(cells) // 2), cells).fetchall()
-    return [row for row in found if row[2] is None or row[2] > now]
+        rows = connection.execute(_union(sql, len(cells) // 2), cells).fetchall()
+        for kind, id, expires_at, *rest in rows:
+            if expires_at is None or expires_at > now:
+                found[kind, id] = rest
+    return found
 
 
 @functools.lru_cache(maxsize=2 * MOST)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 
 import pytest
@@ -19,7 +19,7 @@ from machinery_py.limits.base import Entrant, slots_of
 from machinery_py.limits.redis import RedisLimits
 from machinery_py.limits.rows import RowsLimits
 from machinery_py.limits.rules import MOST_WAITING
-from machinery_py.rows.contract import Key, RowStep, StepResult, Write
+from machinery_py.rows.contract import Key, Version, Write
 from machinery_py.rows.memory import MemoryRows
 from machinery_py.testing.clocks import ManualClock
 from tests.models.machine import EXAMPLES
@@ -68,12 +68,9 @@ STEPS = st.builds(
 class KeptRows(MemoryRows):
     """Rows that never expire: Redis expires by a clock of its own, which stands still here."""
 
-    def commit(self, steps: Sequence[RowStep]) -> list[StepResult]:
-        return super().commit([replace(one, write=_for_ever(one.write)) for one in steps])
-
-
-def _for_ever(write: Mapping[Key, Write | None]) -> dict[Key, Write | None]:
-    return {key: one and replace(one, expires_in=None) for key, one in write.items()}
+    def _write(self, write: Mapping[Key, Write | None], now: int) -> Version:
+        kept = {key: one and replace(one, expires_in=None) for key, one in write.items()}
+        return super()._write(kept, now)
 
 
 class Both:

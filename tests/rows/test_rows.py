@@ -43,6 +43,19 @@ class TestMemoryRows(RowsConformance):
 
         assert len(rows._kinds["kind"]) < 20
 
+    def test_row_that_is_written_often_is_noted_once(self, clock: ManualClock) -> None:
+        rows, key = MemoryRows(MemoryHub(clock)), Key("kind", "a")
+        for _ in range(1000):
+            clock.advance(0.001)
+            write = Write(body=b"1", expires_in=60 * SECOND)
+            rows.change([key], lambda found, now, write=write: ({key: write}, None))
+        assert len(rows._expiring) == 1
+
+        clock.advance(59.999)
+        assert rows.expire(10) is False and rows._kinds["kind"]
+        clock.advance(0.001)
+        assert rows.expire(10) is False and not rows._kinds["kind"]
+
 
 class TestSQLiteRows(RowsConformance):
     @pytest.fixture
