@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from machinery_py.backends.base import Listener
+from machinery_py.errors import MachineryError
 from machinery_py.texts import get_logger
 from machinery_py.threads import LoopThread
 
@@ -84,8 +85,11 @@ class AsyncWaiters:
             try:
                 listener.wait(LOOK_AGAIN)
                 self._tidy(listener)
-            except Exception as error:  # the store is away: each waiter looks, and gets the error
+            except MachineryError as error:  # the store is away: each waiter looks, and gets it
                 logger.debug("nobody is woken now: %s", error)
+                self._loop.pause(LOOK_AGAIN)
+            except Exception:  # a mistake of the store's: the waiters look by themselves
+                logger.exception("coroutines that wait for results are not woken")
                 self._loop.pause(LOOK_AGAIN)
             with self._lock:
                 waiting = list(self._waiting)

@@ -123,6 +123,7 @@ class Execution:
     start_is_logged: bool = False
     error_is_handled: bool = False  # by the error handler, in place of the log
     error: Exception | None = None
+    interrupt: KeyboardInterrupt | None = None  # which the call raised
     received_at: float = 0.0  # monotonic second
     claimed_at: float = math.inf  # when the claim was asked for, by the clock of WorkerLease
     started_at: dt.datetime | None = None
@@ -341,6 +342,8 @@ class Execution:
             return Failed(error=text_of(error), error_type=IGNORED, retryable=False)
         if isinstance(error, Reject):
             return self._rejected(error)
+        if isinstance(error, KeyboardInterrupt):
+            self.interrupt = error
         self.error = (
             error
             if isinstance(error, Exception)

@@ -111,11 +111,18 @@ class Inline:
 
         if execution.is_async:
             # On a loop of its own: the caller may be inside a running one.
-            contextvars.Context().run(self._hooks.run_coroutine, run_async(execution, report))
+            try:
+                contextvars.Context().run(self._hooks.run_coroutine, run_async(execution, report))
+            except KeyboardInterrupt as error:  # it ended our waiting; the loop cancels the task
+                execution.finish(execution.failed(error))
         else:
             run(execution, report)
-        for one in execution.calls or (execution,):
+        calls = execution.calls or (execution,)
+        for one in calls:
             self._settle(session, one)
+        for one in calls:
+            if one.interrupt is not None:  # Ctrl+C is for the caller, in whose thread it ran
+                raise one.interrupt
 
     def _settle(self, session: Session, execution: Execution) -> None:
         if execution.settlement is not None:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from machinery_py.brokers.base import Fate
+from machinery_py.brokers.base import WAITING, Fate
 from machinery_py.errors import ArgumentError, DecodeError, NameRefused
 from machinery_py.names import REASON as REASON_NAME
 from machinery_py.names import check_call, check_message, is_made
@@ -50,6 +50,8 @@ def peek(execution: Execution) -> str:
         return ""
     try:
         signature = decode_signature(delivery.body)
+    except MemoryError:
+        return _put_off(execution)
     except Exception as error:  # foreign bytes: whatever they cause, they must not end the receiver
         _reject(execution, REASON_UNDECODABLE, _text_of(error))
         return ""
@@ -63,6 +65,8 @@ def peek(execution: Execution) -> str:
                 callbacks[0]
     except IndexError:
         pass  # an empty list
+    except MemoryError:
+        return _put_off(execution)
     except Exception as error:
         _reject(execution, REASON_UNDECODABLE, f"in a callback: {_text_of(error)}")
         return ""
@@ -146,6 +150,19 @@ def _reject(execution: Execution, reason: str, error: str) -> None:
         "message on %r goes to the dead letters: %s: %s", execution.delivery.queue, reason, error
     )
     execution.settle(execution.end_of_delivery(Fate.DEAD, reason=reason, error=error))
+
+
+def _put_off(execution: Execution) -> str:
+    """Give back what this process has no room for: it is no fault of the message's."""
+    logger.warning(
+        "no memory to decode a message of %d bytes on %r; it waits %g s",
+        len(execution.delivery.body),
+        execution.delivery.queue,
+        FIRST_PAUSE,
+    )
+    eta = execution.app.now() + dt.timedelta(seconds=FIRST_PAUSE)
+    execution.settle(execution.end_of_delivery(Fate.LATER, eta=eta, reason=WAITING))
+    return ""
 
 
 def _poison(execution: Execution) -> None:

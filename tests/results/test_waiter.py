@@ -190,6 +190,38 @@ def test_closing_before_the_thread_has_begun_is_no_error(
     assert "has died" not in caplog.text
 
 
+class WrongListener(Listener):
+    """One with a mistake in it."""
+
+    def watch(self, uuids: Iterable[str]) -> None: ...
+    def unwatch(self, uuids: Iterable[str]) -> None: ...
+    def wake(self) -> None: ...
+    def close(self) -> None: ...
+
+    def wait(self, timeout: float) -> None:
+        raise TypeError("a mistake")
+
+
+def test_mistake_of_a_listener_is_logged_and_waiters_look(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    waiters = AsyncWaiters(WrongListener)
+
+    async def use() -> None:
+        with AsyncWaiter(waiters) as waiter:
+            await asyncio.to_thread(waiter.watch, ["task_1"])
+            await waiter.wait(HANG)
+
+    run(use())
+    waiters.close()
+
+    assert ("ERROR", "TypeError") in {
+        (one.levelname, one.exc_info[0].__name__)
+        for one in caplog.records
+        if one.exc_info and one.exc_info[0]
+    }
+
+
 class SlowListener(Listener):
     """One whose store does not answer, until it does."""
 

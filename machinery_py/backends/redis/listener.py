@@ -16,9 +16,12 @@ from machinery_py.backends.redis.documents import state_of
 from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.connections.redis.connection import RedisConnection, command
 from machinery_py.connections.redis.keys import companion_key
-from machinery_py.errors import BackendUnavailable
+from machinery_py.errors import BackendUnavailable, MachineryError
 from machinery_py.tasks.states import TaskState
+from machinery_py.texts import get_logger
 from machinery_py.values.malformed import MALFORMED
+
+logger = get_logger(__name__)
 
 STEP = 500  # channels in one command
 PING = command(b"PING")
@@ -95,15 +98,18 @@ class RedisListener(Listener):
                     self._woken = True
                     self._told += [(channel, one) for one in news if one]
                 more = link.has_more
-        except Exception:
-            # The connection is gone: the waiter looks again, and then subscribes anew.
-            self._lose()
+        except Exception as error:  # the waiter looks again, and then subscribes anew
+            self._lose(error)
             self._woken = True
 
-    def _lose(self) -> None:
+    def _lose(self, error: Exception | None = None) -> None:
+        """Close the connection. An error that is not of the connection is a mistake, and logged."""
         link, self._link = self._link, None
-        if link is not None:
-            link.close()
+        if link is None:
+            return  # another thread has closed it, and the error may come of that
+        link.close()
+        if error and not (isinstance(error, MachineryError) or self._driver.sorts(error)):
+            logger.error("results are looked for, and not listened for", exc_info=error)
 
     def unwatch(self, uuids: Iterable[str]) -> None:
         with self._changing:
@@ -117,8 +123,8 @@ class RedisListener(Listener):
             for start in range(0, len(channels), STEP):
                 if link is not None:
                     link.send(command(b"UNSUBSCRIBE", *channels[start : start + STEP]))
-        except Exception:  # then nobody listens any more
-            self._lose()
+        except Exception as error:  # then nobody listens any more
+            self._lose(error)
 
     def wait(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -141,8 +147,8 @@ class RedisListener(Listener):
         try:
             with self._changing:
                 self._subscribe(())
-        except Exception:  # Redis is away: the waiter's next look says so
-            self._lose()
+        except Exception as error:  # Redis is away: the waiter's next look says so
+            self._lose(error)
             threading.Event().wait(min(left, 0.1))
 
     def wake(self) -> None:
@@ -151,8 +157,8 @@ class RedisListener(Listener):
             if self._link is not None:
                 try:
                     self._link.send(PING)  # the answer ends the owner's waiting
-                except Exception:  # the connection is gone: that ends it, too
-                    self._lose()
+                except Exception as error:  # the connection is gone: that ends it, too
+                    self._lose(error)
 
     def close(self) -> None:
         with self._changing:

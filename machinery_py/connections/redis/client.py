@@ -384,11 +384,17 @@ class RedisDriver:
                 one.close()
         return link is not None and not is_reply and kind is ErrorKind.OTHER
 
+    def sorts(self, error: Exception) -> bool:
+        """Return whether `fail` has a word for it: it is of the connection, or the server's."""
+        import redis
+
+        return isinstance(error, redis.RedisError | OSError)
+
     def fail(self, error: Exception, *, doing: str, away: type[MachineryError]) -> NoReturn:
         """Raise our error for one of redis-py's."""
         import redis
 
-        if not isinstance(error, redis.RedisError | OSError):
+        if not self.sorts(error):
             raise error
         said = str(error) or type(error).__name__
         text = without_secrets(said, *self.servers.urls)

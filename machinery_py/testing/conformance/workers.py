@@ -25,6 +25,7 @@ from machinery_py import (
 from machinery_py.testing.conformance.application import App
 from machinery_py.testing.conformance.endings import LossConformance
 from machinery_py.testing.waiting import HANG, wait_until
+from machinery_py.worker import intake
 
 LONG_AGO = dt.timedelta(days=1)
 RETRIES = 80  # so many that one wake-up lost in ten is surely seen
@@ -152,6 +153,24 @@ class WorkerConformance(LossConformance):
             assert 99 < (eta - app.server.now()).days / 365 <= 100
         wait_until(lambda: app.server.inspect.queues()[0].delayed == 2, what="two delayed")
         assert "Traceback" not in caplog.text
+
+    def test_message_that_a_worker_has_no_memory_for_runs_later(
+        self, app: App, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        decode, refused = intake.decode_signature, list[bytes]()
+
+        def decode_with_little_memory(body: bytes) -> Signature[Any]:
+            if not refused:
+                refused.append(body)
+                raise MemoryError
+            return decode(body)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(intake, "decode_signature", decode_with_little_memory)
+            assert app.add.send(1, 2).get(timeout=HANG) == 3
+
+        assert refused
+        assert app.server.inspect.dead() == []
 
     @pytest.mark.parametrize("retries", [0, 1])
     def test_error_class_with_half_a_character_keeps_type_and_text(

@@ -104,3 +104,21 @@ def test_news_of_others_is_not_believed(
     gate.set()
     assert result.get(timeout=HANG) == "x"
     listener.close()
+
+
+def test_mistake_in_reading_the_news_is_logged_and_the_result_found(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    result = server.get_registered_task("echo").send("x")
+    listener = listening(server, result.uuid)
+    link = listener._link
+    assert link is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(link, "has_news", lambda _: [].pop())
+
+        gate.set()
+        listener.wait(HANG)
+
+    assert "IndexError: pop from empty list" in caplog.text
+    assert result.get(timeout=HANG) == "x"
+    listener.close()
