@@ -25,8 +25,9 @@ from machinery_py import (
 from machinery_py.testing.conformance.application import App
 from machinery_py.testing.conformance.endings import LossConformance
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.worker import intake
+from machinery_py.wire.decode import decode_signature
 
+INTAKE = "machinery_py.worker.intake.decode_signature"
 LONG_AGO = dt.timedelta(days=1)
 RETRIES = 80  # so many that one wake-up lost in ten is surely seen
 
@@ -157,16 +158,16 @@ class WorkerConformance(LossConformance):
     def test_message_that_a_worker_has_no_memory_for_runs_later(
         self, app: App, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        decode, refused = intake.decode_signature, list[bytes]()
+        refused: list[bytes] = []
 
         def decode_with_little_memory(body: bytes) -> Signature[Any]:
             if not refused:
                 refused.append(body)
                 raise MemoryError
-            return decode(body)
+            return decode_signature(body)
 
         with monkeypatch.context() as patch:
-            patch.setattr(intake, "decode_signature", decode_with_little_memory)
+            patch.setattr(INTAKE, decode_with_little_memory)
             assert app.add.send(1, 2).get(timeout=HANG) == 3
 
         assert refused
