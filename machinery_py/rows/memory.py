@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from machinery_py.bounds import STEP_BYTES
@@ -35,15 +36,13 @@ from machinery_py.rows.contract import (
 T = TypeVar("T")
 
 
+@dataclass(slots=True)
 class _Kept:
     """A row, when it expires, and the moment that `_expiring` has for it."""
 
-    __slots__ = ("expires_at", "noted_at", "row")
-
-    def __init__(self, row: StoredRow, expires_at: int | None, noted_at: int | None) -> None:
-        self.row = row
-        self.expires_at = expires_at
-        self.noted_at = noted_at
+    row: StoredRow
+    expires_at: int | None
+    noted_at: int | None = None
 
     def is_there(self, now: int) -> bool:
         return self.expires_at is None or self.expires_at > now
@@ -112,8 +111,11 @@ class MemoryRows(Rows):
             given = Version(self.hub.fences.next())
             row = StoredRow(key=key, body=one.body, version=given, facts=one.facts)
             ends = None if one.expires_in is None else now + one.expires_in
-            before = kind.get(key.id)
-            kind[key.id] = kept = _Kept(row, ends, before.noted_at if before else None)
+            kept = kind.get(key.id)
+            if kept is None:
+                kept = kind[key.id] = _Kept(row, ends)
+            else:
+                kept.row, kept.expires_at = row, ends
             self._note(kept)
         return given
 

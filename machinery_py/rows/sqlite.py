@@ -174,7 +174,7 @@ def _carry_out(connection: sqlite3.Connection, step: RowStep, now: int) -> StepR
     if step.expect:
         found = _ask(connection, _VERSION, list(step.expect), now)
         for key, version in step.expect.items():
-            if found.get(_stored(key), (NO_ROW,))[0] != version:
+            if found.get(_stored(key), [NO_ROW])[0] != version:
                 return Conflict()
     if step.create:
         there = _ask(connection, _VERSION, list(step.create), now)
@@ -227,9 +227,9 @@ def _stored(key: Key) -> Key:
 
 def _ask(
     connection: sqlite3.Connection, sql: str, keys: Sequence[Key], now: int
-) -> dict[tuple[str, str], tuple[Any, ...]]:
+) -> dict[tuple[str, str], list[Any]]:
     """Run a statement for the keys, MOST of them at a time; leave out what has expired."""
-    found: dict[tuple[str, str], tuple[Any, ...]] = {}
+    found: dict[tuple[str, str], list[Any]] = {}
     for start in range(0, len(keys), MOST):
         cells = [cell for key in keys[start : start + MOST] for cell in _stored(key)]
         rows = connection.execute(_union(sql, len(cells) // 2), cells).fetchall()
