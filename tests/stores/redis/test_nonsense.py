@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -53,7 +53,7 @@ def server(empty_redis: RedisServer) -> Iterator[Server]:
 def inspect(server: Server) -> None:
     """Look at everything. What another program wrote may be refused, in our words."""
     broker, inspector = server.broker, server.inspect
-    looks = {
+    looks: dict[str, Callable[[], object]] = {
         "queues": inspector.queues,
         "workers": inspector.workers,
         "tasks": inspector.tasks,
