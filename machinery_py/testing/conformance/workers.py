@@ -25,6 +25,7 @@ from machinery_py import (
 from machinery_py.testing.conformance.application import App
 from machinery_py.testing.conformance.endings import LossConformance
 from machinery_py.testing.waiting import HANG, wait_until
+from machinery_py.wire import signatures
 from machinery_py.worker import intake
 
 LONG_AGO = dt.timedelta(days=1)
@@ -157,7 +158,7 @@ class WorkerConformance(LossConformance):
     def test_message_that_a_worker_has_no_memory_for_runs_later(
         self, app: App, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        decode, refused = intake.decode_signature, list[bytes]()
+        decode, refused = signatures.decode_signature, list[bytes]()
 
         def decode_with_little_memory(body: bytes) -> Signature[Any]:
             if not refused:
