@@ -15,6 +15,7 @@ UTC = dt.timezone.utc
 LONGEST = 100 * 365 * 86400.0
 ABOVE_ZERO = math.ulp(0.0)  # `least` of `seconds_of` for a length that must not be 0
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=UTC)
+_LAST = dt.datetime(9999, 12, 30, tzinfo=UTC)  # a day of room, for time zones
 
 #: A length of time, as public calls take it: seconds, or a timedelta. Inside it is a float.
 Seconds = float | dt.timedelta
@@ -68,8 +69,15 @@ def micros(moment: dt.datetime) -> int:
 
 
 def moment_of(number: int) -> dt.datetime:
-    """The moment of that many microseconds."""
-    return _EPOCH + dt.timedelta(microseconds=number)
+    """The moment of that many microseconds.
+
+    Another program may have written any number: beyond the last moment it is the last, at the end
+    of 9999, and before the first it is the first, 1970.
+    """
+    try:
+        return _EPOCH + dt.timedelta(microseconds=number)
+    except OverflowError:
+        return _LAST if number > 0 else _EPOCH
 
 
 #: Seconds since some moment. They go on while the machine is suspended, where the system has such a

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypedDict, Unpack, get_args
 
@@ -12,7 +12,13 @@ import msgspec
 from machinery_py.app import NOTHING, Application, Outgoing
 from machinery_py.async_twins import twin
 from machinery_py.clock import LONGEST, Seconds, seconds_of
-from machinery_py.errors import MachineryError, ScheduleError, ScheduleNotFound, nearest
+from machinery_py.errors import (
+    DecodeError,
+    MachineryError,
+    ScheduleError,
+    ScheduleNotFound,
+    nearest,
+)
 from machinery_py.registry.hooks import NothingSent
 from machinery_py.schedules.definition import (
     WINDOWS,
@@ -33,7 +39,10 @@ from machinery_py.schedules.scheduler import (
 )
 from machinery_py.schedules.timetable import Dst
 from machinery_py.tasks.signature import Step
+from machinery_py.texts import get_logger
 from machinery_py.wire.steps import pack_step, task_names, unpack_step
+
+logger = get_logger(__name__)
 
 NEXT = 3  # times that a listing shows
 UNSENT = 3.0  # seconds after which a tick that nobody has sent tells that nobody will
@@ -150,10 +159,8 @@ class Schedules:
             dropped: those as well that code has declared and no worker sends any more.
         """
         records = self._app.store.backend.records()
-        reports = [
-            self._report(decode_entry(body), records.now)
-            for body in (records.bodies or {}).values()
-        ]
+        entries = _readable(records.bodies or {})
+        reports = [self._report(entry, records.now) for entry in entries]
         found = {one.name: one for one in reports if dropped or not one.dropped}
         for name, definition in self._declared.all().items():
             if name not in found:
@@ -273,7 +280,7 @@ class Schedules:
         Of programs that share a store, each has an `application` or a `default_queue` of its own.
         """
         declared, owner = self._declared.all(), owner_of(self._app)
-        entries = [decode_entry(body) for body in self._bodies().values()]
+        entries = _readable(self._bodies())
         return sorted(
             one.name
             for one in entries
@@ -376,3 +383,14 @@ class Schedules:
             missed=entry.missed,
             held=entry.held,
         )
+
+
+def _readable(bodies: Mapping[str, bytes]) -> list[ScheduleEntry]:
+    """Return the records that are ours, and log the others: one must not hide the rest."""
+    entries: list[ScheduleEntry] = []
+    for name, body in bodies.items():
+        try:
+            entries.append(decode_entry(body))
+        except DecodeError as error:
+            logger.warning("schedule %s is left out: %s", name, error)
+    return entries

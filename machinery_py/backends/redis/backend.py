@@ -198,10 +198,16 @@ class RedisBackend(Backend, OutboxBackend):
     def ready_groups(self, limit: int) -> list[ReadyGroup]:
         found, spoilt = self.driver.run(scripts.READY, limit)
         log_spoilt(spoilt, doing=scripts.READY.doing)
-        return [
-            ReadyGroup(group_uuid=uuid.decode(), callback=callback, failed_member=failed.decode())
-            for uuid, callback, failed in found
-        ]
+        groups: list[ReadyGroup] = []
+        for uuid, callback, failed in found:
+            try:
+                one, member = uuid.decode(), failed.decode()
+            except UnicodeDecodeError:
+                logger.error("member %r of key 'mpy:ready' is no group, and is taken out", uuid)
+                self.driver.ask(b"ZREM", redis_keys.READY, uuid, doing="looking for groups")
+                continue
+            groups.append(ReadyGroup(group_uuid=one, callback=callback, failed_member=member))
+        return groups
 
     def partial_groups(self, limit: int) -> list[Arrival]:
         return [

@@ -285,15 +285,18 @@ def records_of(now: bytes, version: bytes, rows: Sequence[bytes] | None = None) 
     """Read names and bodies in turn; None if the caller knows this version."""
     bodies = None
     if rows is not None:
-        bodies = dict(zip(map(bytes.decode, rows[::2]), rows[1::2], strict=True))
-    return Records(now=moment_of(int(now)), version=version.decode(), bodies=bodies)
+        names = [name.decode(errors="backslashreplace") for name in rows[::2]]
+        bodies = dict(zip(names, rows[1::2], strict=True))
+    told = version.decode(errors="backslashreplace")
+    return Records(now=moment_of(int(now)), version=told, bodies=bodies)
 
 
 def counted(rows: Iterable[tuple[int, bytes, int]]) -> Iterator[tuple[int, str, int, int]]:
     """Read rows of RATES for `counts_of`."""
     for second, name, count in rows:
         good = name.startswith(b"S")  # SUCCESS or FAILURE; behind it the queue
-        yield second, name[7:].decode(), count if good else 0, 0 if good else count
+        queue = name[7:].decode(errors="backslashreplace")
+        yield second, queue, count if good else 0, 0 if good else count
 
 
 def place_of(name: bytes, score: bytes) -> Place:

@@ -8,6 +8,7 @@ Limits: one server; in a cluster it is the broker of one queue (cluster.py).
 
 from __future__ import annotations
 
+import re
 import time
 import weakref
 from collections import Counter
@@ -48,6 +49,7 @@ from machinery_py.brokers.redis.messages import (
     message_of_go,
     message_parked,
     named,
+    near,
     noted,
     packed_batch,
     packed_limits,
@@ -62,7 +64,10 @@ from machinery_py.connections.redis.keys import QUEUES, queue_keys
 from machinery_py.connections.redis.scripts import Script
 from machinery_py.connections.session_files import host_folder, remove
 from machinery_py.errors import BrokerUnavailable, PublishRefused, PublishUnknown
+from machinery_py.texts import get_logger
 from machinery_py.values.malformed import MALFORMED
+
+logger = get_logger(__name__)
 
 LEASE = 10.0  # seconds without a beat until a consumer is given up
 ROOM = MOVE  # messages in a list, to which house-keeping then brings no more that are due
@@ -74,8 +79,9 @@ LETTERS = 1000  # dead letters in one step
 RECORDS = 1000  # sessions whose records are remembered, as far as their end was not seen
 
 
+_SESSION = re.compile(rb"[\w.:@-]+")
 _pending = msgspec.msgpack.Decoder(list[tuple[int, bytes | None, bytes]]).decode
-_late = msgspec.msgpack.Decoder(list[tuple[bytes, int, bytes]]).decode
+_late = msgspec.msgpack.Decoder(list[tuple[bytes, int | float, bytes]]).decode
 
 
 class RedisBroker(Broker):
@@ -171,7 +177,11 @@ class RedisBroker(Broker):
             scripts.LOOK, self.driver.now(), self._queues_to_tend(), int(self.lease * 1e6)
         )
         self.driver.unblock(to_wake)
-        self._condemn_dead(sessions)
+        for queue, session in sessions:
+            if not is_session(session):
+                self._take_out(queue, session)
+        late = [row for row in late if is_session(row[1])]
+        self._condemn_dead([row for row in sessions if is_session(row[1])])
         self._doubtful = [queue.decode(errors="replace") for queue, _, _ in late]
         beats = {session: beat for _, session, beat in late}
         for session in self.judge.dead(beats, self.driver.clock.monotonic()):
@@ -191,6 +201,11 @@ class RedisBroker(Broker):
         while found >= MOVE and time.monotonic() < end:
             found = self.mover.step(room=ROOM)
         return moved > 0
+
+    def _take_out(self, queue: bytes, member: bytes) -> None:
+        key = f"{queue_keys(queue.decode())[1]}s"
+        logger.error("member %r of key %r is no session, and is taken out", member, key)
+        self._ask(b"ZREM", key.encode(), member, doing="taking out what is no session")
 
     def _condemn_dead(self, sessions: Iterable[tuple[bytes, bytes]]) -> None:
         """Read the records of sessions that are new to us; condemn those whose process ended."""
@@ -253,13 +268,14 @@ class RedisBroker(Broker):
 
     def delayed(self, limit: int) -> list[Message]:
         queues, place, left_out = self._queues(), 0, 0
-        rows: list[tuple[bytes, int, bytes]] = []
+        rows: list[tuple[bytes, int | float, bytes]] = []
         while place >= 0:
             values = (queues, limit, place, left_out)
             packed, place, left_out = self.driver.run(scripts.LATE, *values)
             rows += _late(packed)
         found: list[tuple[int, Message]] = []
-        for queue, due, member in rows:
+        for queue, score, member in rows:
+            due = near(score)
             if queue:
                 message = message_parked(member, queue.decode(), due)
             else:
@@ -282,7 +298,7 @@ class RedisBroker(Broker):
                 running=running,
                 delayed=parked + late[queue],
                 dead=dead,
-                oldest_at=moment_of(int(oldest)) if oldest else None,
+                oldest_at=moment_of(near(float(oldest))) if oldest else None,
                 paused=bool(paused),
             )
             for (queue, _), line in zip(queues, lines, strict=True)
@@ -309,11 +325,11 @@ class RedisBroker(Broker):
         for line in self.driver.run(scripts.WORKERS, self._queues()):
             for session, beat, holding, record in line:
                 info = read_record(record)
-                if info is None or has_ended(info):
+                if info is None or has_ended(info) or not is_session(session):
                     continue
                 already = found[session].holding if session in found else 0
                 found[session] = info.worker(
-                    session.decode(), beat_at=int(beat), holding=holding + already
+                    session.decode(), beat_at=near(float(beat)), holding=holding + already
                 )
         return list(found.values())
 
@@ -396,6 +412,7 @@ class RedisBroker(Broker):
                 queues, self.driver.run(scripts.DEAD, queues, limit), strict=True
             )
             for number, died_at in zip(line[::2], line[1::2], strict=True)
+            if number.isdigit()  # others are none of ours
         ]
         newest.sort(key=lambda one: one[:2], reverse=True)
         return self._letters([(str(number), name) for _, number, name in newest[:limit]])
@@ -443,6 +460,11 @@ class RedisBroker(Broker):
     def close(self) -> None:
         """Close the consumers that are still open."""
         close_all(self._consumers)
+
+
+def is_session(name: bytes) -> bool:
+    """Return whether a member of a registry may be a session, which has files of its name, too."""
+    return _SESSION.fullmatch(name) is not None
 
 
 def _cut_off(

@@ -214,8 +214,9 @@ class RedisConsumer(Consumer):
             self._driver.fail(error, doing=scripts.CLAIM.doing, away=BrokerUnavailable)
         alive, due_in, revoked, to_wake, rows, blocking_queue, problems, *claimed = reply
         bodies, fence, *left = claimed
-        if problems:
+        if problems:  # it cannot be noted at that queue, and what waits there ends its sleep
             log_spoilt(problems, doing=scripts.CLAIM.doing)
+            self._refused = True
         self._blocking_queue = keys[blocking_queue - 1] if blocking_queue else None
         # Forgotten only after a claim that succeeded; they may fail for longer than that.
         self._lost = [
@@ -477,7 +478,9 @@ def _read_before(link: RedisConnection, *, refused: object = None) -> Any:
     try:
         return link.read()
     except Exception as error:
-        if kind_of(str(error)) not in (ErrorKind.FULL, ErrorKind.TYPE, ErrorKind.SCRIPT):
+        said = str(error)
+        is_told = kind_of(said) in (ErrorKind.FULL, ErrorKind.TYPE, ErrorKind.SCRIPT)
+        if not is_told and "not an integer" not in said:  # fences.lua puts such a counter right
             raise
         return refused
 

@@ -30,6 +30,7 @@ EMPTY = raw(b"")
 #: Times priority and one, less the turn: the place of a message of a fair queue, in place of a
 #: priority. 256 of these are numbers of 14 digits, the most that Lua writes out.
 FAIR = 2**38
+LAST = 253_402_300_799_999_999  # µs until the end of the year 9999
 
 _label = msgspec.msgpack.Decoder(list[str]).decode
 
@@ -187,8 +188,16 @@ def noted(note: bytes) -> tuple[int, bytes]:
 def unwrapped(member: bytes) -> tuple[int, int, bytes, bytes]:
     """Read a parked message: (priority, parks, label, body)."""
     head, _, rest = member.partition(b"\n")
-    _, level, _, _, parks, size = map(int, head.split())
+    try:
+        _, level, _, _, parks, size = map(int, head.split())
+    except ValueError:  # another program put it there
+        return 0, 0, b"", member
     return level, parks, rest[:size], rest[size:]
+
+
+def near(micros: float) -> int:
+    """Return a moment in µs that a datetime can hold; another program's score may be any number."""
+    return int(min(max(micros, 0), LAST))
 
 
 def head_of(uuid: str, name: str, reason: str, error: str) -> msgspec.Raw:

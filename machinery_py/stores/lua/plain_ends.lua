@@ -50,7 +50,7 @@ do
     if kept and string.sub(kept, 1, 7) ~= '0\n0\n\n\n\n' then
       run, epoch, progress = string.match(kept, '^(%d+)\n(%d+)\n[^\n]*\n[^\n]*\n([^\n]?)')
     end
-    if doc and kept and progress == '' and is_task(S[s], doc) then
+    if doc and kept and run and progress == '' and is_task(S[s], doc) then
       local word, created = word_and_time(doc)
       if word and may_follow(word, tonumber(run), S[s + $WORD], S[s + $RUN]) then
         if created == '0001-01-01T00:00:00Z' then created = S[s + $CREATED] end

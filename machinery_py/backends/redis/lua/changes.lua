@@ -52,11 +52,12 @@ end
 local function row_of(key, m, doc, kept)
   local word, created
   if doc then word, created = word_and_time(doc) end
-  if not kept or string.sub(kept, 1, 7) == '0\n0\n\n\n\n' then
+  local run, epoch, mark, progress = string.match(kept or '', '^(%d+)\n(%d+)\n([^\n]*)\n[^\n]*\n([^\n]?)')
+  -- A companion that is nonsense counts as none, and is overwritten.
+  if not run or string.sub(kept, 1, 7) == '0\n0\n\n\n\n' then
     return {key = key, m = m, run = 0, mark = '', epoch = '0', there = doc or kept, doc = doc, word = word, created = created,
-            kept = kept}
+            kept = run and kept}
   end
-  local run, epoch, mark, progress = string.match(kept, '^(%d+)\n(%d+)\n([^\n]*)\n[^\n]*\n([^\n]?)')
   return {key = key, m = m, run = run == '0' and 0 or tonumber(run), mark = mark, epoch = epoch, there = true, doc = doc,
           word = word, created = created, kept = kept, sticky = progress ~= ''}
 end

@@ -7,7 +7,7 @@ local last, sums, found = math.floor(now_of(text) / 1000000), {}, {}
 for second = math.max(first, last - $RATES), last do
   local rows, from = call('HGETALL', key .. int(second)), second - second % step
   sums[from] = sums[from] or {}
-  for i = 1, #rows, 2 do sums[from][rows[i]] = (sums[from][rows[i]] or 0) + tonumber(rows[i + 1]) end
+  for i = 1, #rows, 2 do sums[from][rows[i]] = (sums[from][rows[i]] or 0) + (tonumber(rows[i + 1]) or 0) end
 end
 for from, counts in pairs(sums) do
   for name, count in pairs(counts) do found[#found + 1] = {from, name, count} end

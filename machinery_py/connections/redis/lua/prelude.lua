@@ -49,7 +49,7 @@ local function words(problem) return type(problem) == 'table' and problem.err or
 local function counter(key)
   local fine, value = pcall(call, 'GET', key)
   if not fine then key_type(key, 'string') end
-  if value and not string.find(value, '^%-?%d+$') then
+  if value and (#value > 18 or not string.find(value, '^%-?%d+$')) then
     error('WRONGTYPE ' .. key .. ' holds a text, not a number')
   end
 end
