@@ -349,7 +349,8 @@ def run_tests(
         f"cd {base}/src/machinery && export MACHINERY_TEST_MONGODB_URL={mongodb} && "
         f"CI=true PATH={base}/redis:{venv}/bin:$PATH "
         f"{venv}/bin/python -m pytest -q -n 2 --dist worksteal "
-        f'--junitxml {base}/src/report.xml "$0" "$@"',
+        # Bash stays: as process 1 of the root it reaps what the tests leave behind.
+        f'--junitxml {base}/src/report.xml "$0" "$@"; exit $?',
         *selection,
         check=False,
     )

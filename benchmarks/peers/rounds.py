@@ -118,8 +118,13 @@ class Bench:
 
     def _memory(self) -> float:
         """Return the bytes that Redis uses for keys."""
-        facts = self.probe.ask("INFO", "memory")
-        return float(facts["used_memory"] - facts["mem_clients_normal"] - facts["mem_aof_buffer"])
+        facts = {**self.probe.ask("INFO", "server"), **self.probe.ask("INFO", "memory")}
+        version = tuple(map(int, facts["redis_version"].split(".")[:2]))
+        # Redis counts the heap of its scripts since 7.4, and a collection makes that smaller.
+        heap = facts["used_memory_vm_total"] if version >= (7, 4) else 0
+        return float(
+            facts["used_memory"] - facts["mem_clients_normal"] - facts["mem_aof_buffer"] - heap
+        )
 
     @property
     def servers(self) -> dict[str, str]:

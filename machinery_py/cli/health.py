@@ -43,6 +43,8 @@ MAX_AGE = 15.0  # seconds
 # No link, and no waiting for somebody to write into a named pipe.
 _UNFOLLOWED = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
+_DRAFT = "[0-9a-f]" * 16 + ".draft"  # as a pattern; the end of a draft's name
+
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatPlace:
@@ -67,9 +69,33 @@ class HeartbeatPlace:
             return []
         return sorted(glob.glob(os.path.join(glob.escape(self.folder), "*.json")))
 
+    def drafts(self) -> list[str]:
+        """Return the drafts that killed processes have left.
+
+        Other workers write in the folder: drafts there must be old.
+        """
+        if self.file:
+            found = glob.glob(f"{glob.escape(self.file)}.*.{_DRAFT}")
+            return _drafts(self.file) + [one for one in found if one.split(".")[-3].isdigit()]
+        if not is_private(self.folder):
+            return []
+        found = glob.glob(os.path.join(glob.escape(self.folder), f"*.json.{_DRAFT}"))
+        return [one for one in found if _age(one) > MAX_AGE]
+
 
 def _number(path: str) -> str:
     return path.rpartition(".")[2]
+
+
+def _drafts(path: str) -> list[str]:
+    return glob.glob(f"{glob.escape(path)}.{_DRAFT}")
+
+
+def _age(path: str) -> float:
+    try:
+        return time.time() - os.stat(path, follow_symlinks=False).st_mtime
+    except OSError:
+        return 0.0
 
 
 def place_of(args: argparse.Namespace) -> HeartbeatPlace:
@@ -181,17 +207,20 @@ def beat_for(place: HeartbeatPlace, *, label: str, pid: int) -> None:
 
 
 def forget(place: HeartbeatPlace, *, label: str, pid: int) -> None:
-    """Remove the heartbeat of a process that was killed."""
-    with contextlib.suppress(OSError):
-        os.unlink(place.path(label, pid))
+    """Remove the heartbeat of a process that was killed, perhaps while it wrote."""
+    path = place.path(label, pid)
+    for one in (path, *_drafts(path)):
+        with contextlib.suppress(OSError):
+            os.unlink(one)
 
 
 def clear(place: HeartbeatPlace) -> None:
-    """Remove the heartbeats of earlier workers from files that the user has named."""
-    for path in place.files() if place.file else ():
-        if _read(path, same_machine=False) is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+    """Remove drafts of killed workers, and their heartbeats from files that the user has named."""
+    files = place.files() if place.file else []
+    left = [path for path in files if _read(path, same_machine=False) is not None]
+    for path in left + place.drafts():
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 # Reading

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
+import json
 import os
 import random
 import re
@@ -651,10 +652,15 @@ def test_health_knows_the_processes_that_live(app: App, words: list[str]) -> Non
     process = app.worker("-p", "2", *words)
     wait_until(lambda: beats(app, *words) == workers(process), HANG)
     victim = workers(process)[0]
+    files = [*app.temporary.glob("machinery-*/*/*.json"), *app.folder.glob("beat.*")]
+    [written] = [one for one in files if json.loads(one.read_text())["pid"] == victim]
+    draft = written.with_name(f"{written.name}.0123456789abcdef.draft")
+    draft.write_text("killed while it wrote")
 
     os.kill(victim, signal.SIGKILL)
 
     wait_until(lambda: len(beats(app, *words)) == 2 and victim not in beats(app, *words), HANG)
+    assert not draft.exists()
     assert beats(app, *words) == workers(process)
     assert process.stop() == 0
 
@@ -669,6 +675,8 @@ def test_a_heartbeat_that_a_killed_worker_left_does_not_count(
         os.kill(pid, signal.SIGKILL)
     left.wait()
     app.write("beat.1.gz", "of another program")
+    app.write("beat.0123456789abcdef.draft", "killed while it wrote")
+    app.write("beat.2.0123456789abcdef.draft", "killed while it wrote")
 
     process = app.worker("-p", after, "--heartbeat-file", "beat")
 

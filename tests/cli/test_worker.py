@@ -400,6 +400,19 @@ def test_a_worker_has_a_heartbeat_until_it_ends(app: App) -> None:
     assert not folder.exists()
 
 
+def test_only_old_drafts_of_heartbeats_are_removed(app: App) -> None:
+    app.worker()
+    (folder,) = app.temporary.glob(f"machinery-{os.getuid()}/*")
+    old, new = (folder / f"{pid}.json.0123456789abcdef.draft" for pid in (1, 2))
+    for draft in (old, new):
+        draft.write_text("killed while it wrote")
+    os.utime(old, (0, 0))
+
+    app.worker()
+
+    assert (old.exists(), new.exists()) == (False, True)
+
+
 def test_the_probe_imports_nothing_and_opens_nothing(app: App) -> None:
     worker = app.worker()
     os.kill(worker.worker, signal.SIGSTOP)  # a thread that opens the file now would make it anew

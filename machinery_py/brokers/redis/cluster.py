@@ -401,5 +401,5 @@ def is_usable(queue: str) -> bool:
 
 
 def name_of_move(body: bytes, score: bytes) -> str:
-    """Return the name of the move of this member, the same for each mover."""
-    return f"move {hashlib.sha1(body).hexdigest()} {score.decode()}"
+    """Return the name of the move of this member, the same for each mover and version of Redis."""
+    return f"move {hashlib.sha1(body).hexdigest()} {float(score)}"

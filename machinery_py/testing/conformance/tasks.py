@@ -246,7 +246,10 @@ class TaskConformance:
             app.add.send(2**64, 1)
 
     def test_result_that_cannot_be_stored_fails_its_task(self, app: App) -> None:
-        app.server.register_task("lock", threading.Lock)
+        def lock() -> object:
+            return threading.Lock()
+
+        app.server.register_task("lock", lock)
         with pytest.raises(TaskFailed, match="lock result: cannot send"):
             app.server.send_task(Signature.of("lock")).get(timeout=HANG)
 

@@ -17,6 +17,7 @@ from machinery_py.brokers.base import Delivery, Message
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.brokers.redis.cluster import FOR_EVER, ClusterBroker, name_of_move
 from machinery_py.brokers.redis.messages import EMPTY
+from machinery_py.brokers.redis.scripts import GO_GONE
 from machinery_py.connections.memory import MemoryHub
 from machinery_py.connections.redis.client import raw
 from machinery_py.connections.redis.cluster import RedisClusterDriver
@@ -196,6 +197,26 @@ def test_message_delayed_by_go_reaches_its_queue_once(
     assert [one.delayed for one in broker.stats() if one.queue == "q0"] == [1]
     assert broker.purge("q0") == 11
     assert broker.delayed(9) == []
+
+
+def test_move_has_the_same_name_on_every_version_of_redis() -> None:
+    assert name_of_move(b"body", b"1.79e+18") == name_of_move(b"body", b"1790000000000000000")
+    assert name_of_move(b"body", b"1.79e+18") != name_of_move(b"body", b"1790000000000000256")
+
+
+@pytest.mark.parametrize(
+    ("score", "left"), [("1.79e+18", 0), ("1790000000000000000", 0), ("1790000000000000256", 1)]
+)
+def test_moved_message_goes_however_its_score_is_written(
+    empty_cluster: ClusterServers, open_store: OpenStore, score: str, left: int
+) -> None:
+    body = delay_as_go(empty_cluster, "task_1", "q", 1_790_000_000_000_000_000)
+    broker = open_store().broker
+    assert isinstance(broker, ClusterBroker)
+
+    broker._run_at_go(GO_GONE, [(raw(body), raw(score.encode()))])
+
+    assert len(broker.delayed(9)) == left
 
 
 def test_a_move_that_was_cut_off_is_finished(
