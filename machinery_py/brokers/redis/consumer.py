@@ -191,14 +191,14 @@ class RedisConsumer(Consumer):
         self._refused, self._arrived = False, (b"", 0)
         move_of = 0 if sleep or not self._is_due else limit if self._has_found else MOVE
         now = time.monotonic()
-        session = self.session
+        session = self.session  # a beat may start another one before the reply comes
         keys = list(map(queue_keys, queues))
         link: RedisConnection | None = None
         try:
             link = self._open_link()
             client, is_apart = self._blocked_client(link)
             blocks = (client, will_sleep or bool(sleep), self._noted, is_apart)
-            argument = self._claim_argument(queues, keys, limit, claim, blocks)
+            argument = self._claim_argument(session, queues, keys, limit, claim, blocks)
             looks = self._looks(client, keys) if sleep else []
             self._noted = True  # until the reply says that it is not
             reply = self._ask(link, argument, sleep, move_of, looks)
@@ -240,6 +240,7 @@ class RedisConsumer(Consumer):
 
     def _claim_argument(
         self,
+        session: str,
         queues: Sequence[str],
         keys: Sequence[tuple[str, str]],
         limit: int,
@@ -247,7 +248,7 @@ class RedisConsumer(Consumer):
         blocks: Sequence[object],
     ) -> bytes:
         lost = [number for number, _ in self._lost]
-        values = [self._driver.now(), self.session, keys, limit, claim, lost, *blocks]
+        values = [self._driver.now(), session, keys, limit, claim, lost, *blocks]
         values += [self._is_timed(), self._fences_key()]
         if lost:
             before, since = self._before, self._since

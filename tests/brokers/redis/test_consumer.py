@@ -1,4 +1,4 @@
-"""What the file of a dead consumer says of the receipts of its queues."""
+"""Sessions of a consumer: claims while another one starts, and the file of a dead one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from machinery_py.brokers.redis.consumer import KIND, began_by, series_of
+from machinery_py.brokers.base import Disposal, Message
+from machinery_py.brokers.redis.broker import RedisBroker
+from machinery_py.brokers.redis.consumer import KIND, RedisConsumer, began_by, series_of
+from machinery_py.connections.redis.client import RedisDriver
+from machinery_py.connections.redis.connection import RedisConnection
 from machinery_py.connections.session_files import host_file
 
 
@@ -35,3 +39,30 @@ def test_a_run_of_an_unknown_queue_makes_the_file_worth_nothing() -> None:
     file.begins((2, series_of("another")))
 
     assert began_by(file.key, ["q"], ["q", "r"]) is None
+
+
+def test_claim_while_a_session_starts_can_be_ended(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = RedisDriver(redis_url)
+    broker = RedisBroker(driver)
+    consumer = broker.consume(["q"], worker="w")
+    assert isinstance(consumer, RedisConsumer)
+    broker.put([Message(uuid="u", name="n", queue="q", body=b"x")], token="")
+    driver.ask(b"DEL", f"{consumer.keys[0][1]}s".encode(), doing="forgetting all sessions")
+    open_link, began = consumer._open_link, []
+
+    def beat_and_open_link() -> RedisConnection:
+        if not began:
+            began.append(consumer.beat())
+        return open_link()
+
+    monkeypatch.setattr(consumer, "_open_link", beat_and_open_link)
+
+    deliveries = consumer.receive(1, 0.0) or consumer.receive(1, 0.0)
+
+    assert began == [False]
+    assert consumer.dispose([Disposal(delivery=one) for one in deliveries]) == [True]
+    consumer.close()
+    broker.close()
+    driver.close()
