@@ -191,7 +191,7 @@ class RedisConsumer(Consumer):
         self._refused, self._arrived = False, (b"", 0)
         move_of = 0 if sleep or not self._is_due else limit if self._has_found else MOVE
         now = time.monotonic()
-        session = self.session
+        session = self.session  # a beat may start another one before the reply comes
         keys = list(map(queue_keys, queues))
         link: RedisConnection | None = None
         try:

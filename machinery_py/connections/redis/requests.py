@@ -8,6 +8,7 @@ request whose connection broke may have been carried out.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -150,6 +151,9 @@ def is_refused_for_now(error: Exception) -> bool:
     )
 
 
+_REDIRECTION = re.compile(r"(ASK|MOVED) (\d+) (\S+)")
+
+
 def described(error: Exception) -> str:
     """Return the text of an error, for people."""
     from redis.exceptions import AskError, MovedError
@@ -157,6 +161,9 @@ def described(error: Exception) -> str:
     if isinstance(error, AskError):
         word = "has moved" if isinstance(error, MovedError) else "is on its way"
         return f"slot {error.slot_id} {word} to {error.host}:{error.port}"
+    if redirection := _REDIRECTION.fullmatch(str(error)):  # redis-py 5
+        kind, slot, node = redirection.groups()
+        return f"slot {slot} {'has moved' if kind == 'MOVED' else 'is on its way'} to {node}"
     return str(error) or type(error).__name__
 
 

@@ -39,8 +39,10 @@ from tests.support.servers import RabbitMQServer
 MOST = 4096 - 8
 
 shorts = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+# Up to 1.3, pika reads an integer of 64 bits as unsigned; it writes one where 32 do not suffice.
+LEAST = -(2**31) if pika.__version__.startswith("1.3.") else -(2**63)
 values = st.one_of(
-    st.integers(-(2**63), 2**63 - 1),
+    st.integers(LEAST, 2**63 - 1),
     shorts,
     st.booleans(),
     st.binary(max_size=20),

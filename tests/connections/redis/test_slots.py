@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from redis.exceptions import ResponseError
 
+from machinery_py.connections.redis.requests import described
 from machinery_py.connections.redis.slots import guard, quoted, slot_of, unquoted
 
 
@@ -35,3 +37,15 @@ def test_all_keys_of_a_name_are_in_one_slot(name: str) -> None:
     tag = quoted(name)
     keys = [tag, f"mpy:m:{{{tag}}}", f"mpy:o:{{{tag}}}", guard(f"mpy:{{{tag}}}:".encode()).decode()]
     assert len({slot_of(key.encode()) for key in keys}) == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        ("ASK 11958 127.0.0.1:7000", "slot 11958 is on its way to 127.0.0.1:7000"),
+        ("MOVED 5 [::1]:7001", "slot 5 has moved to [::1]:7001"),
+        ("BUSY a script runs", "BUSY a script runs"),
+    ],
+)
+def test_redirection_without_a_class_is_described(said: str, text: str) -> None:
+    assert described(ResponseError(said)) == text
