@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from machinery_py import Server
+from machinery_py.connections.redis import errors as redis_errors
 from tests.support import private_mongo
 
 # A machine that is busy is no failure: nothing here is a measurement.
@@ -81,6 +82,12 @@ def _what_consumers_ran_is_known_to_this_run_alone(
 def _no_files_in_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     """`Server()` makes its file where the test runs: not here."""
     monkeypatch.chdir(str(tmp_path))
+
+
+@pytest.fixture(autouse=True)
+def _spoilt_keys_are_named_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key that an earlier test has spoilt is logged once a minute."""
+    monkeypatch.setattr(redis_errors, "_logged", {})
 
 
 @pytest.fixture(autouse=True)
