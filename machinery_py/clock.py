@@ -15,7 +15,8 @@ UTC = dt.timezone.utc
 LONGEST = 100 * 365 * 86400.0
 ABOVE_ZERO = math.ulp(0.0)  # `least` of `seconds_of` for a length that must not be 0
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=UTC)
-_LAST = dt.datetime(9999, 12, 30, tzinfo=UTC)  # a day of room, for time zones
+#: The last moment that a store may tell; a day before that of datetime, for time zones.
+LAST = dt.datetime(9999, 12, 30, tzinfo=UTC)
 
 #: A length of time, as public calls take it: seconds, or a timedelta. Inside it is a float.
 Seconds = float | dt.timedelta
@@ -77,7 +78,7 @@ def moment_of(number: int) -> dt.datetime:
     try:
         return _EPOCH + dt.timedelta(microseconds=number)
     except OverflowError:
-        return _LAST if number > 0 else _EPOCH
+        return LAST if number > 0 else _EPOCH
 
 
 #: Seconds since some moment. They go on while the machine is suspended, where the system has such a

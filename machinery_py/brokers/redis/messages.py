@@ -14,7 +14,7 @@ import msgspec
 
 from machinery_py.brokers.base import DeadLetter, Message
 from machinery_py.brokers.queue_limits import QueueLimit
-from machinery_py.clock import micros, moment_of
+from machinery_py.clock import LAST, micros, moment_of
 from machinery_py.connections.redis.client import raw
 from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.connections.redis.scripts import pack
@@ -30,7 +30,6 @@ EMPTY = raw(b"")
 #: Times priority and one, less the turn: the place of a message of a fair queue, in place of a
 #: priority. 256 of these are numbers of 14 digits, the most that Lua writes out.
 FAIR = 2**38
-LAST = 253_402_300_799_999_999  # µs until the end of the year 9999
 
 _label = msgspec.msgpack.Decoder(list[str]).decode
 
@@ -195,9 +194,9 @@ def unwrapped(member: bytes) -> tuple[int, int, bytes, bytes]:
     return level, parks, rest[:size], rest[size:]
 
 
-def near(micros: float) -> int:
+def near(number: float) -> int:
     """Return a moment in µs that a datetime can hold; another program's score may be any number."""
-    return int(min(max(micros, 0), LAST))
+    return int(min(max(number, 0), micros(LAST)))
 
 
 def head_of(uuid: str, name: str, reason: str, error: str) -> msgspec.Raw:

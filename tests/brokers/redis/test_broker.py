@@ -10,6 +10,8 @@ import pytest
 from machinery_py.brokers.base import Message
 from machinery_py.brokers.redis import scripts
 from machinery_py.brokers.redis.broker import RedisBroker
+from machinery_py.brokers.redis.messages import near
+from machinery_py.clock import moment_of
 from machinery_py.connections.redis.scripts import Script
 from machinery_py.errors import NameRefused
 from machinery_py.tasks.signature import Signature
@@ -113,3 +115,9 @@ def test_worker_that_knows_no_fair_queues_takes_nothing_from_one(open_driver: Dr
         driver.ask(b"LPOP", b"mpy:{mail}:p:" + levels[0], doing="as its claim")
 
     assert len(broker.consume(["mail"], worker="w").receive(9, 0)) == 2
+
+
+@pytest.mark.parametrize("score", [1e18, 1e300, float("inf")])
+def test_moment_of_a_foreign_score_can_be_shown_in_any_time_zone(score: float) -> None:
+    shown = moment_of(near(score)).astimezone(dt.timezone(dt.timedelta(hours=14)))
+    assert shown.year == 9999
