@@ -34,7 +34,7 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, NewType, TypeVar
+from typing import NamedTuple, NewType, Protocol, TypeVar
 
 import msgspec
 
@@ -141,7 +141,24 @@ class Repeated(msgspec.Struct, frozen=True, gc=False):
     """The row `once` is there: the step was carried out before, and is not again."""
 
 
-StepResult = Committed | Conflict | Repeated
+class Gone(msgspec.Struct, frozen=True, gc=False):
+    """A message is not where the step says; nothing was written. No repeat of it changes that.
+
+    Where there are messages (messages.py).
+    """
+
+
+class NoRoom(msgspec.Struct, frozen=True, gc=False):
+    """In a queue, where so many messages wait, there is no room for the step; nothing was written.
+
+    Where there are messages (messages.py).
+    """
+
+    queue: str
+    waiting: int
+
+
+StepResult = Committed | Conflict | Repeated | Gone | NoRoom
 
 
 #: Gets the rows and the store's time in µs, and returns what to write, and a result. It is called
@@ -256,7 +273,15 @@ class Rows(ABC):
             time.sleep(random.uniform(*PAUSE))
 
 
-def page_of(rows: Sequence[StoredRow], size: int) -> list[StoredRow]:
+class _HasBody(Protocol):
+    @property
+    def body(self) -> bytes: ...
+
+
+B = TypeVar("B", bound=_HasBody)
+
+
+def page_of(rows: Sequence[B], size: int) -> list[B]:
     """Return the first rows whose bodies are so many bytes at most; one row at least."""
     taken = 0
     for count, row in enumerate(rows):

@@ -39,7 +39,7 @@ class _Shared:
         self.hub = MemoryHub(options.clock)
         self.broker = MemoryBroker(self.hub, lease=options.lease)
         self.backend = MemoryBackend(self.hub, expire_in=options.expire_in)
-        rows = MemoryRows(self.hub)
+        rows = MemoryRows(options.clock)
         self.lock = MemoryLock(rows)
         self.limits = RowsLimits(rows)
 
@@ -168,7 +168,7 @@ class EagerFamily(MemoryFamily):
         self.url = url
 
     def limits(self) -> EagerLimits:
-        return EagerLimits(MemoryRows(self._shared.hub))
+        return EagerLimits(MemoryRows(self._shared.options.clock))
 
     def together(self) -> EagerStore:
         return EagerStore(self._shared.broker, self._shared.backend, self._shared.hub.transaction)

@@ -10,12 +10,12 @@ from typing import NoReturn
 
 import pytest
 
-from machinery_py.connections.memory import MemoryHub
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.rows.contract import Key, RowStep, StoredRow, Write
 from machinery_py.rows.memory import MemoryRows
 from machinery_py.rows.sqlite import SQLiteRows
 from machinery_py.testing.clocks import ManualClock
+from machinery_py.testing.conformance.messages_rows import MessageRowsConformance, OpenMessageRows
 from machinery_py.testing.conformance.rows import SECOND, OpenRows, RowsConformance
 from machinery_py.testing.waiting import wait_until
 
@@ -23,11 +23,11 @@ from machinery_py.testing.waiting import wait_until
 class TestMemoryRows(RowsConformance):
     @pytest.fixture
     def open_rows(self, clock: ManualClock) -> OpenRows:
-        rows = MemoryRows(MemoryHub(clock))
+        rows = MemoryRows(clock)
         return lambda: rows
 
     def test_end_of_a_row_does_not_follow_the_clock_on_the_wall(self, clock: ManualClock) -> None:
-        rows = MemoryRows(MemoryHub(clock))
+        rows = MemoryRows(clock)
         key = Key("kind", "a")
         rows.commit([RowStep(write={key: Write(body=b"1", expires_in=SECOND)})])
         clock.set_back(-3600.0)
@@ -35,7 +35,7 @@ class TestMemoryRows(RowsConformance):
         assert rows.read([key]) != [None]
 
     def test_rows_that_are_over_go_while_others_come(self, clock: ManualClock) -> None:
-        rows = MemoryRows(MemoryHub(clock))
+        rows = MemoryRows(clock)
         for number in range(1000):
             write = Write(body=b"1", expires_in=SECOND)
             rows.commit([RowStep(write={Key("kind", str(number)): write})])
@@ -44,7 +44,7 @@ class TestMemoryRows(RowsConformance):
         assert len(rows._kinds["kind"]) < 20
 
     def test_row_that_is_written_often_is_noted_once(self, clock: ManualClock) -> None:
-        rows, key = MemoryRows(MemoryHub(clock)), Key("kind", "a")
+        rows, key = MemoryRows(clock), Key("kind", "a")
         for _ in range(1000):
             clock.advance(0.001)
             write = Write(body=b"1", expires_in=60 * SECOND)
@@ -55,6 +55,29 @@ class TestMemoryRows(RowsConformance):
         assert rows.expire(10) is False and rows._kinds["kind"]
         clock.advance(0.001)
         assert rows.expire(10) is False and not rows._kinds["kind"]
+
+
+class TestMemoryMessageRows(MessageRowsConformance):
+    @pytest.fixture
+    def open_rows(self, clock: ManualClock) -> OpenMessageRows:
+        rows = MemoryRows(clock)
+        return lambda: rows
+
+    def test_hold_that_misses_its_beats_is_ended_at_the_second_look(
+        self, clock: ManualClock
+    ) -> None:
+        rows = MemoryRows(clock)
+        hold = rows.open_hold(b"one", lease=10.0)
+        clock.advance(11.0)
+        rows.reap()
+        assert len(rows.holds()) == 1
+        assert hold.beat()
+        clock.advance(11.0)
+        rows.reap()
+        rows.reap()
+
+        assert rows.holds() == []
+        assert hold.beat() is False
 
 
 class TestSQLiteRows(RowsConformance):
