@@ -33,12 +33,20 @@ from machinery_py.rows.contract import (
     Version,
     Write,
     check_keys,
-    check_step,
     check_writes,
     page_of,
 )
 from machinery_py.rows.memory_messages import MemoryHold, MemoryMessages, MemoryTopicListener
-from machinery_py.rows.messages import CLOSED, Join, MessageRows, MessageStep, check_message_step
+from machinery_py.rows.messages import (
+    CLOSED,
+    Join,
+    MessageRows,
+    MessageStep,
+    check_message_step,
+    of_rows,
+)
+
+AGAIN = 60_000_000  # µs until a row that another one keeps is looked at again
 
 T = TypeVar("T")
 
@@ -49,9 +57,6 @@ class _Kept(msgspec.Struct, gc=False):
     row: StoredRow
     ends: int | None
     noted_at: int | None
-
-    def is_there(self, now: int) -> bool:
-        return self.ends is None or self.ends > now
 
 
 class MemoryRows(MemoryMessages, MessageRows):
@@ -103,7 +108,10 @@ class MemoryRows(MemoryMessages, MessageRows):
     def _read(self, key: Key, now: int) -> StoredRow | None:
         there = self._kinds.get(key.kind)
         kept = there.get(key.id) if there else None
-        return kept.row if kept is not None and kept.is_there(now) else None
+        if kept is None or kept.ends is None or kept.ends > now:
+            return None if kept is None else kept.row
+        by = kept.row.kept_by
+        return kept.row if by is not None and self._read(by, now) is not None else None
 
     def is_closed(self, queue: str) -> bool:
         """Return whether nothing is to be claimed from the queue."""
@@ -111,17 +119,18 @@ class MemoryRows(MemoryMessages, MessageRows):
         return bool(there) and self._read(Key(CLOSED, queue), self.now()) is not None
 
     def commit(self, steps: Sequence[RowStep | MessageStep]) -> list[StepResult]:
-        for step in steps:
-            check_message_step(step) if isinstance(step, MessageStep) else check_step(step)
+        whole = [one if isinstance(one, MessageStep) else of_rows(one) for one in steps]
+        for step in whole:
+            check_message_step(step)
         with self.lock:
             self.begin()
             now = self.now()
             told: set[str] = set()
-            done = [self._refusal(step, now) or self._carry_out(step, now, told) for step in steps]
+            done = [self._refusal(step, now) or self._carry_out(step, now, told) for step in whole]
             self.tell(told)
             return done
 
-    def _refusal(self, step: RowStep | MessageStep, now: int) -> StepResult | None:
+    def _refusal(self, step: MessageStep, now: int) -> StepResult | None:
         """Return why the step is not to be carried out."""
         if step.once is not None and self._read(step.once, now) is not None:
             return Repeated()
@@ -129,24 +138,24 @@ class MemoryRows(MemoryMessages, MessageRows):
             row = self._read(key, now)
             if (NO_ROW if row is None else row.version) != version:
                 return Conflict()
-        if isinstance(step, MessageStep):
-            if not (self.are_there(step.takes) and self.are_there(step.held)):
-                return Gone()
-            for room in step.room:
-                waiting = self.count_waiting(room.queue)
-                if waiting + room.adds > room.limit:
-                    return NoRoom(room.queue, waiting)
+        if not self.are_there(step.takes) or (step.held and not self.are_there(step.held)):
+            return Gone()
+        for room in step.room:
+            waiting = self.count_waiting(room.queue)
+            if waiting + room.adds > room.limit:
+                return NoRoom(room.queue, waiting)
         return None
 
-    def _carry_out(self, step: RowStep | MessageStep, now: int, told: set[str]) -> Committed:
+    def _carry_out(self, step: MessageStep, now: int, told: set[str]) -> Committed:
         for key, new in step.create.items():
             if self._read(key, now) is None:
                 self._write(key, new, now)
         given = self._write_all(step.write, now)
-        if isinstance(step, MessageStep):
-            for join in step.joins:
-                self._join(join, now)
+        for join in step.joins:
+            self._join(join, now)
+        if step.takes or step.pushes:
             self.move(step, told)
+        if step.tell:
             told.update(step.tell)
         return Committed(given, now)
 
@@ -174,8 +183,11 @@ class MemoryRows(MemoryMessages, MessageRows):
         return given
 
     def _write(self, key: Key, write: Write, now: int) -> Version:
-        version = Version(self.next_fence())
-        row = StoredRow(key=key, body=write.body, version=version, facts=write.facts)
+        self._last = fence = Fence(self._last + 1)
+        version = Version(fence)
+        row = StoredRow(
+            key=key, body=write.body, version=version, facts=write.facts, kept_by=write.kept_by
+        )
         ends = None if write.expires_in is None else now + write.expires_in
         kind = self._kinds.setdefault(key.kind, {})
         before = kind.pop(key.id, None)  # so that the last written is the last, for the sorting
@@ -235,10 +247,10 @@ class MemoryRows(MemoryMessages, MessageRows):
                 if kept is None or kept.noted_at != at:
                     continue  # of a row that was deleted, or noted for earlier
                 kept.noted_at = None
-                if not kept.is_there(now):
+                if self._read(key, now) is None:
                     self._delete(key)
                 elif kept.ends is not None:
-                    self._note(kept, kept.ends)
+                    self._note(kept, max(kept.ends, now + AGAIN if kept.ends <= now else 0))
             return bool(self._expiring) and self._expiring[0][0] <= now
 
     def open_hold(self, body: bytes, *, lease: float) -> MemoryHold:

@@ -178,7 +178,10 @@ class MemoryMessages:
             if not one.hold:
                 if one.id not in self._waiting:
                     return False
-            elif (hold := self.all_holds.get(one.hold)) is None or not hold.holds(one):
+                continue
+            hold = self.all_holds.get(one.hold)
+            message = None if hold is None or hold.is_ended else hold.messages.get(one.id)
+            if message is None or message.count != one.count:
                 return False
         return True
 
@@ -187,19 +190,23 @@ class MemoryMessages:
         taken: dict[int, _KeptMessage] = {}
         for receipt in step.takes:
             if receipt.hold:
-                message = self.all_holds[receipt.hold].messages.pop(receipt.id)
+                taken[receipt.id] = self.all_holds[receipt.hold].messages.pop(receipt.id)
             else:
-                message = self._waiting.pop(receipt.id)
-                if message.is_late:
-                    message.is_gone = True
-                else:
-                    self._queues[message.queue].drop(message)
-            taken[message.id] = message
+                taken[receipt.id] = self._take(receipt.id)
         for push in step.pushes:
             if push.id is None:
                 self._push(push, None, told)
             else:
                 self._push(push, taken[push.id], told)
+
+    def _take(self, id: int) -> _KeptMessage:
+        """Take a message that waits, or is late."""
+        message = self._waiting.pop(id)
+        if message.is_late:
+            message.is_gone = True
+        else:
+            self._queues[message.queue].drop(message)
+        return message
 
     def _push(self, push: Push, old: _KeptMessage | None, told: set[str]) -> None:
         told.add(queue_topic(push.queue))  # a sleeper may have to wake earlier than planned
@@ -373,11 +380,6 @@ class MemoryHold(Hold):
         self._is_suspected = stalled
         return self.is_dead or self.is_ended
 
-    def holds(self, receipt: ClaimReceipt) -> bool:
-        """Return whether it lives and has this. Called with the lock held."""
-        message = self.messages.get(receipt.id)
-        return message is not None and message.count == receipt.count and not self.is_ended
-
     def claim(
         self,
         queues: Sequence[str],
@@ -405,19 +407,19 @@ class MemoryHold(Hold):
 
     def has(self, receipts: Sequence[ClaimReceipt]) -> list[bool]:
         with self._rows.lock:
-            return [one.hold == self.id and self.holds(one) for one in receipts]
+            return [one.hold == self.id and self._rows.are_there((one,)) for one in receipts]
+
+    # Without the lock, which would cost each task two turns of it.
 
     def begin_run(self, receipt: ClaimReceipt) -> None:
-        self._note_run(receipt, runs=True)
-
-    def end_run(self, receipt: ClaimReceipt) -> None:
-        self._note_run(receipt, runs=False)
-
-    def _note_run(self, receipt: ClaimReceipt, *, runs: bool) -> None:
-        # Without the lock, which would cost each task two turns of it.
         message = self.messages.get(receipt.id)
         if message is not None and message.count == receipt.count:
-            message.runs = runs
+            message.runs = True
+
+    def end_run(self, receipt: ClaimReceipt) -> None:
+        message = self.messages.get(receipt.id)
+        if message is not None and message.count == receipt.count:
+            message.runs = False
 
     def write(self, body: bytes) -> None:
         self._body = body

@@ -40,6 +40,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
+from types import MappingProxyType
 
 import msgspec
 
@@ -48,6 +49,7 @@ from machinery_py.clock import Clock
 from machinery_py.fences import Fence
 from machinery_py.rows.contract import (
     PAGE,
+    SURE,
     Key,
     Rows,
     RowStep,
@@ -60,6 +62,9 @@ from machinery_py.rows.contract import (
 
 #: A queue is closed, and nothing is claimed from it, while there is the row (CLOSED, its name).
 CLOSED = "closed"
+
+
+NONE: Mapping[Key, Write] = MappingProxyType({})
 
 
 def queue_topic(queue: str) -> str:
@@ -165,22 +170,37 @@ class MessageStep(msgspec.Struct, kw_only=True, gc=False):
 
     once: Key | None = None
     expect: dict[Key, Version] = {}
-    create: dict[Key, Write] = {}
+    create: Mapping[Key, Write] = NONE
     write: dict[Key, Write | None] = {}
     takes: tuple[ClaimReceipt, ...] = ()
     held: tuple[ClaimReceipt, ...] = ()
     room: tuple[Room, ...] = ()
-    pushes: list[Push] = []
-    joins: list[Join] = []
-    tell: list[str] = []
+    pushes: tuple[Push, ...] = ()
+    joins: tuple[Join, ...] = ()
+    tell: tuple[str, ...] = ()
     durable: bool = True
+
+
+def of_rows(step: RowStep) -> MessageStep:
+    """Return a step of rows as one that has no messages."""
+    return MessageStep(
+        once=step.once,
+        expect=dict(step.expect),
+        create=step.create,
+        write=dict(step.write),
+        durable=step.durable,
+    )
 
 
 def check_message_step(step: MessageStep) -> None:
     """Raise NameRefused if an id or a name in it is too long."""
-    check_keys(step.expect)
-    check_writes(step.create)
-    check_writes(step.write)
+    for key in step.expect:
+        if len(key.id) > SURE:
+            check_keys((key,))
+    if step.create:
+        check_writes(step.create)
+    if step.write:
+        check_writes(step.write)
     for join in step.joins:
         check_keys((join.set, join.ready, Key("member", join.member)))
 

@@ -221,8 +221,8 @@ def _row(key: Key, version: int, body: bytes, at: int | None, name: str | None) 
     return StoredRow(key=key, body=body, version=Version(Fence(version)), facts=facts)
 
 
-def _stored(key: Key) -> Key:
-    return key if key.id.isascii() else Key(key.kind, printable(key.id))
+def _stored(key: Key) -> tuple[str, str]:
+    return key.kind, key.id if key.id.isascii() else printable(key.id)
 
 
 def _ask(

@@ -18,7 +18,6 @@ from machinery_py.brokers.base import Broker, Message
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.brokers.sqlite.broker import SQLiteBroker
 from machinery_py.clock import Clock, SystemClock
-from machinery_py.connections.memory import MemoryHub
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.errors import (
     BackendUnavailable,
@@ -28,6 +27,7 @@ from machinery_py.errors import (
     for_good,
 )
 from machinery_py.results.async_results import AsyncResult
+from machinery_py.rows.memory import MemoryRows
 from machinery_py.schedules.scheduler import Scheduler
 from machinery_py.stores.base import Store
 from machinery_py.stores.outbox import TwoStores
@@ -76,7 +76,8 @@ class Narrow(ChoosyMemory):
 
     def put(self, messages: Sequence[Message], *, token: str) -> bool:
         left: list[int] = []
-        with self.hub.lock:
+        assert isinstance(self.rows, MemoryRows)
+        with self.rows.lock:
             for place, message in enumerate(messages):
                 if len(self.pending(message.queue, 5)) < 5:
                     super().put([message], token="")
@@ -124,8 +125,8 @@ class Shop:
 
 
 def two_stores(folder: pathlib.Path, clock: Clock) -> tuple[Choosy, Store]:
-    broker = ChoosyMemory(MemoryHub(clock))
-    return broker, TwoStores(broker, MemoryBackend(MemoryHub(clock)), clock)
+    broker = ChoosyMemory(MemoryRows(clock))
+    return broker, TwoStores(broker, MemoryBackend(MemoryRows(clock)), clock)
 
 
 def one_store(folder: pathlib.Path, clock: Clock) -> tuple[Choosy, Store]:
@@ -382,10 +383,10 @@ def tree(shop: Shop, name: str, depth: int) -> Signature[Any]:
 @pytest.mark.parametrize("kept", [True, False], ids=["outboxes", "no outboxes"])
 def test_task_that_fills_its_own_queue_ends_and_runs_once(kept: bool) -> None:
     clock = SystemClock()
-    broker = Narrow(MemoryHub(clock))
+    broker = Narrow(MemoryRows(clock))
     shop = Shop(
         broker,
-        TwoStores(broker, MemoryBackend(MemoryHub(clock)) if kept else NullBackend(clock), clock),
+        TwoStores(broker, MemoryBackend(MemoryRows(clock)) if kept else NullBackend(clock), clock),
     )
     for number in range(4):
         shop.server.send(tree(shop, f"{number}:", 3))
@@ -399,8 +400,8 @@ def test_task_that_fills_its_own_queue_ends_and_runs_once(kept: bool) -> None:
 
 def test_full_queue_blocks_no_other_task() -> None:
     clock = SystemClock()
-    broker = Narrow(MemoryHub(clock))
-    shop = Shop(broker, TwoStores(broker, MemoryBackend(MemoryHub(clock)), clock))
+    broker = Narrow(MemoryRows(clock))
+    shop = Shop(broker, TwoStores(broker, MemoryBackend(MemoryRows(clock)), clock))
     far = shop.say.options(queue="far")
     for number in range(5):
         far.send(f"fill {number}")
@@ -427,8 +428,8 @@ def test_full_queue_blocks_no_other_task() -> None:
 @pytest.mark.parametrize("lose_reply", [False, True], ids=["refused", "reply lost"])
 def test_refusal_is_handled_once_at_any_fault(call: str, lose_reply: bool) -> None:
     clock = SystemClock()
-    inner = ChoosyMemory(MemoryHub(clock))
-    broker, backend = FlakyBroker(inner), FlakyBackend(MemoryBackend(MemoryHub(clock)))
+    inner = ChoosyMemory(MemoryRows(clock))
+    broker, backend = FlakyBroker(inner), FlakyBackend(MemoryBackend(MemoryRows(clock)))
     shop = Shop(inner, TwoStores(broker, backend, clock))
     bad = (
         shop.say.signature("a")
@@ -453,8 +454,8 @@ def test_refusal_is_handled_once_at_any_fault(call: str, lose_reply: bool) -> No
 
 def test_an_outbox_that_is_refused_lets_the_redelivered_task_go() -> None:
     clock = ManualClock()
-    broker = ChoosyMemory(MemoryHub(clock))
-    backend = MemoryBackend(MemoryHub(clock))
+    broker = ChoosyMemory(MemoryRows(clock))
+    backend = MemoryBackend(MemoryRows(clock))
     shop = Shop(broker, TwoStores(broker, backend, clock))
     bad = (shop.say.signature("a") | shop.say.options(queue="forbidden").partial()).send()
     store, wanted = shop.server.app.store, Exception("killed")

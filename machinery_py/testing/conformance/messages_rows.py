@@ -57,7 +57,7 @@ def carry_out(rows: MessageRows, step: MessageStep) -> StepResult:
 
 
 def put(rows: MessageRows, *bodies: bytes, **more: int | str) -> None:
-    puts = [Push(queue="q", body=body, **more) for body in bodies]  # type: ignore[arg-type]
+    puts = tuple(Push(queue="q", body=body, **more) for body in bodies)  # type: ignore[arg-type]
     assert isinstance(carry_out(rows, MessageStep(pushes=puts)), Committed)
 
 
@@ -79,7 +79,7 @@ def join(member: str, *, whole: int = 2) -> MessageStep:
     one = Join(
         set=SET, member=member, whole=whole, ready=READY, write=ready, beside={BESIDE: ready}
     )
-    return MessageStep(joins=[one])
+    return MessageStep(joins=(one,))
 
 
 class MessageRowsConformance:
@@ -121,7 +121,7 @@ class MessageRowsConformance:
     def test_receipt_of_an_earlier_claim_takes_nothing(self, rows: MessageRows, hold: Hold) -> None:
         put(rows, b"1")
         [first] = claim(hold, 1)
-        carry_out(rows, MessageStep(takes=(first.receipt,), pushes=[back(first)]))
+        carry_out(rows, MessageStep(takes=(first.receipt,), pushes=(back(first),)))
         [second] = claim(hold, 1)
 
         assert carry_out(rows, MessageStep(takes=(first.receipt,))) == Gone()
@@ -133,7 +133,7 @@ class MessageRowsConformance:
             held=(ClaimReceipt("nobody", 1, 1),),
             write={SET: Write(body=b"1")},
             create={READY: Write(body=b"1")},
-            pushes=[Push(queue="q", body=b"1")],
+            pushes=(Push(queue="q", body=b"1"),),
         )
         assert carry_out(rows, step) == Gone()
         assert rows.read([SET, READY]) == [None, None]
@@ -146,7 +146,7 @@ class MessageRowsConformance:
         step = MessageStep(
             expect={SET: NO_ROW},
             takes=(claimed.receipt,),
-            pushes=[Push(queue="q", body=b"2")],
+            pushes=(Push(queue="q", body=b"2"),),
         )
         assert carry_out(rows, step) == Conflict()
         assert hold.has([claimed.receipt]) == [True]
@@ -155,7 +155,7 @@ class MessageRowsConformance:
     def test_message_that_goes_back_keeps_its_place(self, rows: MessageRows, hold: Hold) -> None:
         put(rows, b"1", b"2")
         [claimed] = claim(hold, 1)
-        carry_out(rows, MessageStep(takes=(claimed.receipt,), pushes=[back(claimed)]))
+        carry_out(rows, MessageStep(takes=(claimed.receipt,), pushes=(back(claimed),)))
 
         assert bodies(claim(hold, 5)) == [b"1", b"2"]
 
@@ -191,7 +191,11 @@ class MessageRowsConformance:
         put(rows, b"1")
         room = Room(queue="q", limit=2, adds=2)
         step = MessageStep(
-            room=(room,), pushes=[Push(queue="q", body=b"2"), Push(queue="q", body=b"3")]
+            room=(room,),
+            pushes=(
+                Push(queue="q", body=b"2"),
+                Push(queue="q", body=b"3"),
+            ),
         )
 
         assert carry_out(rows, step) == NoRoom("q", 1)
@@ -279,10 +283,22 @@ class MessageRowsConformance:
 
         assert rows.read([BESIDE]) == [None]
 
+    def test_row_lives_while_the_row_that_keeps_it(
+        self, rows: MessageRows, clock: ManualClock
+    ) -> None:
+        kept = Write(body=b"1", expires_in=SECOND, kept_by=SET)
+        carry_out(rows, MessageStep(write={READY: kept, SET: Write(body=b"")}))
+        clock.advance(2.0)
+        rows.expire(10)
+        assert rows.read([READY]) != [None]
+
+        carry_out(rows, MessageStep(write={SET: None}))
+        assert rows.read([READY]) == [None]
+
     def test_told_topic_wakes_its_listener(self, rows: MessageRows) -> None:
         listener = rows.listen()
         listener.watch(["x"])
-        carry_out(rows, MessageStep(tell=["x"]))
+        carry_out(rows, MessageStep(tell=("x",)))
 
         listener.wait(30.0)  # returns at once
         listener.close()
@@ -308,7 +324,7 @@ class MessageRowsConformance:
         put(rows, b"1")
         [waiting] = rows.messages("q")
         step = MessageStep(
-            takes=(waiting_at(waiting.id),), pushes=[Push(queue="other", id=waiting.id)]
+            takes=(waiting_at(waiting.id),), pushes=(Push(queue="other", id=waiting.id),)
         )
 
         assert isinstance(carry_out(rows, step), Committed)
@@ -324,7 +340,7 @@ class MessageRowsConformance:
         [first] = claim(hold, 1)
         due = micros(clock.now()) + SECOND
         later = Push(queue="q", id=first.receipt.id, body=b"2", due=due)
-        carry_out(rows, MessageStep(takes=(first.receipt,), pushes=[later]))
+        carry_out(rows, MessageStep(takes=(first.receipt,), pushes=(later,)))
         assert claim(hold, 1) == []
         clock.advance(1.0)
 
@@ -346,7 +362,7 @@ class MessageRowsConformance:
         self, rows: MessageRows, hold: Hold
     ) -> None:
         put(rows, b"x" * 10, b"x" * 6, b"x" * 4, b"x")
-        carry_out(rows, MessageStep(pushes=[Push(queue="other", body=b"y" * 20)]))
+        carry_out(rows, MessageStep(pushes=(Push(queue="other", body=b"y" * 20),)))
 
         def sizes() -> list[int]:
             return [len(one.body) for one in hold.claim(["q", "other"], 9, size=10).found]
@@ -368,7 +384,7 @@ class MessageRowsConformance:
     ) -> None:
         token = Key("token", "t")
         step = MessageStep(
-            once=token, write={token: Write(body=b"")}, pushes=[Push(queue="q", body=b"1")]
+            once=token, write={token: Write(body=b"")}, pushes=(Push(queue="q", body=b"1"),)
         )
         carry_out(rows, step)
         [claimed] = claim(hold, 1)
