@@ -11,7 +11,6 @@ dead           a dead letter; listed by its queue
 from __future__ import annotations
 
 import datetime as dt
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn
 
@@ -346,14 +345,14 @@ class RowsBroker(Broker):
 class RowsConsumer(Consumer):
     """A hold, and a listener that ends its waiting."""
 
+    _lost: int | None
+
     def __init__(self, broker: RowsBroker, queues: tuple[str, ...], worker: str) -> None:
         self._broker = broker
         self._queues = queues
         self._worker = worker
         self._listener = broker.rows.listen()
-        self._listener.watch(map(queue_topic, queues))
         self._woken = self._closed = False
-        self._pid = os.getpid()
         self._start_session()
 
     def _start_session(self) -> None:
@@ -362,23 +361,39 @@ class RowsConsumer(Consumer):
         self._info = new_worker(self._worker, self._queues, broker.rows.clock.now())
         self._hold: Hold = broker.rows.open_hold(_encode(self._info), lease=broker.lease)
         self.session = self._hold.id
+        self._claims, self._lost = 0, None
 
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         claims = self._claim(limit, order)
         if not claims.found and timeout > 0 and not self._woken and not self._closed:
-            self._listener.wait(min(timeout, self._broker.seconds_until(claims.next_due)))
-            claims = self._claim(limit, order)
+            topics = list(map(queue_topic, self._queues))
+            self._listener.watch(topics)
+            try:
+                claims = self._claim(limit, order)  # what came before has not been told
+                if not claims.found and not self._woken and not self._closed:
+                    self._listener.wait(min(timeout, self._broker.seconds_until(claims.next_due)))
+                    claims = self._claim(limit, order)
+            finally:
+                self._listener.unwatch(topics)
         self._woken = False
         return list(map(_delivery, claims.found))
 
     def _claim(self, limit: int, order: Sequence[str]) -> Claims:
+        if self._closed:
+            return NOTHING
         served = self._queues
         queues = [queue for queue in order if queue in served] or served
-        return NOTHING if self._closed else self._hold.claim(queues, limit)
+        self._claims += 1
+        if self._lost is None:
+            self._lost = self._claims  # until the reply is here
+            claims = self._hold.claim(queues, limit, number=self._claims)
+        else:
+            claims = self._hold.claim(queues, limit, number=self._claims, lost=self._lost)
+        self._lost = None
+        return claims
 
     def serve(self, queues: Sequence[str]) -> None:
         self._broker.name_queues(queues)
-        self._listener.watch(map(queue_topic, queues))
         self._queues = tuple(queues)
         self._info = msgspec.structs.replace(self._info, queues=self._queues)
         self._hold.write(_encode(self._info))

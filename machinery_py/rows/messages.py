@@ -37,6 +37,7 @@ for each other.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
@@ -320,6 +321,7 @@ class TopicListener(ABC):
     """Wakes a thread when a topic is told. One thread waits; any may call the rest.
 
     It may wake early, and what was told before `watch` returned may be missed: look once after it.
+    Each who tells may have to look for those that watch: watch while you wait.
     """
 
     @abstractmethod
@@ -422,6 +424,14 @@ class MessageRows(Rows, MessageQueues, HoldKeeper):
     @abstractmethod
     def is_entered(self) -> bool:
         """Return whether this thread holds the store's lock, so that it must not call it again."""
+
+    def together(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context whose reads and commits may be one transaction, where that is cheaper.
+
+        It promises nothing: steps expect what they have read. Ended by an error, nothing of it may
+        have become true.
+        """
+        return contextlib.nullcontext()
 
     @abstractmethod
     def commit(self, steps: Sequence[RowStep | MessageStep]) -> list[StepResult]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
+from machinery_py.connections import session_files
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.rows.contract import Key, RowStep, StoredRow, Write
 from machinery_py.rows.memory import MemoryRows
+from machinery_py.rows.messages import Hold, MessageRows
 from machinery_py.rows.sqlite import SQLiteRows
+from machinery_py.rows.sqlite_messages import SQLiteHold
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.messages_rows import MessageRowsConformance, OpenMessageRows
 from machinery_py.testing.conformance.rows import SECOND, OpenRows, RowsConformance
@@ -80,19 +83,39 @@ class TestMemoryMessageRows(MessageRowsConformance):
         assert hold.beat() is False
 
 
+@pytest.fixture
+def open_sqlite_rows(clock: ManualClock, tmp_path: Path) -> Iterator[Callable[[], SQLiteRows]]:
+    with ExitStack() as drivers:
+
+        def open_one() -> SQLiteRows:
+            driver = SQLiteDriver(
+                tmp_path / "machinery.db", clock=clock, synchronous="NORMAL", busy_timeout=30.0
+            )
+            drivers.callback(driver.close)
+            return SQLiteRows(driver)
+
+        yield open_one
+
+
+class TestSQLiteMessageRows(MessageRowsConformance):
+    @pytest.fixture
+    def open_rows(self, open_sqlite_rows: OpenMessageRows) -> OpenMessageRows:
+        return open_sqlite_rows
+
+    def let_die(self, hold: Hold) -> None:
+        assert isinstance(hold, SQLiteHold)
+        hold.abandon()
+
+    def hide(self, rows: MessageRows, hold: Hold) -> None:
+        assert isinstance(rows, SQLiteRows)
+        self.let_die(hold)
+        session_files.remove(rows.driver.sessions_folder, hold.id)
+
+
 class TestSQLiteRows(RowsConformance):
     @pytest.fixture
-    def open_rows(self, clock: ManualClock, tmp_path: Path) -> Iterator[OpenRows]:
-        with ExitStack() as drivers:
-
-            def open_one() -> SQLiteRows:
-                driver = SQLiteDriver(
-                    tmp_path / "machinery.db", clock=clock, synchronous="NORMAL", busy_timeout=30.0
-                )
-                drivers.callback(driver.close)
-                return SQLiteRows(driver)
-
-            yield open_one
+    def open_rows(self, open_sqlite_rows: OpenRows) -> OpenRows:
+        return open_sqlite_rows
 
     def test_decision_that_fails_writes_nothing(self, open_rows: OpenRows) -> None:
         rows, key = open_rows(), Key("kind", "a")

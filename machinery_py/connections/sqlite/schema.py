@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from machinery_py.connections.stored_items import CLAIM_LIFE, REVOKED_LIFE, StoredItem
 
-VERSION = 10
+VERSION = 11
 APPLICATION_ID = 0x6D636879  # "mchy": tells our file from another program's
 
 # fmt: off
@@ -46,6 +46,14 @@ ITEMS = (
     StoredItem("claims", "table", "keys of unique tasks", CLAIM_LIFE, "backend"),
     StoredItem("topics", "table", "records of topics; the newest 2,000 of each",
                "until the `ttl` is over and more is sent", "broker"),
+    StoredItem("items", "table",
+               "a row per message: waiting (state 0), late (1) or held (2); the id is its place",
+               "until settled", "broker"),
+    StoredItem("holds", "table",
+               "a row per consumer; it is alive while it holds the lock on its file",
+               "until it closes or is given up", "consumer"),
+    StoredItem("members", "table", "members of chords that have come in", "as the chord",
+               "backend"),
     StoredItem("rows", "table",
                "a row for each lock that is held; a row for each limited key: moment of the next "
                "run, slots, who waits; the limits that were changed at run time; the version of a "
@@ -95,6 +103,38 @@ _ROWS = (
     "WITHOUT ROWID",
     "CREATE INDEX rows_listed ON rows (kind, at, id) WHERE at IS NOT NULL",
     "CREATE INDEX rows_expiring ON rows (expires_at) WHERE expires_at IS NOT NULL",
+)
+# kept_kind, kept_id: the row that keeps it. sweep_at: when to look whether it is over.
+_KEPT = (
+    "ALTER TABLE rows ADD COLUMN kept_kind TEXT",
+    "ALTER TABLE rows ADD COLUMN kept_id TEXT",
+    "ALTER TABLE rows ADD COLUMN sweep_at INTEGER",
+    "UPDATE rows SET sweep_at = expires_at",
+    "DROP INDEX rows_expiring",
+    "CREATE INDEX rows_expiring ON rows (sweep_at) WHERE sweep_at IS NOT NULL",
+)
+# Members go with the row that their set is.
+_MEMBERS = (
+    "CREATE TABLE members (kind TEXT NOT NULL, id TEXT NOT NULL, member TEXT NOT NULL, "
+    "PRIMARY KEY (kind, id, member)) WITHOUT ROWID",
+    "CREATE TRIGGER rows_deleted AFTER DELETE ON rows BEGIN "
+    "DELETE FROM members WHERE kind = OLD.kind AND id = OLD.id; END",
+)
+# state: 0 waiting, 1 late, 2 held. AUTOINCREMENT: no receipt may mean another message. The id is
+# its place. turn: as in _WAITING.
+_ITEMS = (
+    "CREATE TABLE items (id INTEGER PRIMARY KEY AUTOINCREMENT, queue TEXT NOT NULL, "
+    "state INTEGER NOT NULL, priority INTEGER NOT NULL, turn INTEGER NOT NULL, "
+    "due INTEGER NOT NULL, put_at INTEGER NOT NULL, tenant TEXT, body BLOB NOT NULL, "
+    "count INTEGER NOT NULL DEFAULT 0, strikes INTEGER NOT NULL DEFAULT 0, hold TEXT, "
+    "claim INTEGER, runs INTEGER NOT NULL DEFAULT 0)",
+    "CREATE INDEX items_waiting ON items (queue, state, priority DESC, turn) WHERE state = 0",
+    "CREATE INDEX items_late ON items (due) WHERE state = 1",
+    "CREATE INDEX items_held ON items (hold) WHERE state = 2",
+    "CREATE INDEX items_turnless ON items (id) WHERE state = 0 AND turn = 0 AND tenant IS NOT NULL",
+    "CREATE TABLE holds (id TEXT PRIMARY KEY, body BLOB NOT NULL, pid INTEGER NOT NULL, "
+    "place TEXT NOT NULL, beat_at INTEGER NOT NULL, lease INTEGER NOT NULL, "
+    "ended INTEGER NOT NULL DEFAULT 0) WITHOUT ROWID",
 )
 # In versions 8 and 9.
 _LIMITS = (
@@ -172,6 +212,9 @@ TABLES: tuple[str, ...] = (
     *_CLAIMS,
     *_TOPICS,
     *_ROWS,
+    *_KEPT,
+    *_MEMBERS,
+    *_ITEMS,
 )
 
 #: Statements that turn the tables of a version into those of the next. A program of the version
@@ -210,4 +253,5 @@ UPGRADES: Mapping[int, tuple[str, ...]] = {
         "DROP TABLE locks",
         "DROP TABLE limits",
     ),
+    10: (*_KEPT, *_MEMBERS, *_ITEMS),
 }

@@ -72,7 +72,7 @@ class Notifier:
 
     def __init__(self, folder: str, kind: Kind) -> None:
         self._folder = folder
-        self._kind = kind
+        self.kind = kind
         self._path = ""
         self._pipe = -1
         self._wake_read = self._wake_write = -1
@@ -101,7 +101,7 @@ class Notifier:
             return
         for _ in range(2):
             path = os.path.join(
-                self._folder, f"{self._kind}-{os.getpid()}-{next(_numbers)}-{os.urandom(3).hex()}"
+                self._folder, f"{self.kind}-{os.getpid()}-{next(_numbers)}-{os.urandom(3).hex()}"
             )
             try:
                 os.mkfifo(path, 0o600)

@@ -94,6 +94,12 @@ class MessageRowsConformance:
     def open_rows(self, clock: ManualClock) -> OpenMessageRows:
         raise NotImplementedError(f"{type(self).__name__}: override the fixture open_rows")
 
+    def let_die(self, hold: Hold) -> None:
+        """Let the process of the hold end, as far as the store can see; by default it is silent."""
+
+    def hide(self, rows: MessageRows, hold: Hold) -> None:
+        """Let its beats be all that the store can see of the hold's life; by default they are."""
+
     @pytest.fixture
     def rows(self, open_rows: OpenMessageRows) -> MessageRows:
         return open_rows()
@@ -419,6 +425,7 @@ class MessageRowsConformance:
         put(rows, b"1", b"2", b"3")
         found = claim(hold, 3)
         hold.begin_run(found[2].receipt)
+        self.let_die(hold)
         rows.dead_holds()
         clock.advance(LEASE + 1.0)
         rows.dead_holds()
@@ -440,6 +447,7 @@ class MessageRowsConformance:
     ) -> None:
         put(rows, b"1")
         [claimed] = claim(hold, 1)
+        self.hide(rows, hold)
         rows.dead_holds()
         clock.advance(LEASE + 1.0)
         rows.dead_holds()
@@ -457,6 +465,7 @@ class MessageRowsConformance:
             hold = handles[0].open_hold(b"", lease=LEASE)
             put(handles[0], b"1")
             [claimed] = claim(hold, 1)
+            self.let_die(hold)
             clock.advance(LEASE + 1.0)
             handles[4].dead_holds()
             handles[4].dead_holds()

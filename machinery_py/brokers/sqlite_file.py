@@ -1,0 +1,59 @@
+"""Messages in a SQLite file: rows, and topics as a table of their own.
+
+Limits: one machine. Every message that arrives wakes all sleeping consumers, whatever their queues.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+from machinery_py.brokers.base import BrokerFeatures
+from machinery_py.brokers.entries import close_all
+from machinery_py.brokers.rows import LEASE, RowsBroker, RowsConsumer
+from machinery_py.brokers.sqlite.topics import SQLiteSubscription, append_records
+from machinery_py.connections import session_files
+from machinery_py.rows.sqlite import SQLiteRows
+
+LOOK = 0.5  # seconds between two looks for dead consumers
+
+
+class SQLiteBroker(RowsBroker):
+    """Rows in the driver's file. The driver belongs to whoever made it."""
+
+    features = BrokerFeatures(
+        name="sqlite",
+        embedded=True,
+        topics=True,
+        keeps_topics=True,
+        exact_limits=True,
+        fair=True,
+        forgets_queues=True,
+    )
+
+    def __init__(self, rows: SQLiteRows, *, lease: float = LEASE) -> None:
+        super().__init__(rows, lease=lease)
+        self.driver = rows.driver
+        self._consumers: weakref.WeakSet[RowsConsumer] = weakref.WeakSet()
+
+    def consume(self, queues: Sequence[str], *, worker: str) -> RowsConsumer:
+        consumer = super().consume(queues, worker=worker)
+        self._consumers.add(consumer)
+        return consumer
+
+    def tend(self) -> float:
+        self.driver.check()
+        interval = super().tend()
+        if all(session_files.is_own(hold.id) for hold in self.rows.holds()):
+            return interval
+        return min(interval, LOOK)
+
+    def append_records(self, topic: str, records: Sequence[bytes], ttl: float) -> None:
+        append_records(self.driver, topic, records, ttl)
+
+    def subscribe(self, topic: str, *, since: float = 0.0) -> SQLiteSubscription:
+        return SQLiteSubscription(self.driver, topic, since)
+
+    def close(self) -> None:
+        """Close the consumers that are still open."""
+        close_all(self._consumers)
