@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -25,7 +26,7 @@ from machinery_py.connections.session_files import ALL, SessionFile, SessionStat
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.connections.sqlite.fences import next_fence
 from machinery_py.connections.sqlite.rows import as_json, insert_rows
-from machinery_py.connections.sqlite.wakeup import Kind
+from machinery_py.connections.sqlite.wakeup import ANY, Kind
 from machinery_py.errors import MachineryError
 from machinery_py.fences import Fence
 from machinery_py.rows.contract import PAGE
@@ -219,10 +220,10 @@ class Moves:
             if push.id is None:
                 late = push.due > self._now
                 self._new.append((*_cells(push, late), self._now, _text(push.tenant), push.body))
-        if step.pushes:
-            self._driver.notify("q")  # of late ones, too: a sleeper may have to wake earlier
+        if step.pushes:  # of late ones, too: a sleeper may have to wake earlier
+            self._driver.notify("q", {queue_topic(push.queue) for push in step.pushes})
         for topic in step.tell:
-            self._driver.notify(_kind(topic))
+            self._driver.notify(_kind(topic), (topic,))
 
     def _push(self, push: Push, id: int, count: int) -> None:
         """Let one go on that was taken."""
@@ -519,7 +520,12 @@ class SQLiteHold(Hold):
     def has(self, receipts: Sequence[ClaimReceipt]) -> list[bool]:
         with self._driver.reading() as connection:
             there = where(connection, [one.id for one in receipts])
-        return [there.get(one.id, ())[:2] == (one.hold, one.count) for one in receipts]
+        ours = {
+            ClaimReceipt(self.id, id, count)
+            for id, (hold, count, _) in there.items()
+            if hold == self.id
+        }
+        return [one in ours for one in receipts]
 
     def begin_run(self, receipt: ClaimReceipt) -> None:
         if self._file.notes_runs:
@@ -620,8 +626,12 @@ class SQLiteTopicListener(TopicListener):
                     self._notifier.__exit__(None, None, None)
 
     def wait(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
         self._waits = True
-        self._notifier.wait(timeout)
+        while (left := deadline - time.monotonic()) > 0 and not self._notifier.wait(left):
+            heard = self._notifier.heard
+            if ANY in heard or not heard.isdisjoint(self._watched):
+                break
         self._waits = False
 
     def wake(self) -> None:

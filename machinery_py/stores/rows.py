@@ -111,10 +111,12 @@ class RowsSession(Session):
         left = plans
         while left:
             read_at = micros(rows.clock.now())
-            found = read(rows, [key for plan in left for key in keys_of(plan.change)])
-            steps = [self._step(plan, Draft(found, read_at)) for plan in left]
+            with rows.together():
+                found = read(rows, [key for plan in left for key in keys_of(plan.change)])
+                steps = [self._step(plan, Draft(found, read_at)) for plan in left]
+                results = rows.commit(steps)
             again: list[_Plan] = []
-            for plan, done in zip(left, rows.commit(steps), strict=True):
+            for plan, done in zip(left, results, strict=True):
                 if isinstance(done, Conflict):
                     again.append(plan)
                 elif isinstance(done, Gone):

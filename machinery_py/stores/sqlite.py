@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from machinery_py.backends.sqlite.backend import SQLiteBackend
-from machinery_py.brokers.sqlite.broker import SQLiteBroker
+from machinery_py.backends.sqlite_file import SQLiteBackend
+from machinery_py.brokers.sqlite_file import SQLiteBroker
 from machinery_py.config.urls import StoreUrl
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.limits.rows import RowsLimits
 from machinery_py.locks.rows import RowsLock
 from machinery_py.rows.sqlite import SQLiteRows
 from machinery_py.stores.open import Family, FamilyOptions
-from machinery_py.stores.transactional import OneStore
+from machinery_py.stores.rows import RowsStore
 
 
 class SQLiteFamily(Family):
@@ -28,21 +28,22 @@ class SQLiteFamily(Family):
             busy_timeout=parsed.busy_timeout,
         )
         self.clock = self._driver.clock
+        self._rows = SQLiteRows(self._driver)
 
     def broker(self) -> SQLiteBroker:
-        return SQLiteBroker(self._driver, lease=self.options.lease)
+        return SQLiteBroker(self._rows, lease=self.options.lease)
 
     def backend(self) -> SQLiteBackend:
-        return SQLiteBackend(self._driver, expire_in=self.options.expire_in)
+        return SQLiteBackend(self._rows, expire_in=self.options.expire_in)
 
     def lock(self) -> RowsLock:
-        return RowsLock(SQLiteRows(self._driver))
+        return RowsLock(self._rows)
 
     def limits(self) -> RowsLimits:
-        return RowsLimits(SQLiteRows(self._driver))
+        return RowsLimits(self._rows)
 
-    def together(self) -> OneStore:
-        return OneStore(self.broker(), self.backend(), self._driver.transaction)
+    def together(self) -> RowsStore:
+        return RowsStore(self.broker(), self.backend())
 
     def close(self) -> None:
         self._driver.close()
