@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from machinery_py.backends.sqlite_file import SQLiteBackend
-from machinery_py.brokers.sqlite_file import SQLiteBroker
+from machinery_py.backends.sqlite.backend import SQLiteBackend
+from machinery_py.brokers.sqlite.broker import SQLiteBroker
 from machinery_py.config.urls import StoreUrl
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.limits.rows import RowsLimits
@@ -31,10 +31,10 @@ class SQLiteFamily(Family):
         self._rows = SQLiteRows(self._driver)
 
     def broker(self) -> SQLiteBroker:
-        return SQLiteBroker(self._rows, lease=self.options.lease)
+        return SQLiteBroker(self._driver, lease=self.options.lease)
 
     def backend(self) -> SQLiteBackend:
-        return SQLiteBackend(self._rows, expire_in=self.options.expire_in)
+        return SQLiteBackend(self._driver, expire_in=self.options.expire_in)
 
     def lock(self) -> RowsLock:
         return RowsLock(self._rows)

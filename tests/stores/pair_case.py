@@ -26,8 +26,7 @@ from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.brokers.mongodb.broker import MongoBroker
 from machinery_py.brokers.rabbitmq.broker import AMQPBroker
 from machinery_py.brokers.redis.broker import RedisBroker
-from machinery_py.brokers.sqlite.broker import SQLiteBroker
-from machinery_py.brokers.sqlite.consumer import SQLiteConsumer
+from machinery_py.brokers.sqlite.broker import SQLiteBroker, SQLiteConsumer
 from machinery_py.config.config import AMQPConfig
 from machinery_py.rows.memory import MemoryRows
 from machinery_py.stores.base import Session, Store

@@ -42,7 +42,7 @@ class InSQLite:
         def open_store() -> Store:
             driver = SQLiteDriver(tmp_path / "machinery.db", clock=clock, synchronous="NORMAL")
             drivers.append(driver)
-            return OneStore(SQLiteBroker(driver), SQLiteBackend(driver), driver.transaction)
+            return RowsStore(SQLiteBroker(driver), SQLiteBackend(driver))
 
         yield open_store
         for driver in drivers:

@@ -44,8 +44,7 @@ from machinery_py.backends.sqlite.backend import SQLiteBackend
 from machinery_py.brokers.base import Delivery, DeliveryEnd, Fate, Message
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.brokers.rows import RowsConsumer
-from machinery_py.brokers.sqlite.broker import SQLiteBroker
-from machinery_py.brokers.sqlite.consumer import SQLiteConsumer
+from machinery_py.brokers.sqlite.broker import SQLiteBroker, SQLiteConsumer
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.errors import BrokerUnavailable, PublishRefused, PublishUnknown
 from machinery_py.rows.draft import Draft

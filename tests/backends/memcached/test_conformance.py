@@ -9,8 +9,7 @@ import pytest
 
 from machinery_py.backends.memcached.backend import MemcacheBackend
 from machinery_py.brokers.memory import MemoryBroker
-from machinery_py.brokers.sqlite.broker import SQLiteBroker
-from machinery_py.brokers.sqlite.consumer import SQLiteConsumer
+from machinery_py.brokers.sqlite.broker import SQLiteBroker, SQLiteConsumer
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.rows.memory import MemoryRows
 from machinery_py.stores.base import Session, Store
