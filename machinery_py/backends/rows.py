@@ -46,6 +46,7 @@ from machinery_py.backends.base import (
 from machinery_py.backends.listings import Count, Listing, Place, counts_of
 from machinery_py.backends.transactional import Row, decide, is_over
 from machinery_py.clock import micros
+from machinery_py.rows.bodies import encode
 from machinery_py.rows.contract import NO_ROW, PAGE, Facts, Key, StoredRow, Write
 from machinery_py.rows.draft import Draft, carry_out, read
 from machinery_py.rows.messages import Join, MessageRows, MessageStep, TopicListener
@@ -64,7 +65,6 @@ CHORD, OPEN, READY = "chord", "chord open", "chord ready"
 RECORDS = Key("records", "")
 
 _Body = tuple[TaskState | None, str, int]  # of a task: state, mark, epoch
-_encode = msgspec.msgpack.Encoder().encode
 _decode_task = msgspec.msgpack.Decoder(_Body).decode
 _decode_meta = msgspec.msgpack.Decoder(GroupMeta).decode
 _decode_ready = msgspec.msgpack.Decoder(tuple[bytes, str]).decode
@@ -144,7 +144,7 @@ class RowsBackend(Backend, OutboxBackend):
             if there is not None and Key(TASK, uuid) not in draft.step.write:
                 self._save(uuid, _task_in(there), draft, group)
         if change.outbox:
-            write = Write(body=_encode(change.outbox), facts=Facts(at=self._moment(draft)))
+            write = Write(body=encode(change.outbox), facts=Facts(at=self._moment(draft)))
             draft.step.write[Key(OUTBOX, change.key)] = write
         return SETTLED
 
@@ -156,7 +156,7 @@ class RowsBackend(Backend, OutboxBackend):
             name = state.task_name
             life = state.life(self.expire_in) if state.is_finished else 0.0
         draft.step.write[Key(TASK, uuid)] = Write(
-            body=_encode((state, row.mark, row.epoch)),
+            body=encode((state, row.mark, row.epoch)),
             expires_in=round(life * 1e6) if life or state is None else None,
             facts=Facts(at=self._moment(draft), name=name),
             kept_by=Key(OPEN, chord) if chord else row.kept_by,
@@ -176,7 +176,7 @@ class RowsBackend(Backend, OutboxBackend):
             draft.step.write[key] = self._group(meta, draft)
 
     def _group(self, meta: GroupMeta, draft: Draft) -> Write:
-        return Write(body=_encode(meta), facts=Facts(at=self._moment(draft)))
+        return Write(body=encode(meta), facts=Facts(at=self._moment(draft)))
 
     def _arrive(self, arrival: Arrival, draft: Draft) -> None:
         group = arrival.group_uuid
@@ -194,7 +194,7 @@ class RowsBackend(Backend, OutboxBackend):
                 whole=1 if failed else arrival.total or 2**31,
                 ready=Key(READY, group),
                 write=Write(
-                    body=_encode((arrival.callback, failed)),
+                    body=encode((arrival.callback, failed)),
                     facts=Facts(at=self._moment(draft)),
                 ),
                 beside={Key(OPEN, group): Write(body=b"", expires_in=life)},

@@ -37,6 +37,7 @@ from machinery_py.brokers.entries import RETRY_MARK, SET_BACK, ClockWatch, new_l
 from machinery_py.brokers.queue_limits import QueueLimit
 from machinery_py.clock import micros, moment_of
 from machinery_py.fences import FenceSequence
+from machinery_py.rows.bodies import encode
 from machinery_py.rows.contract import PAGE, Committed, Facts, Key, NoRoom, Write
 from machinery_py.rows.draft import read
 from machinery_py.rows.messages import (
@@ -62,7 +63,6 @@ QUEUE, TOKEN, DEAD = "queue", "token", "dead"  # kinds
 _TOKEN = Write(body=b"", expires_in=round(TOKEN_LIFE * 1e6))
 NOTHING = Claims([], None)
 
-_encode = msgspec.msgpack.Encoder().encode
 _decode_message = msgspec.msgpack.Decoder(Message).decode
 _decode_letter = msgspec.msgpack.Decoder(DeadLetter).decode
 _decode_worker = msgspec.msgpack.Decoder(WorkerInfo).decode
@@ -199,10 +199,11 @@ class RowsBroker(Broker):
         """Let delays of retries that began in the future, by a clock that was ahead, begin now."""
         now = micros(self.rows.clock.now())
         steps: list[MessageStep] = []
-        for one in self._all(None):
+        since = now + round(SET_BACK * 1e6)
+        for one in self._all(None, since=since):
             ahead = one.put_at - now
             message = _decode_message(one.body)
-            if ahead > SET_BACK * 1e6 and RETRY_MARK in message.body and message.eta is not None:
+            if RETRY_MARK in message.body and message.eta is not None:
                 eta = message.eta - dt.timedelta(microseconds=ahead)
                 put = push_of(msgspec.structs.replace(message, eta=eta))
                 steps.append(MessageStep(takes=(waiting_at(one.id),), pushes=(put,)))
@@ -216,11 +217,13 @@ class RowsBroker(Broker):
     def delayed(self, limit: int) -> list[Message]:
         return [_decode_message(one.body) for one in self._all(None, limit)]
 
-    def _all(self, queue: str | None, limit: int = UNLIMITED) -> Iterator[StoredMessage]:
+    def _all(
+        self, queue: str | None, limit: int = UNLIMITED, *, since: int = 0
+    ) -> Iterator[StoredMessage]:
         """Yield what waits in a queue, or all that is late, page by page."""
         after: StoredMessage | None = None
         while limit > 0 and (
-            page := self.rows.messages(queue, after=after, items=min(limit, PAGE))
+            page := self.rows.messages(queue, since=since, after=after, items=min(limit, PAGE))
         ):
             yield from page
             after, limit = page[-1], limit - len(page)
@@ -308,7 +311,7 @@ class RowsBroker(Broker):
 
     def _keep_dead(self, letter: DeadLetter, step: MessageStep) -> None:
         facts = Facts(at=self._moments.next(), name=letter.queue)
-        step.write[Key(DEAD, letter.id)] = Write(body=_encode(letter), facts=facts)
+        step.write[Key(DEAD, letter.id)] = Write(body=encode(letter), facts=facts)
 
     def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
         found: list[DeadLetter] = []
@@ -359,7 +362,7 @@ class RowsConsumer(Consumer):
         broker = self._broker
         broker.name_queues(self._queues)
         self._info = new_worker(self._worker, self._queues, broker.rows.clock.now())
-        self._hold: Hold = broker.rows.open_hold(_encode(self._info), lease=broker.lease)
+        self._hold: Hold = broker.rows.open_hold(encode(self._info), lease=broker.lease)
         self.session = self._hold.id
         self._claims, self._lost = 0, None
 
@@ -396,7 +399,7 @@ class RowsConsumer(Consumer):
         self._broker.name_queues(queues)
         self._queues = tuple(queues)
         self._info = msgspec.structs.replace(self._info, queues=self._queues)
-        self._hold.write(_encode(self._info))
+        self._hold.write(encode(self._info))
         self.wake()
 
     def dispose(self, disposals: Sequence[Disposal]) -> list[bool]:
@@ -427,10 +430,14 @@ class RowsConsumer(Consumer):
         self._listener.wake()
 
     def close(self) -> None:
+        if self._closed:
+            return
         self._closed = True
-        self._hold.end()
         self._listener.wake()
-        self._listener.close()
+        try:
+            self._hold.end()
+        finally:
+            self._listener.close()
 
 
 def push_of(message: Message, *, id: int | None = None, place: Place = Place.LAST) -> Push:
@@ -439,7 +446,7 @@ def push_of(message: Message, *, id: int | None = None, place: Place = Place.LAS
         queue=message.queue,
         id=id,
         place=place,
-        body=_encode(message),
+        body=encode(message),
         priority=message.priority,
         tenant=message.tenant,
         due=0 if message.eta is None else micros(message.eta),

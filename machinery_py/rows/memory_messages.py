@@ -284,6 +284,7 @@ class MemoryMessages:
         self,
         queue: str | None,
         *,
+        since: int = 0,
         after: StoredMessage | None = None,
         items: int = PAGE,
         size: int = STEP_BYTES,
@@ -294,6 +295,8 @@ class MemoryMessages:
                 found = [one.stored() for _, _, one in self._late if not one.is_gone]
             else:
                 found = [one.stored() for one in self._queues.get(queue, ())]
+        if since:
+            found = [one for one in found if one.put_at >= since]
         if after is not None:
             found = [one for one in found if one.place > after.place]  # type: ignore[operator]  # tuples
         return page_of(heapq.nsmallest(items, found, key=lambda one: one.place), size)  # type: ignore[arg-type,return-value]

@@ -353,6 +353,7 @@ class MessageQueues(ABC):
         self,
         queue: str | None,
         *,
+        since: int = 0,
         after: StoredMessage | None = None,
         items: int = PAGE,
         size: int = STEP_BYTES,
@@ -360,6 +361,7 @@ class MessageQueues(ABC):
         """Return messages that wait in a queue, the next one first; None: all that are late.
 
         Args:
+            since: only those pushed first at this moment or later.
             after: begin behind this one of an earlier page, which may be gone by now.
             items, size: as in `list`.
         """
@@ -405,11 +407,14 @@ class HoldKeeper(ABC):
         and lives; that is decided by the step that would end it, not before.
         """
 
-    def reap(self) -> None:
-        """Condemn the holds that are dead."""
+    def reap(self) -> int:
+        """Condemn the holds that are dead; return how many."""
+        reaped = 0
         for hold in self.dead_holds():
-            while self.condemn(hold, PAGE) == PAGE:
+            while (back := self.condemn(hold, PAGE)) == PAGE:
                 pass
+            reaped += back is not None
+        return reaped
 
 
 class MessageRows(Rows, MessageQueues, HoldKeeper):

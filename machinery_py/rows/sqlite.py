@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from machinery_py.bounds import STEP_BYTES, pieces
 from machinery_py.connections.sqlite.database import SQLiteDriver, Transaction
+from machinery_py.connections.sqlite.errors import Unavailable
 from machinery_py.connections.sqlite.fences import next_fence
 from machinery_py.connections.sqlite.rows import insert_rows
 from machinery_py.errors import BackendUnavailable
@@ -110,11 +111,18 @@ Cells = tuple[Any, ...]
 
 
 class SQLiteRows(SQLiteMessages, MessageRows):
-    """Rows in the driver's file. The driver belongs to whoever made it."""
+    """Rows in the driver's file. The driver belongs to whoever made it.
 
-    def __init__(self, driver: SQLiteDriver) -> None:
+    Args:
+        unavailable: what is raised while others keep the file busy.
+    """
+
+    def __init__(
+        self, driver: SQLiteDriver, *, unavailable: Unavailable = BackendUnavailable
+    ) -> None:
         super().__init__(driver)
         self.clock = driver.clock
+        self._unavailable = unavailable
 
     def is_entered(self) -> bool:
         return self.driver.is_entered()
@@ -209,7 +217,7 @@ class SQLiteRows(SQLiteMessages, MessageRows):
 
     def _writing(self, durable: bool) -> Transaction:
         begin = self.driver.transaction if durable else self.driver.claiming
-        return begin(BackendUnavailable)
+        return begin(self._unavailable)
 
 
 class _Batch:
@@ -226,9 +234,9 @@ class _Batch:
         self._now = driver.now()
         self._moves = Moves(driver, connection, steps, self._now)
         asked: dict[Key, None] = {}
-        writes = 0
+        self._left = 0  # versions that are reserved
         for step in steps:
-            writes += len(step.write) + len(step.create)
+            self._left += len(step.write) + 4 * len(step.joins)
             if step.once is not None:
                 asked[step.once] = None
             if step.expect:
@@ -236,13 +244,14 @@ class _Batch:
             if step.create:
                 asked.update(dict.fromkeys(step.create))
             for join in step.joins:
-                writes += 2 + len(join.beside)
                 asked[join.set] = asked[join.ready] = None
         self._versions: dict[Key, int] = {}
         if asked:
             found = _ask(connection, _VERSION, list(asked), self._now)
             self._versions = {key: found[at][0] for key in asked if (at := _stored(key)) in found}
-        self._next = next_fence(connection, self._now, writes) if writes else Fence(0)
+        self._next = Fence(0)
+        if self._left:
+            self._next = next_fence(connection, self._now, self._left)
         self._rows: dict[Key, Cells | None] = {}
         self._sizes: dict[Key, int] = {}
 
@@ -281,8 +290,10 @@ class _Batch:
         return Committed(given, self._now)
 
     def _put(self, key: Key, write: Write) -> Version:
+        if not self._left:
+            self._left, self._next = 1, next_fence(self._connection, self._now)
         version = self._next
-        self._next = Fence(version + 1)
+        self._left, self._next = self._left - 1, Fence(version + 1)
         self._versions[key] = version
         facts, kept = write.facts, write.kept_by
         ends = None if write.expires_in is None else self._now + write.expires_in

@@ -137,11 +137,13 @@ _RUNS = "UPDATE items SET runs = 1 WHERE id = ? AND state = 2 AND hold = ?"
 _WAIT = """
 SELECT id, queue, body, put_at, due, -priority, turn FROM items INDEXED BY items_waiting
 WHERE state = 0 AND queue = ?1 AND priority <= -?2 AND (-priority, turn, id) > (?2, ?3, ?4)
+    AND put_at >= ?6
 ORDER BY priority DESC, turn, id LIMIT ?5
 """
 _LATE = """
 SELECT id, queue, body, put_at, due, due, 0 FROM items INDEXED BY items_late
 WHERE state = 1 AND due >= ?2 AND (due, ?3, id) > (?2, ?3, ?4) AND ?1 IS NULL
+    AND put_at >= ?6
 ORDER BY due, id LIMIT ?5
 """
 _COUNTS = "SELECT queue, state, count(*), min(id) FROM items GROUP BY queue, state"
@@ -294,6 +296,7 @@ class SQLiteMessages(MessageQueues, HoldKeeper):
         self,
         queue: str | None,
         *,
+        since: int = 0,
         after: StoredMessage | None = None,
         items: int = PAGE,
         size: int = STEP_BYTES,
@@ -304,7 +307,7 @@ class SQLiteMessages(MessageQueues, HoldKeeper):
         found: list[StoredMessage] = []
         with self.driver.reading() as connection:
             rows = connection.execute(
-                _LATE if queue is None else _WAIT, (wanted, first, turn, id, items)
+                _LATE if queue is None else _WAIT, (wanted, first, turn, id, items, since)
             )
             for number, name, body, put_at, due, *order in rows:
                 size -= len(body)

@@ -20,7 +20,6 @@ from machinery_py.stores.base import Store
 from machinery_py.stores.outbox import TwoStores
 from machinery_py.stores.redis import RedisStore
 from machinery_py.stores.rows import RowsStore
-from machinery_py.stores.transactional import OneStore
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.fencing import OpenStore
 from tests.stores.redis.case import Drivers, ServerClock

@@ -52,7 +52,6 @@ from machinery_py.rows.memory import MemoryRows
 from machinery_py.rows.messages import ClaimReceipt, Claims, MessageStep
 from machinery_py.stores.base import Firing, Mark, Session, Settlement, Store, Submission
 from machinery_py.stores.rows import RowsSession, RowsStore
-from machinery_py.stores.transactional import OneSession, OneStore
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.flaky import FlakySession, FlakyStore
@@ -777,12 +776,10 @@ class SQLiteBench(Bench):
             f"{self._folder.name}/machinery.db", clock=clock, synchronous="NORMAL"
         )
         backend = SQLiteBackend(self._driver, expire_in=1e7)
-        super().__init__(
-            OneStore(SQLiteBroker(self._driver), backend, self._driver.transaction), clock
-        )
+        super().__init__(RowsStore(SQLiteBroker(self._driver), backend), clock)
 
     def crash(self, session: Session, survivors: Sequence[Session]) -> None:
-        assert isinstance(session, OneSession)
+        assert isinstance(session, RowsSession)
         assert isinstance(session.consumer, SQLiteConsumer)
         session.consumer.abandon()
         self.store.tend()

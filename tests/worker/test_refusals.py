@@ -31,7 +31,7 @@ from machinery_py.rows.memory import MemoryRows
 from machinery_py.schedules.scheduler import Scheduler
 from machinery_py.stores.base import Store
 from machinery_py.stores.outbox import TwoStores
-from machinery_py.stores.transactional import OneStore
+from machinery_py.stores.rows import RowsStore
 from machinery_py.tasks.states import State
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.flaky import FlakyBackend, FlakyBroker
@@ -132,7 +132,7 @@ def two_stores(folder: pathlib.Path, clock: Clock) -> tuple[Choosy, Store]:
 def one_store(folder: pathlib.Path, clock: Clock) -> tuple[Choosy, Store]:
     driver = SQLiteDriver(str(folder / "machinery.db"), clock=clock)
     broker = ChoosySQLite(driver)
-    return broker, OneStore(broker, SQLiteBackend(driver), driver.transaction)
+    return broker, RowsStore(broker, SQLiteBackend(driver))
 
 
 @pytest.fixture(params=[one_store, two_stores])

@@ -14,6 +14,7 @@ from machinery_py.brokers.rows import LEASE, RowsBroker, RowsConsumer
 from machinery_py.brokers.sqlite.topics import SQLiteSubscription, append_records
 from machinery_py.connections import session_files
 from machinery_py.connections.sqlite.database import SQLiteDriver
+from machinery_py.errors import BrokerUnavailable
 from machinery_py.rows.sqlite import SQLiteRows
 from machinery_py.rows.sqlite_messages import SQLiteHold
 
@@ -34,7 +35,7 @@ class SQLiteBroker(RowsBroker):
     )
 
     def __init__(self, driver: SQLiteDriver, *, lease: float = LEASE) -> None:
-        super().__init__(SQLiteRows(driver), lease=lease)
+        super().__init__(SQLiteRows(driver, unavailable=BrokerUnavailable), lease=lease)
         self.driver = driver
         self._consumers: weakref.WeakSet[SQLiteConsumer] = weakref.WeakSet()
 
@@ -42,6 +43,10 @@ class SQLiteBroker(RowsBroker):
         consumer = SQLiteConsumer(self, tuple(queues), worker)
         self._consumers.add(consumer)
         return consumer
+
+    def reap(self) -> int:
+        """Give back what dead consumers held; return how many were dead. `tend` does it too."""
+        return self.rows.reap()
 
     def tend(self) -> float:
         self.driver.check()

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from machinery_py.clock import moment_of
+from machinery_py.tasks.signature import Arg
 from machinery_py.tasks.states import GroupMeta, State, TaskState
 from machinery_py.wire.states import decode_results
 
@@ -36,8 +37,8 @@ CARRIED_OVER: tuple[str, ...] = (
     "INSERT INTO sqlite_sequence SELECT 'items', seq FROM sqlite_sequence WHERE name = 'messages'",
     "INSERT INTO items (id, queue, state, priority, turn, due, put_at, tenant, body, count,"
     " strikes) SELECT id, queue, iif(status = 1, 1, 0), priority, turn, coalesce(due_at, 0),"
-    " sent_at, tenant, v10_message(uuid, name, queue, body, due_at, priority, parks, tenant), fence, strikes"
-    " FROM messages ORDER BY id",
+    " sent_at, tenant, v10_message(uuid, name, queue, body, due_at, priority, parks, tenant),"
+    " fence, strikes FROM messages ORDER BY id",
     f"{_ROW} 'dead', CAST(id AS TEXT), 1, NULL, NULL, died_at, queue,"
     " v10_letter(id, uuid, name, queue, body, reason, error, strikes, died_at) FROM dead",
     f"{_ROW} 'queue', name, 1, NULL, NULL, NULL, NULL, x'' FROM queues",
@@ -50,10 +51,12 @@ CARRIED_OVER: tuple[str, ...] = (
     f" JOIN groups AS g ON g.uuid = m.group_uuid"
     f" WHERE rows.kind = 'task' AND rows.id = m.task_uuid AND {_OPEN}",
     f"{_ROW} 'group', uuid, 1, NULL, NULL, v10_now(), '', v10_group(uuid, fired, locked,"
-    " created_at, ttl, plan, (SELECT json_group_array(task_uuid) FROM (SELECT task_uuid FROM group_members"
-    " WHERE group_uuid = uuid AND position IS NOT NULL ORDER BY position))) FROM groups",
+    " created_at, ttl, plan, (SELECT json_group_array(task_uuid) FROM (SELECT task_uuid FROM"
+    " group_members WHERE group_uuid = uuid AND position IS NOT NULL ORDER BY position)))"
+    " FROM groups",
     f"{_ROW} 'chord', uuid, 1, NULL, NULL, NULL, NULL, CAST(CAST((SELECT count(*) FROM"
-    f" group_members WHERE group_uuid = uuid AND arrived = 1) AS TEXT) AS BLOB) FROM groups WHERE {_OPEN}",
+    f" group_members WHERE group_uuid = uuid AND arrived = 1) AS TEXT) AS BLOB) FROM groups"
+    f" WHERE {_OPEN}",
     "INSERT INTO members SELECT 'chord', group_uuid, task_uuid FROM group_members"
     f" JOIN groups ON uuid = group_uuid WHERE group_members.arrived = 1 AND {_OPEN}",
     f"{_ROW} 'chord open', uuid, 1, v10_now() + {_WEEK}, v10_now() + {_WEEK}, NULL, NULL, x''"
@@ -126,7 +129,9 @@ def _task(*values: Any) -> bytes:
         done, total = progress.split()
         fields["progress"] = float(done), float(total)
     if results is not None:
-        fields["results"] = decode_results(results)
+        fields["results"] = tuple(
+            Arg(type=one.type, value=one.value, name=one.name) for one in decode_results(results)
+        )
     created_at = moment_of(cells.pop("created_at"))
     task = TaskState(
         task_uuid=uuid,
