@@ -65,7 +65,7 @@ CHORD, OPEN, READY = "chord", "chord open", "chord ready"
 RECORDS = Key("records", "")
 
 _Body = tuple[TaskState | None, str, int]  # of a task: state, mark, epoch
-_decode_task = msgspec.msgpack.Decoder(_Body).decode
+decode_task = msgspec.msgpack.Decoder(_Body).decode
 _decode_meta = msgspec.msgpack.Decoder(GroupMeta).decode
 _decode_ready = msgspec.msgpack.Decoder(tuple[bytes, str]).decode
 _decode_bodies = msgspec.msgpack.Decoder(tuple[bytes, ...]).decode
@@ -477,7 +477,7 @@ class _Task(Row, kw_only=True, gc=False):
 
 
 def _task_in(row: StoredRow) -> _Task:
-    state, mark, epoch = _decode_task(row.body)
+    state, mark, epoch = decode_task(row.body)
     if state is not None and state.results:
         force_setattr(state, "results", tuple(state.results))  # it is ours alone yet
     return _Task(state=state, mark=mark, epoch=epoch, kept_by=row.kept_by)

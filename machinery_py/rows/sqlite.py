@@ -169,6 +169,24 @@ class SQLiteRows(SQLiteMessages, MessageRows):
                 batch.write()
             return result
 
+    def ids(self, kind: str, *, prefix: str = "", items: int = PAGE) -> list[str]:
+        begin = printable(prefix)
+        with self.driver.reading() as connection:
+            what = (kind, begin, begin + chr(0x10FFFF), self.now(), items)
+            return [id for (id,) in connection.execute(_IDS, what)]
+
+    def count(self, kind: str) -> dict[str, int]:
+        with self.driver.reading() as connection:
+            return dict(connection.execute(_COUNT, (kind, self.now())).fetchall())
+
+    def expire(self, items: int) -> bool:
+        now = self.now()
+        with self.driver.reading() as connection:
+            if connection.execute(_OVER, (now, 1)).fetchone() is None:
+                return False
+        with self._writing(durable=False) as connection:
+            return _expire(connection, now, items) == items
+
     def list(
         self,
         kind: str,
@@ -196,24 +214,6 @@ class SQLiteRows(SQLiteMessages, MessageRows):
                     if len(page) == items:
                         break
         return page
-
-    def ids(self, kind: str, *, prefix: str = "", items: int = PAGE) -> list[str]:
-        begin = printable(prefix)
-        with self.driver.reading() as connection:
-            what = (kind, begin, begin + chr(0x10FFFF), self.now(), items)
-            return [id for (id,) in connection.execute(_IDS, what)]
-
-    def count(self, kind: str) -> dict[str, int]:
-        with self.driver.reading() as connection:
-            return dict(connection.execute(_COUNT, (kind, self.now())).fetchall())
-
-    def expire(self, items: int) -> bool:
-        now = self.now()
-        with self.driver.reading() as connection:
-            if connection.execute(_OVER, (now, 1)).fetchone() is None:
-                return False
-        with self._writing(durable=False) as connection:
-            return _expire(connection, now, items) == items
 
     def _writing(self, durable: bool) -> Transaction:
         begin = self.driver.transaction if durable else self.driver.claiming

@@ -302,12 +302,13 @@ class SQLiteMessages(MessageQueues, HoldKeeper):
         size: int = STEP_BYTES,
     ) -> list[StoredMessage]:
         self.promote()
-        first, turn, id = after.place if after is not None else (-(2**62), -(2**63), 0)  # type: ignore[misc]  # ours
+        behind = after.place if after is not None else (FIRST + 1, FIRST, 0)
+        assert isinstance(behind, tuple)
         wanted = None if queue is None else printable(queue)
         found: list[StoredMessage] = []
         with self.driver.reading() as connection:
             rows = connection.execute(
-                _LATE if queue is None else _WAIT, (wanted, first, turn, id, items, since)
+                _LATE if queue is None else _WAIT, (wanted, *behind, items, since)
             )
             for number, name, body, put_at, due, *order in rows:
                 size -= len(body)

@@ -22,7 +22,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 _TEXTS = ("error", "error_type", "traceback", "notes_json", "root", "parent")  # NULL if empty
 _MOMENTS = ("started_at", "finished_at", "eta")
-_TASK = (
+TASK = (
     "uuid", "name", "state", "created_at", "ttl", "run", "attempt", "queue", "progress", "worker",
     "keep_for", *_TEXTS, *_MOMENTS, "results", "message", "mark", "epoch",
 )  # fmt: skip
@@ -46,7 +46,7 @@ CARRIED_OVER: tuple[str, ...] = (
     f"{_ROW} 'token', token, 1, used_at + {_TOKEN_LIFE}, used_at + {_TOKEN_LIFE}, NULL, NULL, x''"
     " FROM tokens",
     f"{_ROW} 'task', uuid, 1, expires_at, expires_at, changed_at, name,"
-    f" v10_task({', '.join(_TASK)}) FROM tasks",
+    f" v10_task({', '.join(TASK)}) FROM tasks",
     f"UPDATE rows SET kept_kind = 'chord open', kept_id = g.uuid FROM group_members AS m"
     f" JOIN groups AS g ON g.uuid = m.group_uuid"
     f" WHERE rows.kind = 'task' AND rows.id = m.task_uuid AND {_OPEN}",
@@ -84,7 +84,7 @@ def add_functions(connection: sqlite3.Connection) -> None:
     connection.create_function("v10_now", 0, lambda: now)
     connection.create_function("v10_message", 8, _message)
     connection.create_function("v10_letter", 9, _letter)
-    connection.create_function("v10_task", len(_TASK), _task)
+    connection.create_function("v10_task", len(TASK), task_body)
     connection.create_function("v10_group", 7, _group)
     connection.create_function("v10_ready", 2, lambda *cells: _encode(cells))
 
@@ -116,14 +116,15 @@ def _letter(id: int, *cells: object) -> bytes:
     return _encode({"id": str(id), **letter, "died_at": moment_of(died_at)})
 
 
-def _task(*values: Any) -> bytes:
-    cells: dict[str, Any] = dict(zip(_TASK, values, strict=True))
+def task_body(*values: Any) -> bytes:
+    """Return the body of a task's row, from the columns TASK."""
+    cells: dict[str, Any] = dict(zip(TASK, values, strict=True))
     mark, epoch, state = cells.pop("mark"), cells.pop("epoch"), cells.pop("state")
     if state is None:
         return _encode((None, mark, epoch))
     uuid, name, progress = cells.pop("uuid"), cells.pop("name"), cells.pop("progress")
     results, message = cells.pop("results"), cells.pop("message")
-    fields = {name: cells.pop(name) or "" for name in _TEXTS}
+    fields: dict[str, Any] = {name: cells.pop(name) or "" for name in _TEXTS}
     fields |= {name: _moment(cells.pop(name)) for name in _MOMENTS}
     if progress is not None:
         done, total = progress.split()

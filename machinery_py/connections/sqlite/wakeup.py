@@ -173,17 +173,6 @@ class Notifier:
         if pipe < 0:
             self.heard.add(ANY)
         return self.woken()
-        poll = select.poll()
-        poll.register(self._wake_read, select.POLLIN)
-        if pipe >= 0:
-            poll.register(pipe, select.POLLIN)
-        ready = poll.poll(math.ceil(timeout * 1000))  # 0.4 ms must not become a busy loop
-        for fd, _ in ready:
-            _drain(fd)
-        if not ready and pipe >= 0 and not os.path.exists(self._path):
-            self._remove_pipe()
-            self._make_pipe()
-        return self.woken()
 
     def woken(self) -> bool:
         """Return whether `wake` was called since the last call of this method."""
