@@ -20,8 +20,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from machinery_py.bounds import STEP_BYTES
-from machinery_py.brokers.liveness import is_suspended, place
 from machinery_py.connections import session_files
+from machinery_py.connections.proc import is_suspended, place
 from machinery_py.connections.session_files import ALL, SessionFile, SessionState
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.connections.sqlite.fences import next_fence
@@ -181,7 +181,7 @@ def where(connection: sqlite3.Connection, ids: Sequence[int]) -> dict[int, tuple
 
 
 class Moves:
-    """What the steps of one transaction take and push: read at once, written at once."""
+    """Messages that the steps of one transaction take and push: read and written at once."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a file of version 10 or before becomes: each message and record a row (rows/sqlite.py).
+"""Upgrade of files of version 10 and before: each message and record becomes a row.
 
 All is carried over in one transaction, some 20 µs an item. A message that was held goes back to its
 place: programs of the older version must have ended; one that has the file open finds no tables.
