@@ -400,10 +400,11 @@ class RowsBackend(Backend, OutboxBackend):
     def tend(self) -> float:
         while self.rows.expire(SWEPT):
             pass
-        before = micros(self.now()) - round(self.expire_in * 1e6)
-        for row in self.rows.list_all(GROUP):
-            if _at(row) <= before:
+        last = _placeholder(micros(self.now()) - round(self.expire_in * 1e6), "")
+        while page := self.rows.list(GROUP, after=last):
+            for row in page:
                 self._sweep_group(row)
+            last = page[-1]
         return SWEEP
 
     def _sweep_group(self, row: StoredRow) -> None:

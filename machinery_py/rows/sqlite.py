@@ -11,7 +11,7 @@ import contextlib
 import functools
 import random
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from machinery_py.bounds import STEP_BYTES, pieces
@@ -123,6 +123,7 @@ class SQLiteRows(SQLiteMessages, MessageRows):
         super().__init__(driver)
         self.clock = driver.clock
         self._unavailable = unavailable
+        self._seen: dict[Key, int] | None = None
 
     def is_entered(self) -> bool:
         return self.driver.is_entered()
@@ -137,10 +138,21 @@ class SQLiteRows(SQLiteMessages, MessageRows):
     def read(self, keys: Sequence[Key]) -> list[StoredRow | None]:
         check_keys(keys)
         with self.driver.reading() as connection:
-            return _read(connection, keys, self.now())
+            rows = _read(connection, keys, self.now())
+        if self._seen is not None and self.is_entered():
+            for key, row in zip(keys, rows, strict=True):
+                self._seen[key] = NO_ROW if row is None else row.version
+        return rows
 
-    def together(self) -> Transaction:
-        return self._writing(durable=True)
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Return a transaction. The first commit in it knows the versions that were read in it."""
+        with self._writing(durable=True):
+            self._seen = {}
+            try:
+                yield
+            finally:
+                self._seen = None
 
     def commit(self, steps: Sequence[RowStep | MessageStep]) -> list[StepResult]:
         whole = [one if isinstance(one, MessageStep) else of_rows(one) for one in steps]
@@ -150,7 +162,8 @@ class SQLiteRows(SQLiteMessages, MessageRows):
         for piece in pieces(whole, _size, most=MOST):
             durable = any(step.durable for step in piece)
             with self._writing(durable) as connection:
-                batch = _Batch(self.driver, connection, piece)
+                seen, self._seen = self._seen or {}, None
+                batch = _Batch(self.driver, connection, piece, seen)
                 done += [batch.refusal(step) or batch.carry_out(step) for step in piece]
                 batch.write()
         return done
@@ -164,7 +177,7 @@ class SQLiteRows(SQLiteMessages, MessageRows):
             check_writes(write)
             if write:
                 step = MessageStep(write=dict(write))
-                batch = _Batch(self.driver, connection, [step])
+                batch = _Batch(self.driver, connection, [step], {})
                 batch.carry_out(step)
                 batch.write()
             return result
@@ -228,7 +241,11 @@ class _Batch:
     """
 
     def __init__(
-        self, driver: SQLiteDriver, connection: sqlite3.Connection, steps: Sequence[MessageStep]
+        self,
+        driver: SQLiteDriver,
+        connection: sqlite3.Connection,
+        steps: Sequence[MessageStep],
+        seen: Mapping[Key, int],
     ) -> None:
         self._connection = connection
         self._now = driver.now()
@@ -245,10 +262,10 @@ class _Batch:
                 asked.update(dict.fromkeys(step.create))
             for join in step.joins:
                 asked[join.set] = asked[join.ready] = None
-        self._versions: dict[Key, int] = {}
-        if asked:
-            found = _ask(connection, _VERSION, list(asked), self._now)
-            self._versions = {key: found[at][0] for key in asked if (at := _stored(key)) in found}
+        self._versions = {key: version for key, version in seen.items() if version != NO_ROW}
+        if new := [key for key in asked if key not in seen]:
+            found = _ask(connection, _VERSION, new, self._now)
+            self._versions |= {key: found[at][0] for key in new if (at := _stored(key)) in found}
         self._next = Fence(0)
         if self._left:
             self._next = next_fence(connection, self._now, self._left)

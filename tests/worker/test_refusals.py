@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -28,6 +28,7 @@ from machinery_py.errors import (
 )
 from machinery_py.results.async_results import AsyncResult
 from machinery_py.rows.memory import MemoryRows
+from machinery_py.rows.messages import MessageStep
 from machinery_py.schedules.scheduler import Scheduler
 from machinery_py.stores.base import Store
 from machinery_py.stores.outbox import TwoStores
@@ -92,6 +93,13 @@ class Narrow(ChoosyMemory):
 
 class ChoosySQLite(Choosy, SQLiteBroker):
     """In a file."""
+
+    def plan_put(self, messages: Iterable[Message], step: MessageStep, **more: Any) -> None:
+        messages = list(messages)
+        if not self.allowed:
+            for one in messages:
+                self.check(one)
+        super().plan_put(messages, step, **more)
 
 
 class Shop:
