@@ -365,9 +365,14 @@ def _expire(connection: sqlite3.Connection, now: int, items: int) -> int:
 
 
 def _size(step: MessageStep) -> int:
-    written = (*step.create.values(), *step.write.values())
-    rows = sum(len(write.body) for write in written if write is not None)
-    return rows + sum(len(push.body) for push in step.pushes if push.body is not None)
+    size = 0
+    for write in (*step.create.values(), *step.write.values()):
+        if write is not None:
+            size += len(write.body)
+    for push in step.pushes:
+        if push.body is not None:
+            size += len(push.body)
+    return size
 
 
 def _read(connection: sqlite3.Connection, keys: Sequence[Key], now: int) -> list[StoredRow | None]:

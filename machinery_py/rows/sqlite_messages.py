@@ -197,6 +197,7 @@ class Moves:
         self._where = where(connection, ids) if ids else {}
         self._taken: list[int] = []
         self._new: list[tuple[object, ...]] = []
+        self._told: set[str] = set()
         self._fair = False
         self._emptied: set[str] = set()
 
@@ -223,9 +224,8 @@ class Moves:
                 late = push.due > self._now
                 self._new.append((*_cells(push, late), self._now, _text(push.tenant), push.body))
         if step.pushes:  # of late ones, too: a sleeper may have to wake earlier
-            self._driver.notify("q", {queue_topic(push.queue) for push in step.pushes})
-        for topic in step.tell:
-            self._driver.notify(_kind(topic), (topic,))
+            self._told.update([queue_topic(push.queue) for push in step.pushes])
+        self._told.update(step.tell)
 
     def _push(self, push: Push, id: int, count: int) -> None:
         """Let one go on that was taken."""
@@ -248,7 +248,14 @@ class Moves:
             give_turns(connection)
         for queue in self._emptied:
             forget_turns(connection, queue)
-        self._taken, self._new, self._fair, self._emptied = [], [], False, set()
+        if self._told:
+            queues = {topic for topic in self._told if topic.startswith(QUEUES)}
+            if queues:
+                self._driver.notify("q", queues)
+            if tasks := self._told - queues:
+                self._driver.notify("r", tasks)
+        self._taken, self._new, self._fair = [], [], False
+        self._emptied, self._told = set(), set()
 
 
 def _cells(push: Push, late: bool) -> tuple[object, ...]:
