@@ -59,11 +59,16 @@ _VERSION = (
 _READ = _VERSION.replace("version", "version, body, at, name")
 
 _WRITE = (
-    "REPLACE INTO rows "
-    "(kind, id, version, expires_at, at, name, body, kept_kind, kept_id, sweep_at)"
+    "INSERT INTO rows (kind, id, version, expires_at, at, name, body, kept_kind, kept_id, sweep_at)"
 )
-# In: as _WRITE. It spares the index of listings, which a REPLACE writes also if the facts are as
-# they were.
+# Not REPLACE: the row stays where it is, and so does its entry among the ids.
+_OVER_IT = """
+ON CONFLICT (kind, id) DO UPDATE SET version = excluded.version, expires_at = excluded.expires_at,
+    at = excluded.at, name = excluded.name, body = excluded.body, kept_kind = excluded.kept_kind,
+    kept_id = excluded.kept_id, sweep_at = excluded.sweep_at
+"""
+# In: as _WRITE. It spares the index of listings, which the other writes also if the facts are
+# as they were.
 _UPDATE = """
 UPDATE rows SET version = ?3, expires_at = ?4, body = ?7, kept_kind = ?8, kept_id = ?9,
     sweep_at = ?10
@@ -97,12 +102,12 @@ WHERE kind = ?1 AND at IS NOT NULL AND {_THERE.format("?2")} GROUP BY name
 """
 
 # In: now, how many, when to look again.
-_OVER = "SELECT kind, id FROM rows INDEXED BY rows_expiring WHERE sweep_at <= ?1 LIMIT ?2"
+_OVER = "SELECT rowid FROM rows INDEXED BY rows_expiring WHERE sweep_at <= ?1 LIMIT ?2"
 _PUT_OFF = f"""
-UPDATE rows SET sweep_at = ?3 WHERE (kind, id) IN ({_OVER}) AND kept_kind IS NOT NULL
+UPDATE rows SET sweep_at = ?3 WHERE rowid IN ({_OVER}) AND kept_kind IS NOT NULL
     AND {_THERE.format("?1")}
 """
-_EXPIRE = f"DELETE FROM rows WHERE (kind, id) IN ({_OVER})"
+_EXPIRE = f"DELETE FROM rows WHERE rowid IN ({_OVER})"
 
 _JOIN = "INSERT OR IGNORE INTO members VALUES (?, ?, ?)"
 _NO_MEMBERS = "DELETE FROM members WHERE kind = ? AND id = ?"
@@ -353,7 +358,7 @@ class _Batch:
         if gone:
             self._connection.executemany(_DELETE, gone)
         if rows and (len(rows) > 1 or not self._connection.execute(_UPDATE, rows[0]).rowcount):
-            insert_rows(self._connection, _WRITE, rows)
+            insert_rows(self._connection, _WRITE, rows, _OVER_IT)
         if random.random() < SWEEP:
             _expire(self._connection, self._now, SWEPT)
 

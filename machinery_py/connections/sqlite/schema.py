@@ -75,7 +75,7 @@ _TOPICS = (
     "CREATE INDEX topics_number ON topics (topic, number)",
     "CREATE INDEX topics_expiring ON topics (until)",
 )
-# version: a fence. expires_at: NULL: never. at: NULL: in no listing.
+# In version 10. version: a fence. expires_at: NULL: never. at: NULL: in no listing.
 _ROWS = (
     "CREATE TABLE rows (kind TEXT NOT NULL, id TEXT NOT NULL, version INTEGER NOT NULL, "
     "expires_at INTEGER, at INTEGER, name TEXT, body BLOB NOT NULL, PRIMARY KEY (kind, id)) "
@@ -83,14 +83,24 @@ _ROWS = (
     "CREATE INDEX rows_listed ON rows (kind, at, id) WHERE at IS NOT NULL",
     "CREATE INDEX rows_expiring ON rows (expires_at) WHERE expires_at IS NOT NULL",
 )
-# kept_kind, kept_id: the row that keeps it. sweep_at: when to look whether it is over.
-_KEPT = (
-    "ALTER TABLE rows ADD COLUMN kept_kind TEXT",
-    "ALTER TABLE rows ADD COLUMN kept_id TEXT",
-    "ALTER TABLE rows ADD COLUMN sweep_at INTEGER",
-    "UPDATE rows SET sweep_at = expires_at",
-    "DROP INDEX rows_expiring",
+# kept_kind, kept_id: the row that keeps it. sweep_at: when to look whether it is over. A rowid, so
+# that rows of one time are in few pages: those of tasks are written again when these end, and ids
+# are random.
+_NEW_ROWS = (
+    "CREATE TABLE rows (kind TEXT NOT NULL, id TEXT NOT NULL, version INTEGER NOT NULL, "
+    "expires_at INTEGER, at INTEGER, name TEXT, body BLOB NOT NULL, kept_kind TEXT, kept_id TEXT, "
+    "sweep_at INTEGER, UNIQUE (kind, id))",
+    "CREATE INDEX rows_listed ON rows (kind, at, id) WHERE at IS NOT NULL",
     "CREATE INDEX rows_expiring ON rows (sweep_at) WHERE sweep_at IS NOT NULL",
+)
+_ROWS_MOVE = (
+    "DROP INDEX rows_listed",
+    "DROP INDEX rows_expiring",
+    "ALTER TABLE rows RENAME TO rows_10",
+    *_NEW_ROWS,
+    "INSERT INTO rows (kind, id, version, expires_at, at, name, body, sweep_at) "
+    "SELECT kind, id, version, expires_at, at, name, body, expires_at FROM rows_10",
+    "DROP TABLE rows_10",
 )
 # Members go with the row that their set is.
 _MEMBERS = (
@@ -122,7 +132,7 @@ _LIMITS = (
 )
 
 #: Run in one transaction on an empty file.
-TABLES: tuple[str, ...] = (*_ITEMS, *_TURNS, *_TOPICS, *_ROWS, *_KEPT, *_MEMBERS)
+TABLES: tuple[str, ...] = (*_ITEMS, *_TURNS, *_TOPICS, *_NEW_ROWS, *_MEMBERS)
 
 #: Statements that turn the tables of a version into those of the next. No program of a version
 #: before 11 can go on with the file that it has open.
@@ -160,5 +170,5 @@ UPGRADES: Mapping[int, tuple[str, ...]] = {
         "DROP TABLE locks",
         "DROP TABLE limits",
     ),
-    10: (*_KEPT, *_MEMBERS, *_ITEMS, *CARRIED_OVER),
+    10: (*_ROWS_MOVE, *_MEMBERS, *_ITEMS, *CARRIED_OVER),
 }
