@@ -6,7 +6,8 @@ A hold whose process has ended has lost its file lock: the next look of any othe
 One that lives is left alone however late it is, unless its process is stopped (SIGSTOP) and its
 beat is older than the lease.
 
-Limits: each message wakes all sleeping consumers of the file; those that find nothing sleep again.
+Limits: each message wakes all sleeping consumers of the file for a moment; those that do not serve
+its queue sleep on without a look at the file.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """States and groups in a SQLite file: rows.
 
-Limits: one machine. Each task that ends wakes all that wait for one.
+Limits: one machine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Messages in a SQLite file: rows, and topics as a table of their own.
 
-Limits: one machine. Every message that arrives wakes all sleeping consumers, whatever their queues.
+Limits: one machine.
 """
 
 from __future__ import annotations

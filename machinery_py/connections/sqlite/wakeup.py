@@ -1,14 +1,17 @@
-"""Wake-up across processes without polling: named pipes in a folder, and a byte for each sleeper.
+"""Wake-up across processes without polling: named pipes in a folder.
 
-    <folder>/q-<pid>-<n>-<random>    a named pipe; its owner sleeps until a byte comes
+    <folder>/q-<pid>-<n>-<random>    a named pipe; its owner sleeps until something comes
 
 Only a thread that sleeps has its pipe in the folder, so that in a busy system `notify` is one look
 at an empty folder. This order loses no wake-up: the sleeper makes its pipe, looks for work once
 more, and sleeps; the other side commits first and notifies then.
 
-Limits: `notify` wakes all sleepers of a kind; each looks for work itself. Where no named pipe can
-be made (Windows, some mounts, a folder without rights), a sleeper polls every 50 ms instead. If the
-folder is deleted during a sleep, the sleeper notices within a second.
+What is written are topics, each with END behind it: a sleeper that is not meant sleeps on. A pipe
+that is full is removed; its owner makes another one, and takes all topics for told.
+
+Limits: `notify` wakes all sleepers of a kind for a moment. Where no named pipe can be made (Windows,
+some mounts, a folder without rights), a sleeper polls every 50 ms instead. If the folder is deleted
+during a sleep, the sleeper notices within a second.
 """
 
 from __future__ import annotations
