@@ -9,9 +9,9 @@ more, and sleeps; the other side commits first and notifies then.
 What is written are topics, each with END behind it: a sleeper that is not meant sleeps on. A pipe
 that is full is removed; its owner makes another one, and takes all topics for told.
 
-Limits: `notify` wakes all sleepers of a kind for a moment. Where no named pipe can be made (Windows,
-some mounts, a folder without rights), a sleeper polls every 50 ms instead. If the folder is deleted
-during a sleep, the sleeper notices within a second.
+Limits: `notify` wakes all sleepers of a kind for a moment. Where no named pipe can be made (on
+Windows, some mounts, a folder without rights), a sleeper polls every 50 ms instead. If the folder
+is deleted during a sleep, the sleeper notices within a second.
 """
 
 from __future__ import annotations
