@@ -46,11 +46,11 @@ from machinery_py.backends.base import (
 from machinery_py.backends.listings import Count, Listing, Place, counts_of
 from machinery_py.backends.transactional import Row, decide, is_over
 from machinery_py.clock import micros
-from machinery_py.rows.bodies import encode
 from machinery_py.rows.contract import NO_ROW, PAGE, Facts, Key, StoredRow, Write
 from machinery_py.rows.draft import Draft, carry_out, read
 from machinery_py.rows.messages import Join, MessageRows, MessageStep, TopicListener
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
+from machinery_py.wire.bodies import decode_task, encode, encode_task
 
 EXPIRE_IN = 3600.0  # seconds that a finished task is kept
 CHORD_LIFE = 7 * 86400.0  # seconds without an arrival until a chord's results may expire
@@ -64,8 +64,6 @@ TASK, GROUP, OUTBOX, RECORD, CLAIM, REVOKED = (
 CHORD, OPEN, READY = "chord", "chord open", "chord ready"
 RECORDS = Key("records", "")
 
-_Body = tuple[TaskState | None, str, int]  # of a task: state, mark, epoch
-decode_task = msgspec.msgpack.Decoder(_Body).decode
 _decode_meta = msgspec.msgpack.Decoder(GroupMeta).decode
 _decode_ready = msgspec.msgpack.Decoder(tuple[bytes, str]).decode
 _decode_bodies = msgspec.msgpack.Decoder(tuple[bytes, ...]).decode
@@ -156,7 +154,7 @@ class RowsBackend(Backend, OutboxBackend):
             name = state.task_name
             life = state.life(self.expire_in) if state.is_finished else 0.0
         draft.step.write[Key(TASK, uuid)] = Write(
-            body=encode((state, row.mark, row.epoch)),
+            body=encode_task(state, row.mark, row.epoch),
             expires_in=round(life * 1e6) if life or state is None else None,
             facts=Facts(at=self._moment(draft), name=name),
             kept_by=Key(OPEN, chord) if chord else row.kept_by,

@@ -37,7 +37,6 @@ from machinery_py.brokers.entries import RETRY_MARK, SET_BACK, ClockWatch, new_l
 from machinery_py.brokers.queue_limits import QueueLimit
 from machinery_py.clock import micros, moment_of
 from machinery_py.fences import FenceSequence
-from machinery_py.rows.bodies import encode
 from machinery_py.rows.contract import PAGE, Committed, Facts, Key, NoRoom, Write
 from machinery_py.rows.draft import read
 from machinery_py.rows.messages import (
@@ -56,6 +55,7 @@ from machinery_py.rows.messages import (
     queue_topic,
     waiting_at,
 )
+from machinery_py.wire.bodies import encode
 
 LEASE = 10.0  # seconds without a beat until a consumer is given up
 QUEUE, TOKEN, DEAD = "queue", "token", "dead"  # kinds

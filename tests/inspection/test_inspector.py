@@ -20,12 +20,12 @@ from machinery_py import (
 )
 from machinery_py.brokers.base import DeadLetter, Message
 from machinery_py.brokers.sqlite.broker import SQLiteBroker
-from machinery_py.rows.bodies import encode
 from machinery_py.rows.contract import Facts, Key, Write
 from machinery_py.rows.messages import MessageStep
 from machinery_py.tasks.signature import HEADER_ATTEMPT, HEADER_LOST, HEADER_LOST_HOW, UNLIMITED
 from machinery_py.tasks.states import ZERO_TIME
 from machinery_py.testing.waiting import HANG
+from machinery_py.wire.bodies import encode
 from machinery_py.wire.signatures import encode_signature
 from tests.support.apps import Bench, bench
 

@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from machinery_py.backends import rows
 from machinery_py.backends.memcached import documents as memcached
 from machinery_py.backends.mongodb import documents as mongodb
 from machinery_py.backends.rabbitmq import documents as rabbitmq
@@ -27,6 +26,7 @@ from machinery_py.backends.transactional import Row
 from machinery_py.connections.sqlite import upgrade
 from machinery_py.tasks.signature import Arg
 from machinery_py.tasks.states import State, TaskState
+from machinery_py.wire import bodies
 
 GOLDEN = Path(__file__).with_name("stored_states.json")
 NOW = dt.datetime(2026, 1, 2, 3, 4, 5, 678, tzinfo=dt.timezone.utc)
@@ -94,11 +94,11 @@ def _mongodb(state: TaskState) -> object:
 
 
 def _rows(state: TaskState) -> bytes:
-    return rows.encode((state, "m", 7))
+    return bodies.encode_task(state, "m", 7)
 
 
 def _read_rows(body: bytes) -> TaskState | None:
-    return rows.decode_task(body)[0]
+    return bodies.decode_task(body)[0]
 
 
 WRITTEN: dict[str, Callable[[TaskState], object]] = {
