@@ -8,7 +8,6 @@ Which tasks a dead consumer was running stands in its file: connections/session_
 
 from __future__ import annotations
 
-import functools
 import os
 import socket
 from collections.abc import Hashable, Mapping, Sequence
@@ -19,6 +18,7 @@ import msgspec
 from machinery_py.brokers.base import WorkerInfo
 from machinery_py.clock import Clock, micros, moment_of
 from machinery_py.connections import proc
+from machinery_py.connections.proc import place
 from machinery_py.texts import get_logger
 from machinery_py.values.malformed import MALFORMED
 
@@ -98,16 +98,6 @@ def read_record(record: bytes | None) -> SessionInfo | None:
         return None
 
 
-@functools.cache
-def place() -> str:
-    """Name the boot and the PID namespace, within which a PID means one process; "" if unknown."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
 def has_ended(info: SessionInfo) -> bool:
     """Return whether the consumer's process has ended; False where that cannot be seen."""
     is_here = bool(info.place) and info.place == place()
@@ -124,11 +114,6 @@ def log_loss(info: SessionInfo | None, *, has_ended: bool) -> None:
             info.host,
             "is gone, its process has ended" if has_ended else "has lost its lease",
         )
-
-
-def is_suspended(pid: int, pid_place: str) -> bool:
-    """Return whether that process is stopped (SIGSTOP, a debugger); False if unknown."""
-    return pid_place == place() and proc.stat(pid)[:1] in (["T"], ["t"])
 
 
 class HeartbeatJudge(Generic[SessionKey]):

@@ -34,7 +34,7 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, NewType, TypeVar
+from typing import NewType, Protocol, TypeVar
 
 import msgspec
 
@@ -53,7 +53,7 @@ Version = NewType("Version", Fence)
 NO_ROW = Version(Fence(0))
 
 
-class Key(NamedTuple):
+class Key(msgspec.Struct, frozen=True, order=True, gc=False, cache_hash=True):
     """The name of a row. `kind`: a constant of a feature, ASCII; `id`: any text of ID_BYTES."""
 
     kind: str
@@ -80,6 +80,7 @@ class StoredRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     body: bytes
     version: Version
     facts: Facts | None = None
+    kept_by: Key | None = None
 
 
 class Write(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -89,11 +90,14 @@ class Write(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         expires_in: µs from the moment of the step, by the store's clock, until the row is not there
             any more; None: it stays.
         facts: None: the row is in no listing.
+        kept_by: while there is a row of this key, this one does not expire (where there are
+            messages).
     """
 
     body: bytes
     expires_in: int | None = None
     facts: Facts | None = None
+    kept_by: Key | None = None
 
 
 class RowStep(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -141,7 +145,24 @@ class Repeated(msgspec.Struct, frozen=True, gc=False):
     """The row `once` is there: the step was carried out before, and is not again."""
 
 
-StepResult = Committed | Conflict | Repeated
+class Gone(msgspec.Struct, frozen=True, gc=False):
+    """A message is not where the step says; nothing was written. No repeat of it changes that.
+
+    Where there are messages (messages.py).
+    """
+
+
+class NoRoom(msgspec.Struct, frozen=True, gc=False):
+    """In a queue, where so many messages wait, there is no room for the step; nothing was written.
+
+    Where there are messages (messages.py).
+    """
+
+    queue: str
+    waiting: int
+
+
+StepResult = Committed | Conflict | Repeated | Gone | NoRoom
 
 
 #: Gets the rows and the store's time in µs, and returns what to write, and a result. It is called
@@ -256,7 +277,15 @@ class Rows(ABC):
             time.sleep(random.uniform(*PAUSE))
 
 
-def page_of(rows: Sequence[StoredRow], size: int) -> list[StoredRow]:
+class _HasBody(Protocol):
+    @property
+    def body(self) -> bytes: ...
+
+
+B = TypeVar("B", bound=_HasBody)
+
+
+def page_of(rows: Sequence[B], size: int) -> list[B]:
     """Return the first rows whose bodies are so many bytes at most; one row at least."""
     taken = 0
     for count, row in enumerate(rows):
@@ -273,6 +302,9 @@ def id_of(text: str) -> str:
     return "sha256:" + hashlib.sha256(raw).hexdigest()
 
 
+SURE = ID_BYTES // 4  # characters, which no text can make too many bytes of
+
+
 def check_step(step: RowStep) -> None:
     """Raise NameRefused if an id or a name in it is too long."""
     check_keys(step.expect)
@@ -282,16 +314,18 @@ def check_step(step: RowStep) -> None:
 
 def check_writes(rows: Mapping[Key, Write | None]) -> None:
     """Raise NameRefused if an id or a name is too long."""
-    check_keys(rows)
     for key, write in rows.items():
-        if write is not None and write.facts is not None:
+        if len(key.id) > SURE:
+            _check(key.kind, key.id)
+        if write is not None and write.facts is not None and len(write.facts.name) > SURE:
             _check(f"{key.kind} {quoted(key.id)}, listed as", write.facts.name)
 
 
 def check_keys(keys: Iterable[Key]) -> None:
     """Raise NameRefused if an id is too long."""
-    for kind, id in keys:
-        _check(kind, id)
+    for key in keys:
+        if len(key.id) > SURE:
+            _check(key.kind, key.id)
 
 
 def _check(of: str, text: str) -> None:
@@ -303,7 +337,7 @@ def _check(of: str, text: str) -> None:
 
 def _too_long(text: str) -> bytes | None:
     """Return its bytes if they are too many."""
-    if len(text) <= ID_BYTES // 4:
+    if len(text) <= SURE:
         return None
     raw = text.encode("utf-8", "surrogatepass")
     return raw if len(raw) > ID_BYTES else None

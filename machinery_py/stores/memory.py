@@ -19,7 +19,6 @@ from machinery_py.brokers.base import WAITING, Message
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.config.urls import StoreUrl
 from machinery_py.connections.forks import ForkLock
-from machinery_py.connections.memory import MemoryHub
 from machinery_py.errors import ConfigError
 from machinery_py.limits.base import Admission, Entrant
 from machinery_py.limits.rows import RowsLimits
@@ -27,7 +26,7 @@ from machinery_py.locks.memory import MemoryLock
 from machinery_py.rows.memory import MemoryRows
 from machinery_py.stores.base import Firing, Mark, Session, Settlement, Submission
 from machinery_py.stores.open import Family, FamilyOptions
-from machinery_py.stores.transactional import OneSession, OneStore
+from machinery_py.stores.rows import RowsSession, RowsStore
 from machinery_py.threads import INSIDE
 
 
@@ -36,12 +35,11 @@ class _Shared:
 
     def __init__(self, options: FamilyOptions) -> None:
         self.options = options
-        self.hub = MemoryHub(options.clock)
-        self.broker = MemoryBroker(self.hub, lease=options.lease)
-        self.backend = MemoryBackend(self.hub, expire_in=options.expire_in)
-        rows = MemoryRows(self.hub)
-        self.lock = MemoryLock(rows)
-        self.limits = RowsLimits(rows)
+        self.rows = MemoryRows(options.clock)
+        self.broker = MemoryBroker(self.rows, lease=options.lease)
+        self.backend = MemoryBackend(self.rows, expire_in=options.expire_in)
+        self.lock = MemoryLock(self.rows)
+        self.limits = RowsLimits(self.rows)
 
 
 _named: weakref.WeakValueDictionary[str, _Shared] = weakref.WeakValueDictionary()
@@ -78,8 +76,8 @@ class MemoryFamily(Family):
     def limits(self) -> RowsLimits:
         return self._shared.limits
 
-    def together(self) -> OneStore:
-        return OneStore(self._shared.broker, self._shared.backend, self._shared.hub.transaction)
+    def together(self) -> RowsStore:
+        return RowsStore(self._shared.broker, self._shared.backend)
 
 
 def _check(url: str, first: FamilyOptions, options: FamilyOptions) -> None:
@@ -96,7 +94,7 @@ def _check(url: str, first: FamilyOptions, options: FamilyOptions) -> None:
             )
 
 
-class EagerStore(OneStore):
+class EagerStore(RowsStore):
     """A memory store that runs what is put into it before `submit` returns."""
 
     _drain: Callable[[], object] | None = None
@@ -123,13 +121,13 @@ class EagerStore(OneStore):
                 INSIDE.depth = depth
 
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
-        return EagerSession(self, self.broker.consume(queues, worker=worker), self._transaction)
+        return EagerSession(self, self.broker.consume(queues, worker=worker))
 
     def fire(self, firing: Firing) -> bool:
         return super().fire(msgspec.structs.replace(firing, send=_at_once(firing.send)))
 
 
-class EagerSession(OneSession):
+class EagerSession(RowsSession):
     """Retries and callbacks with an ETA are due at once."""
 
     def settle(
@@ -168,10 +166,10 @@ class EagerFamily(MemoryFamily):
         self.url = url
 
     def limits(self) -> EagerLimits:
-        return EagerLimits(MemoryRows(self._shared.hub))
+        return EagerLimits(self._shared.rows)
 
     def together(self) -> EagerStore:
-        return EagerStore(self._shared.broker, self._shared.backend, self._shared.hub.transaction)
+        return EagerStore(self._shared.broker, self._shared.backend)
 
 
 class NullFamily(Family):

@@ -10,7 +10,7 @@ from machinery_py.limits.rows import RowsLimits
 from machinery_py.locks.rows import RowsLock
 from machinery_py.rows.sqlite import SQLiteRows
 from machinery_py.stores.open import Family, FamilyOptions
-from machinery_py.stores.transactional import OneStore
+from machinery_py.stores.rows import RowsStore
 
 
 class SQLiteFamily(Family):
@@ -28,6 +28,7 @@ class SQLiteFamily(Family):
             busy_timeout=parsed.busy_timeout,
         )
         self.clock = self._driver.clock
+        self._rows = SQLiteRows(self._driver)
 
     def broker(self) -> SQLiteBroker:
         return SQLiteBroker(self._driver, lease=self.options.lease)
@@ -36,13 +37,13 @@ class SQLiteFamily(Family):
         return SQLiteBackend(self._driver, expire_in=self.options.expire_in)
 
     def lock(self) -> RowsLock:
-        return RowsLock(SQLiteRows(self._driver))
+        return RowsLock(self._rows)
 
     def limits(self) -> RowsLimits:
-        return RowsLimits(SQLiteRows(self._driver))
+        return RowsLimits(self._rows)
 
-    def together(self) -> OneStore:
-        return OneStore(self.broker(), self.backend(), self._driver.transaction)
+    def together(self) -> RowsStore:
+        return RowsStore(self.broker(), self.backend())
 
     def close(self) -> None:
         self._driver.close()

@@ -6,8 +6,8 @@ import pytest
 
 from machinery_py import Config, Server
 from machinery_py.backends.memory import MemoryBackend
-from machinery_py.connections.memory import MemoryHub
 from machinery_py.errors import ConfigError
+from machinery_py.rows.memory import MemoryRows
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 
@@ -15,7 +15,7 @@ from machinery_py.testing.conformance.backends import BackendConformance, OpenBa
 class TestMemoryBackend(BackendConformance):
     @pytest.fixture
     def open_backend(self, clock: ManualClock) -> OpenBackend:
-        backend = MemoryBackend(MemoryHub(clock), expire_in=self.expire_in)
+        backend = MemoryBackend(MemoryRows(clock), expire_in=self.expire_in)
         return lambda: backend
 
 

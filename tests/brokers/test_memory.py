@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from machinery_py.brokers.memory import MemoryBroker
-from machinery_py.connections.memory import MemoryHub
+from machinery_py.rows.memory import MemoryRows
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
 
@@ -13,13 +13,13 @@ from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBrok
 class TestMemoryBroker(BrokerConformance):
     @pytest.fixture
     def open_broker(self, clock: ManualClock) -> OpenBroker:
-        broker = MemoryBroker(MemoryHub(clock))
+        broker = MemoryBroker(MemoryRows(clock))
         return lambda: broker
 
 
 def test_a_suspicion_ends_with_a_beat() -> None:
     clock = ManualClock()
-    broker = MemoryBroker(MemoryHub(clock), lease=10.0)
+    broker = MemoryBroker(MemoryRows(clock), lease=10.0)
     consumer = broker.consume(["q"], worker="w")
     clock.advance(11.0)
     broker.tend()

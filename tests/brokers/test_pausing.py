@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import sqlite3
 import threading
 
 import pytest
@@ -21,7 +20,7 @@ from machinery_py.testing.conformance.leases import bodies, done, message, put
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.stores.redis.case import Drivers, clock, open_driver
 from tests.support.servers import RedisServer
-from tests.support.sqlite_versions import to_first_version
+from tests.support.sqlite_versions import make_first_version
 
 __all__ = ["clock", "open_driver"]
 
@@ -176,15 +175,10 @@ def test_a_pause_survives_the_death_of_the_server() -> None:
 
 def test_file_of_the_first_version_is_migrated_for_pausing(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "machinery.db"
-    driver = SQLiteDriver(path)
-    put(SQLiteBroker(driver), b"1")
-    driver.close()
-    with sqlite3.connect(path) as connection:
-        to_first_version(connection)
-    connection.close()
-
+    make_first_version(path)
     driver = SQLiteDriver(path)
     broker = SQLiteBroker(driver)
+    put(broker, b"1")
     broker.pause("q")
     consumer = broker.consume(["q"], worker="w")
     assert consumer.receive(5, 0) == []

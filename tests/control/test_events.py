@@ -20,7 +20,6 @@ from machinery_py.brokers.base import Broker
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.brokers.topics import PushedSubscription
 from machinery_py.clock import SYSTEM_CLOCK, UTC, Clock
-from machinery_py.connections.memory import MemoryHub
 from machinery_py.control import publisher
 from machinery_py.control import stream as stream_module
 from machinery_py.control.fleet import FleetState
@@ -43,6 +42,7 @@ from machinery_py.events import (
     WorkerOffline,
     WorkerOnline,
 )
+from machinery_py.rows.memory import MemoryRows
 from machinery_py.testing.waiting import HANG, together, wait_until
 from machinery_py.version import __version__
 
@@ -391,7 +391,7 @@ class Bare:
     """A publisher on a broker of its own."""
 
     def __init__(self) -> None:
-        self.broker = AwayBroker(MemoryHub(SYSTEM_CLOCK))
+        self.broker = AwayBroker(MemoryRows(SYSTEM_CLOCK))
         self.broker.may_answer = threading.Event()
         self.broker.may_answer.set()
         self.bus, self.clock = EventBus(), LamportClock()
@@ -697,7 +697,7 @@ class WithoutTopics(MemoryBroker):
 
 
 def test_broker_without_topics_is_refused_in_words() -> None:
-    broker = WithoutTopics(MemoryHub(SYSTEM_CLOCK))
+    broker = WithoutTopics(MemoryRows(SYSTEM_CLOCK))
     events = ServerEvents(LamportClock(), now=SYSTEM_CLOCK.now, broker=lambda: broker)
 
     text = "WithoutTopics has no topics; 'events' cannot be used"

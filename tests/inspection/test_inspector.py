@@ -18,9 +18,14 @@ from machinery_py import (
     StateNotFound,
     current_task,
 )
-from machinery_py.brokers.base import Message
+from machinery_py.brokers.base import DeadLetter, Message
+from machinery_py.brokers.sqlite.broker import SQLiteBroker
+from machinery_py.rows.contract import Facts, Key, Write
+from machinery_py.rows.messages import MessageStep
 from machinery_py.tasks.signature import HEADER_ATTEMPT, HEADER_LOST, HEADER_LOST_HOW, UNLIMITED
+from machinery_py.tasks.states import ZERO_TIME
 from machinery_py.testing.waiting import HANG
+from machinery_py.wire.bodies import encode
 from machinery_py.wire.signatures import encode_signature
 from tests.support.apps import Bench, bench
 
@@ -278,12 +283,16 @@ def test_dead_letters_are_listed_found_and_deleted(bench: Bench) -> None:
 
 def test_whole_id_goes_before_the_start_of_a_newer_one(tmp_path: Path) -> None:
     server = Server(f"sqlite:///{tmp_path}/m.db")
-    messages = [Message(uuid="", name="", queue="mail", body=b"{")] * 12
-    server.broker.put(messages, token="")
-    server.new_worker(queues=["mail"], burst=True).launch()
+    assert isinstance(server.broker, SQLiteBroker)
+    for number in range(1, 13):
+        letter = DeadLetter(
+            id=str(number), uuid="", name="", queue="mail", body=b"{", reason="", died_at=ZERO_TIME
+        )
+        write = Write(body=encode(letter), facts=Facts(at=number, name="mail"))
+        server.broker.rows.commit([MessageStep(write={Key("dead", letter.id): write})])
     ids = [one.id for one in server.inspect.dead()]
 
-    assert {"1", "11", "12"} <= set(ids)
+    assert ids == [str(number) for number in range(12, 0, -1)]
     assert server.inspect.dead_letter("1").id == "1"
     assert server.inspect.delete_dead(["1", "12"]) == 2
     assert [one.id for one in server.inspect.dead()] == [id for id in ids if id not in ("1", "12")]

@@ -74,7 +74,7 @@ def test_spoilt_cursor_is_refused(bench: Bench, text: str) -> None:
 
 
 def test_search_ends_when_its_time_is_up(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("machinery_py.backends.mappings.LOOK", 4)
+    monkeypatch.setattr("machinery_py.backends.rows.LOOK", 4)
     for number in range(10):
         bench.note.send(number)
     rare = bench.add.send(1, 1)
@@ -208,7 +208,7 @@ def test_large_task_is_tried_again_without_its_history() -> None:
     with Harness(server) as harness:
         sent = task.send("x" * 500)
         while harness.drain(raise_failures=False):
-            harness.advance(hours=1)
+            harness.advance(minutes=30)
 
         state = sent.get_state()
         assert (state.state, state.attempt, state.error[:3]) == (State.FAILURE, 10, "xxx")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from machinery_py.connections.memory import MemoryHub
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.limits import Limits
 from machinery_py.limits.redis import RedisLimits
@@ -25,7 +24,7 @@ __all__ = ["clock", "open_driver"]
 class TestMemoryLimits(LimitsConformance):
     @pytest.fixture
     def open_limits(self, clock: ManualClock) -> OpenLimits:
-        limits = RowsLimits(MemoryRows(MemoryHub(clock)))
+        limits = RowsLimits(MemoryRows(clock))
         return lambda: limits
 
 

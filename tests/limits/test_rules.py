@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from machinery_py.connections.memory import MemoryHub
 from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.limits import Rule, Slot
 from machinery_py.limits.base import Entrant, slots_of
@@ -68,9 +67,8 @@ STEPS = st.builds(
 class KeptRows(MemoryRows):
     """Rows that never expire: Redis expires by a clock of its own, which stands still here."""
 
-    def _write(self, write: Mapping[Key, Write | None], now: int) -> Version:
-        kept = {key: one and replace(one, expires_in=None) for key, one in write.items()}
-        return super()._write(kept, now)
+    def _write(self, key: Key, write: Write, now: int) -> Version:
+        return super()._write(key, replace(write, expires_in=None), now)
 
 
 class Both:
@@ -80,7 +78,7 @@ class Both:
         clock = driver.clock.host
         assert isinstance(clock, ManualClock)
         self.clock = clock
-        self.pure, self.lua = RowsLimits(KeptRows(MemoryHub(self.clock))), RedisLimits(driver)
+        self.pure, self.lua = RowsLimits(KeptRows(self.clock)), RedisLimits(driver)
         self.scope = f"scope {next(_scopes)}"
         self.tokens: dict[int, str] = {}
         self.held: dict[int, tuple[Slot, ...]] = {}

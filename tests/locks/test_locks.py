@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from machinery_py.connections.memory import MemoryHub
 from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.errors import Unsupported
@@ -34,7 +33,7 @@ __all__ = ["clock", "open_driver"]
 class TestMemoryLock(LockConformance):
     @pytest.fixture
     def open_lock(self, clock: ManualClock) -> OpenLock:
-        lock = MemoryLock(MemoryRows(MemoryHub(clock)))
+        lock = MemoryLock(MemoryRows(clock))
         return lambda: lock
 
 
@@ -183,7 +182,7 @@ def test_a_tick_is_locked_as_by_go(line: dict[str, Any], redis_url: str) -> None
 
 def test_gos_lock_in_memory_is_held_until_its_moment() -> None:
     clock = ManualClock()
-    lock = MemoryLock(MemoryRows(MemoryHub(clock))).go()
+    lock = MemoryLock(MemoryRows(clock)).go()
     until = nanoseconds(clock.now() + dt.timedelta(seconds=10))
     assert lock.lock("k", until)
     assert not lock.lock_with_retries("k", until + 10**10)

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from machinery_py.connections.memory import MemoryHub
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.rows.contract import NO_ROW, Facts, Key, Rows, RowStep, StoredRow, Version, Write
 from machinery_py.rows.memory import MemoryRows
@@ -73,7 +72,7 @@ class Both:
 
     def __init__(self, store: Rows, clock: ManualClock) -> None:
         self.clock, self.store = clock, store
-        self.model = MemoryRows(MemoryHub(clock))
+        self.model = MemoryRows(clock)
         self.versions: tuple[dict[Key, Version], ...] = ({}, {})  # the last seen of each row
 
     def do(self, move: Move) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -23,12 +23,13 @@ from machinery_py import (
     chord,
     group,
 )
-from machinery_py.backends.memory import MemoryBackend, MemoryListener
+from machinery_py.backends.memory import MemoryBackend
+from machinery_py.backends.rows import RowsListener
 from machinery_py.brokers.memory import MemoryBroker
-from machinery_py.connections.memory import MemoryHub
 from machinery_py.results import workflow_results
 from machinery_py.results.async_results import Waitable
-from machinery_py.stores.transactional import OneStore
+from machinery_py.rows.memory import MemoryRows
+from machinery_py.stores.rows import RowsStore
 from machinery_py.tasks.states import TaskState
 from machinery_py.testing.waiting import HANG, together
 from tests.support.apps import Bench, bench
@@ -451,11 +452,8 @@ class _Watched(MemoryBackend):
     bench: Bench
     result: Waitable[Any]
 
-    def listener(self) -> MemoryListener:
-        listener = _WatchedListener(self)
-        with self.hub.lock:
-            self._listeners.add(listener)
-        return listener
+    def listener(self) -> RowsListener:
+        return _WatchedListener(self)
 
 
 class _Telling(_Watched):
@@ -463,7 +461,7 @@ class _Telling(_Watched):
 
     reads = 0
 
-    def listener(self) -> MemoryListener:
+    def listener(self) -> RowsListener:
         return _TellingListener(self)
 
     def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
@@ -471,7 +469,22 @@ class _Telling(_Watched):
         return super().get_states(uuids)
 
 
-class _WatchedListener(MemoryListener):
+class _NotedListener(RowsListener):
+    """Notes what is watched."""
+
+    def __init__(self, backend: MemoryBackend) -> None:
+        super().__init__(backend.rows.listen())
+        self._backend = backend
+        self._watched: set[str] = set()
+
+    def watch(self, uuids: Iterable[str]) -> None:
+        self._watched.update(uuids)
+
+    def unwatch(self, uuids: Iterable[str]) -> None:
+        self._watched.difference_update(uuids)
+
+
+class _WatchedListener(_NotedListener):
     def wait(self, timeout: float) -> None:
         backend = self._backend
         assert isinstance(backend, _Watched)
@@ -482,7 +495,7 @@ class _WatchedListener(MemoryListener):
         backend.bench.drain()
 
 
-class _TellingListener(MemoryListener):
+class _TellingListener(_NotedListener):
     def wait(self, timeout: float) -> None:
         backend = self._backend
         assert isinstance(backend, _Telling)
@@ -494,9 +507,9 @@ class _TellingListener(MemoryListener):
 
 
 def test_state_that_came_with_the_news_is_not_read(bench: Bench) -> None:
-    hub = MemoryHub(bench.server.app.clock)
+    hub = MemoryRows(bench.server.app.clock)
     backend = _Telling(hub)
-    bench.server.app.stores.store = OneStore(MemoryBroker(hub), backend, hub.transaction)
+    bench.server.app.stores.store = RowsStore(MemoryBroker(hub), backend)
     result = bench.add.send(1, 2)
     backend.bench = bench
 
@@ -505,9 +518,9 @@ def test_state_that_came_with_the_news_is_not_read(bench: Bench) -> None:
 
 
 def test_waiter_for_a_chain_watches_its_last_step(bench: Bench) -> None:
-    hub = MemoryHub(bench.harness.clock)
+    hub = MemoryRows(bench.harness.clock)
     backend = _Watched(hub)
-    bench.server.app.stores.store = OneStore(MemoryBroker(hub), backend, hub.transaction)
+    bench.server.app.stores.store = RowsStore(MemoryBroker(hub), backend)
     later = bench.server.now() + dt.timedelta(seconds=15)
     steps = chain(
         bench.add.signature(1, 1), bench.add.partial(1).replace(eta=later), bench.add.partial(1)

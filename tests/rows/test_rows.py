@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
-from machinery_py.connections.memory import MemoryHub
+from machinery_py.connections import session_files
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.rows.contract import Key, RowStep, StoredRow, Write
 from machinery_py.rows.memory import MemoryRows
+from machinery_py.rows.messages import Hold, MessageRows
 from machinery_py.rows.sqlite import SQLiteRows
+from machinery_py.rows.sqlite_messages import SQLiteHold
 from machinery_py.testing.clocks import ManualClock
+from machinery_py.testing.conformance.messages_rows import MessageRowsConformance, OpenMessageRows
 from machinery_py.testing.conformance.rows import SECOND, OpenRows, RowsConformance
 from machinery_py.testing.waiting import wait_until
 
@@ -23,11 +26,11 @@ from machinery_py.testing.waiting import wait_until
 class TestMemoryRows(RowsConformance):
     @pytest.fixture
     def open_rows(self, clock: ManualClock) -> OpenRows:
-        rows = MemoryRows(MemoryHub(clock))
+        rows = MemoryRows(clock)
         return lambda: rows
 
     def test_end_of_a_row_does_not_follow_the_clock_on_the_wall(self, clock: ManualClock) -> None:
-        rows = MemoryRows(MemoryHub(clock))
+        rows = MemoryRows(clock)
         key = Key("kind", "a")
         rows.commit([RowStep(write={key: Write(body=b"1", expires_in=SECOND)})])
         clock.set_back(-3600.0)
@@ -35,7 +38,7 @@ class TestMemoryRows(RowsConformance):
         assert rows.read([key]) != [None]
 
     def test_rows_that_are_over_go_while_others_come(self, clock: ManualClock) -> None:
-        rows = MemoryRows(MemoryHub(clock))
+        rows = MemoryRows(clock)
         for number in range(1000):
             write = Write(body=b"1", expires_in=SECOND)
             rows.commit([RowStep(write={Key("kind", str(number)): write})])
@@ -44,7 +47,7 @@ class TestMemoryRows(RowsConformance):
         assert len(rows._kinds["kind"]) < 20
 
     def test_row_that_is_written_often_is_noted_once(self, clock: ManualClock) -> None:
-        rows, key = MemoryRows(MemoryHub(clock)), Key("kind", "a")
+        rows, key = MemoryRows(clock), Key("kind", "a")
         for _ in range(1000):
             clock.advance(0.001)
             write = Write(body=b"1", expires_in=60 * SECOND)
@@ -57,19 +60,62 @@ class TestMemoryRows(RowsConformance):
         assert rows.expire(10) is False and not rows._kinds["kind"]
 
 
+class TestMemoryMessageRows(MessageRowsConformance):
+    @pytest.fixture
+    def open_rows(self, clock: ManualClock) -> OpenMessageRows:
+        rows = MemoryRows(clock)
+        return lambda: rows
+
+    def test_hold_that_misses_its_beats_is_ended_at_the_second_look(
+        self, clock: ManualClock
+    ) -> None:
+        rows = MemoryRows(clock)
+        hold = rows.open_hold(b"one", lease=10.0)
+        clock.advance(11.0)
+        rows.reap()
+        assert len(rows.holds()) == 1
+        assert hold.beat()
+        clock.advance(11.0)
+        rows.reap()
+        rows.reap()
+
+        assert rows.holds() == []
+        assert hold.beat() is False
+
+
+@pytest.fixture
+def open_sqlite_rows(clock: ManualClock, tmp_path: Path) -> Iterator[Callable[[], SQLiteRows]]:
+    with ExitStack() as drivers:
+
+        def open_one() -> SQLiteRows:
+            driver = SQLiteDriver(
+                tmp_path / "machinery.db", clock=clock, synchronous="NORMAL", busy_timeout=30.0
+            )
+            drivers.callback(driver.close)
+            return SQLiteRows(driver)
+
+        yield open_one
+
+
+class TestSQLiteMessageRows(MessageRowsConformance):
+    @pytest.fixture
+    def open_rows(self, open_sqlite_rows: OpenMessageRows) -> OpenMessageRows:
+        return open_sqlite_rows
+
+    def let_die(self, hold: Hold) -> None:
+        assert isinstance(hold, SQLiteHold)
+        hold.abandon()
+
+    def hide(self, rows: MessageRows, hold: Hold) -> None:
+        assert isinstance(rows, SQLiteRows)
+        self.let_die(hold)
+        session_files.remove(rows.driver.sessions_folder, hold.id)
+
+
 class TestSQLiteRows(RowsConformance):
     @pytest.fixture
-    def open_rows(self, clock: ManualClock, tmp_path: Path) -> Iterator[OpenRows]:
-        with ExitStack() as drivers:
-
-            def open_one() -> SQLiteRows:
-                driver = SQLiteDriver(
-                    tmp_path / "machinery.db", clock=clock, synchronous="NORMAL", busy_timeout=30.0
-                )
-                drivers.callback(driver.close)
-                return SQLiteRows(driver)
-
-            yield open_one
+    def open_rows(self, open_sqlite_rows: OpenRows) -> OpenRows:
+        return open_sqlite_rows
 
     def test_decision_that_fails_writes_nothing(self, open_rows: OpenRows) -> None:
         rows, key = open_rows(), Key("kind", "a")

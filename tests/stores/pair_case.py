@@ -26,10 +26,9 @@ from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.brokers.mongodb.broker import MongoBroker
 from machinery_py.brokers.rabbitmq.broker import AMQPBroker
 from machinery_py.brokers.redis.broker import RedisBroker
-from machinery_py.brokers.sqlite.broker import SQLiteBroker
-from machinery_py.brokers.sqlite.consumer import SQLiteConsumer
+from machinery_py.brokers.sqlite.broker import SQLiteBroker, SQLiteConsumer
 from machinery_py.config.config import AMQPConfig
-from machinery_py.connections.memory import MemoryHub
+from machinery_py.rows.memory import MemoryRows
 from machinery_py.stores.base import Session, Store
 from machinery_py.stores.outbox import TwoSession
 from machinery_py.testing.clocks import ManualClock
@@ -102,7 +101,7 @@ def open_side(place: Place) -> Side:
 
 def _memory(place: Place) -> Side:
     clock = ManualClock()
-    hub = MemoryHub(clock)
+    hub = MemoryRows(clock)
     broker, backend = MemoryBroker(hub), MemoryBackend(hub)
     return Side(clock, lambda: None, lambda: broker, lambda: backend)
 

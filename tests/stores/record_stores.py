@@ -14,12 +14,12 @@ from machinery_py.backends.sqlite.backend import SQLiteBackend
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.brokers.redis.broker import RedisBroker
 from machinery_py.brokers.sqlite.broker import SQLiteBroker
-from machinery_py.connections.memory import MemoryHub
 from machinery_py.connections.sqlite.database import SQLiteDriver
+from machinery_py.rows.memory import MemoryRows
 from machinery_py.stores.base import Store
 from machinery_py.stores.outbox import TwoStores
 from machinery_py.stores.redis import RedisStore
-from machinery_py.stores.transactional import OneStore
+from machinery_py.stores.rows import RowsStore
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.fencing import OpenStore
 from tests.stores.redis.case import Drivers, ServerClock
@@ -28,9 +28,9 @@ from tests.stores.redis.case import Drivers, ServerClock
 class InMemory:
     @pytest.fixture
     def open_store(self, clock: ManualClock) -> OpenStore:
-        hub = MemoryHub(clock)
+        hub = MemoryRows(clock)
         broker, backend = MemoryBroker(hub), MemoryBackend(hub)
-        return lambda: OneStore(broker, backend, hub.transaction)
+        return lambda: RowsStore(broker, backend)
 
 
 class InSQLite:
@@ -41,7 +41,7 @@ class InSQLite:
         def open_store() -> Store:
             driver = SQLiteDriver(tmp_path / "machinery.db", clock=clock, synchronous="NORMAL")
             drivers.append(driver)
-            return OneStore(SQLiteBroker(driver), SQLiteBackend(driver), driver.transaction)
+            return RowsStore(SQLiteBroker(driver), SQLiteBackend(driver))
 
         yield open_store
         for driver in drivers:
@@ -68,21 +68,21 @@ class InRedis(RedisTime):
 class InTwoMemories:
     @pytest.fixture
     def open_store(self, clock: ManualClock) -> OpenStore:
-        broker, backend = MemoryBroker(MemoryHub(clock)), MemoryBackend(MemoryHub(clock))
+        broker, backend = MemoryBroker(MemoryRows(clock)), MemoryBackend(MemoryRows(clock))
         return lambda: TwoStores(broker, backend, clock)
 
 
 class InRedisBesideMemory(RedisTime):
     @pytest.fixture
     def open_store(self, open_driver: Drivers, clock: ServerClock) -> OpenStore:
-        broker = MemoryBroker(MemoryHub(clock))
+        broker = MemoryBroker(MemoryRows(clock))
         return lambda: TwoStores(broker, RedisBackend(open_driver()), clock)
 
 
 class InSQLiteBesideMemory:
     @pytest.fixture
     def open_store(self, clock: ManualClock, tmp_path: pathlib.Path) -> Iterator[OpenStore]:
-        broker, drivers = MemoryBroker(MemoryHub(clock)), list[SQLiteDriver]()
+        broker, drivers = MemoryBroker(MemoryRows(clock)), list[SQLiteDriver]()
 
         def open_store() -> Store:
             drivers.append(SQLiteDriver(tmp_path / "states.db", clock=clock))

@@ -7,8 +7,8 @@ import pytest
 from machinery_py.backends.memory import MemoryBackend
 from machinery_py.backends.null import NullBackend
 from machinery_py.brokers.memory import MemoryBroker
-from machinery_py.connections.memory import MemoryHub
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable, PublishUnknown, Unsupported
+from machinery_py.rows.memory import MemoryRows
 from machinery_py.stores.outbox import TwoStores
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.claims import ClaimConformance, claim
@@ -56,7 +56,7 @@ class TestMemoryBrokerAndSQLiteBackend(InSQLiteBesideMemory, ClaimConformance):
 )
 def test_sender_that_dies_between_two_stores_has_sent_its_task(call: str, lost: bool) -> None:
     clock = ManualClock()
-    memory, hub = MemoryBackend(MemoryHub(clock)), MemoryHub(clock)
+    memory, hub = MemoryBackend(MemoryRows(clock)), MemoryRows(clock)
     broker, backend = FlakyBroker(MemoryBroker(hub)), FlakyBackend(memory)
     dying, other = TwoStores(broker, backend, clock), TwoStores(MemoryBroker(hub), memory, clock)
     (broker if call == "put" else backend).faults.next_call(call, lose_reply=lost)

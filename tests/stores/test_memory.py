@@ -6,8 +6,8 @@ import pytest
 
 from machinery_py.backends.memory import MemoryBackend
 from machinery_py.brokers.memory import MemoryBroker
-from machinery_py.connections.memory import MemoryHub
-from machinery_py.stores.transactional import OneStore
+from machinery_py.rows.memory import MemoryRows
+from machinery_py.stores.rows import RowsStore
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
 
@@ -15,6 +15,6 @@ from machinery_py.testing.conformance.settlement import OpenStore, SettlementCon
 class TestMemoryStore(SettlementConformance):
     @pytest.fixture
     def open_store(self, clock: ManualClock) -> OpenStore:
-        hub = MemoryHub(clock)
-        store = OneStore(MemoryBroker(hub), MemoryBackend(hub), hub.transaction)
+        hub = MemoryRows(clock)
+        store = RowsStore(MemoryBroker(hub), MemoryBackend(hub))
         return lambda: store

@@ -17,12 +17,15 @@ and, after healing and draining, that nothing is lost (I2), invented (I3) or lef
 
 from __future__ import annotations
 
+import collections
 import datetime as dt
 import itertools
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -35,20 +38,20 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Backend, Change, Verdict
-from machinery_py.backends.mappings import GroupRow
+from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Change, Verdict
 from machinery_py.backends.memory import MemoryBackend
 from machinery_py.backends.sqlite.backend import SQLiteBackend
-from machinery_py.backends.transactional import Row
-from machinery_py.brokers.base import Delivery, Disposal, Fate, Message, WorkerInfo
-from machinery_py.brokers.memory import MemoryBroker, MemoryConsumer, _Entry, _Hold
-from machinery_py.brokers.sqlite.broker import SQLiteBroker
-from machinery_py.brokers.sqlite.consumer import SQLiteConsumer
-from machinery_py.connections.memory import MemoryHub
+from machinery_py.brokers.base import Delivery, DeliveryEnd, Fate, Message
+from machinery_py.brokers.memory import MemoryBroker
+from machinery_py.brokers.rows import RowsConsumer
+from machinery_py.brokers.sqlite.broker import SQLiteBroker, SQLiteConsumer
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.errors import BrokerUnavailable, PublishRefused, PublishUnknown
+from machinery_py.rows.draft import Draft
+from machinery_py.rows.memory import MemoryRows
+from machinery_py.rows.messages import ClaimReceipt, Claims, MessageStep
 from machinery_py.stores.base import Firing, Mark, Session, Settlement, Store, Submission
-from machinery_py.stores.transactional import OneSession, OneStore
+from machinery_py.stores.rows import RowsSession, RowsStore
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.flaky import FlakySession, FlakyStore
@@ -756,13 +759,11 @@ def memory_bench(
     *,
     broker: type[MemoryBroker] = MemoryBroker,
     backend: type[MemoryBackend] = MemoryBackend,
-    store: type[OneStore] = OneStore,
+    store: type[RowsStore] = RowsStore,
 ) -> Bench:
     clock = ManualClock()
-    hub = MemoryHub(clock)
-    return Bench(
-        store(broker(hub, lease=LEASE), backend(hub, expire_in=1e7), hub.transaction), clock
-    )
+    hub = MemoryRows(clock)
+    return Bench(store(broker(hub, lease=LEASE), backend(hub, expire_in=1e7)), clock)
 
 
 class SQLiteBench(Bench):
@@ -775,12 +776,10 @@ class SQLiteBench(Bench):
             f"{self._folder.name}/machinery.db", clock=clock, synchronous="NORMAL"
         )
         backend = SQLiteBackend(self._driver, expire_in=1e7)
-        super().__init__(
-            OneStore(SQLiteBroker(self._driver), backend, self._driver.transaction), clock
-        )
+        super().__init__(RowsStore(SQLiteBroker(self._driver), backend), clock)
 
     def crash(self, session: Session, survivors: Sequence[Session]) -> None:
-        assert isinstance(session, OneSession)
+        assert isinstance(session, RowsSession)
         assert isinstance(session.consumer, SQLiteConsumer)
         session.consumer.abandon()
         self.store.tend()
@@ -802,52 +801,58 @@ def test_the_sqlite_store_keeps_every_promise_under_faults() -> None:
 # The machine must be able to fail: each of these stores lacks one mechanism, which must be noticed.
 
 
-class _NeverFencedSession(OneSession):
+class _NeverFencedSession(RowsSession):
     """Settles what it does not hold."""
 
-    def _not_ours(self, settlement: Settlement) -> Verdict:
-        (verdict,) = self._store.backend.apply(
-            [Change(key=settlement.uuid, states=settlement.states)]
-        )
-        if verdict == SETTLED and settlement.send:
-            self._store.broker.put(settlement.send, token="")
-        return verdict
+    def settle(
+        self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()
+    ) -> list[Verdict]:
+        verdicts = super().settle(settlements, marks)
+        for at, settlement in enumerate(settlements):
+            if verdicts[at] == FENCED:
+                change = Change(key=settlement.uuid, states=settlement.states)
+                [verdicts[at]] = self._store.backend.apply([change])
+                if verdicts[at] == SETTLED and settlement.send:
+                    self._store.broker.put(settlement.send, token="")
+        return verdicts
 
 
-class _NeverFencedStore(OneStore):
+class _NeverFencedStore(RowsStore):
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
-        return _NeverFencedSession(
-            self, self.broker.consume(queues, worker=worker), self._transaction
+        return _NeverFencedSession(self, self.broker.consume(queues, worker=worker))
+
+
+class _UnguardedMarksSession(RowsSession):
+    def settle(
+        self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()
+    ) -> list[Verdict]:
+        self._store.backend.apply(
+            [Change(key=mark.state.task_uuid, states=(mark.state,)) for mark in marks]
         )
+        return super().settle(settlements)
 
 
-class _UnguardedMarksSession(OneSession):
-    def _write_marks(self, marks: Sequence[Mark], backend: Backend) -> None:
-        backend.apply([Change(key=mark.state.task_uuid, states=(mark.state,)) for mark in marks])
-
-
-class _UnguardedMarksStore(OneStore):
+class _UnguardedMarksStore(RowsStore):
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
-        return _UnguardedMarksSession(
-            self, self.broker.consume(queues, worker=worker), self._transaction
-        )
+        return _UnguardedMarksSession(self, self.broker.consume(queues, worker=worker))
 
 
-class _ForgettingRepeatsSession(OneSession):
+class _ForgettingRepeatsSession(RowsSession):
     """Takes its own repeat after a lost reply for somebody else's work."""
 
-    def _not_ours(self, settlement: Settlement) -> Verdict:
-        return FENCED
+    def settle(
+        self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()
+    ) -> list[Verdict]:
+        verdicts = super().settle(settlements, marks)
+        return [FENCED if one == ALREADY else one for one in verdicts]
 
 
-class _ForgettingRepeatsStore(OneStore):
+class _ForgettingRepeatsStore(RowsStore):
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
-        return _ForgettingRepeatsSession(
-            self, self.broker.consume(queues, worker=worker), self._transaction
-        )
+        return _ForgettingRepeatsSession(self, self.broker.consume(queues, worker=worker))
 
 
-class _SendsAnywaySession(OneSession):
+class _SendsAnywaySession(RowsSession):
     """Sends the callbacks before it knows whether the delivery is its own."""
 
     def settle(
@@ -870,14 +875,12 @@ def _without_messages(settlement: Settlement) -> Settlement:
     )
 
 
-class _SendsAnywayStore(OneStore):
+class _SendsAnywayStore(RowsStore):
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
-        return _SendsAnywaySession(
-            self, self.broker.consume(queues, worker=worker), self._transaction
-        )
+        return _SendsAnywaySession(self, self.broker.consume(queues, worker=worker))
 
 
-class _TokenlessStore(OneStore):
+class _TokenlessStore(RowsStore):
     """Carries a submission out as often as it is asked to."""
 
     def submit(self, submission: Submission) -> bool:
@@ -892,7 +895,7 @@ class _TokenlessStore(OneStore):
         )
 
 
-class _HalfSubmittingStore(OneStore):
+class _HalfSubmittingStore(RowsStore):
     """Repeats the states of a submission though its messages were there."""
 
     def submit(self, submission: Submission) -> bool:
@@ -910,7 +913,7 @@ class _HalfSubmittingStore(OneStore):
         return verdicts == [SETTLED]
 
 
-class _FiringTwiceStore(OneStore):
+class _FiringTwiceStore(RowsStore):
     def fire(self, firing: Firing) -> bool:
         if not super().fire(firing):
             self.broker.put(firing.send, token="")
@@ -919,122 +922,137 @@ class _FiringTwiceStore(OneStore):
 
 
 class _CountingBackend(MemoryBackend):
-    """Counts arrivals; a member that arrives twice counts twice."""
+    """Counts arrivals; a member that is to arrive twice counts twice."""
 
-    def _arrive(self, arrivals: Sequence[Arrival]) -> None:
-        for number, arrival in enumerate(arrivals):
-            group = self._tables.groups.setdefault(
-                arrival.group_uuid,
-                GroupRow(GroupMeta(group_uuid=arrival.group_uuid), self.now()),
-            )
-            unique = f"{arrival.task_uuid} {len(group.members) + number}"
-            super()._arrive(
-                [
-                    Arrival(
-                        group_uuid=arrival.group_uuid,
-                        task_uuid=unique,
-                        total=arrival.total,
-                        ok=arrival.ok,
-                        callback=arrival.callback,
-                    )
-                ]
-            )
-            if group.failed_member == unique:
-                group.failed_member = arrival.task_uuid
+    def __init__(self, rows: MemoryRows, *, expire_in: float) -> None:
+        super().__init__(rows, expire_in=expire_in)
+        self._counts = collections.Counter[str]()
+
+    def _arrive(self, arrival: Arrival, draft: Draft) -> None:
+        super()._arrive(arrival, draft)
+        self._counts[arrival.group_uuid] += 1
+        if draft.step.joins and self._counts[arrival.group_uuid] >= arrival.total:
+            *joins, last = draft.step.joins
+            draft.step.joins = (*joins, msgspec.structs.replace(last, whole=1))
 
 
 class _OverwritingBackend(MemoryBackend):
     """Lets any state follow any other."""
 
-    def apply(self, changes: Sequence[Change]) -> list[Verdict]:
-        return super().apply(
-            [
-                Change(
-                    key=change.key,
-                    mark=change.mark,
-                    states=change.states,
-                    groups=change.groups,
-                    fires=change.fires,
-                    arrivals=change.arrivals,
-                    force=True,
-                )
-                for change in changes
-            ]
-        )
+    def plan(self, change: Change, draft: Draft, tasks: dict[str, Any] | None = None) -> Verdict:
+        return super().plan(msgspec.structs.replace(change, epoch=0, force=True), draft, tasks)
 
 
 class _MarklessBackend(MemoryBackend):
-    def _save(self, rows: Sequence[tuple[str, Row]]) -> None:
-        super()._save([(uuid, Row(state=row.state)) for uuid, row in rows])
+    def _save(self, uuid: str, row: Any, draft: Draft, chord: str = "") -> None:
+        super()._save(uuid, msgspec.structs.replace(row, mark="", epoch=0), draft, chord)
 
 
-class _LosingBroker(MemoryBroker):
+class _TamperingBroker(MemoryBroker):
+    """Base of those that reach into the store."""
+
+    rows: MemoryRows
+
+    def forget(self, session: str) -> None:
+        """Let the messages that a consumer holds vanish."""
+        for message in self.held(session):
+            receipt = ClaimReceipt(session, message.id, message.count)
+            self.rows.commit([MessageStep(takes=(receipt,))])
+
+    def held(self, session: str) -> list[Any]:
+        """Return the messages that a consumer holds."""
+        hold = self.rows.all_holds.get(session)
+        return [] if hold is None else list(hold.messages.values())
+
+
+class _LosingBroker(_TamperingBroker):
     """What a dead consumer held dies with it."""
 
-    def _reap(self) -> bool:
-        for hold in self._holds.values():
-            if hold.suspected:
-                hold.entries.clear()
-        return super()._reap()
+    def tend(self) -> float:
+        for hold in list(self.rows.all_holds.values()):
+            if hold._is_suspected:
+                self.forget(hold.id)
+        return super().tend()
 
 
-class _PoppingBroker(MemoryBroker):
+class _PoppingConsumer(RowsConsumer):
+    def _claim(self, limit: int, order: Sequence[str]) -> Claims:
+        claims = super()._claim(limit, order)
+        if len(claims.found) > 2:
+            assert isinstance(self._broker, _TamperingBroker)
+            self._broker.forget(self.session)
+        return claims
+
+
+class _PoppingBroker(_TamperingBroker):
     """Hands messages out without remembering to whom, as BLPOP does."""
 
-    def claim(self, hold: _Hold, queues: Sequence[str], limit: int) -> list[Delivery]:
-        deliveries = super().claim(hold, queues, limit)
-        hold.entries = {} if len(deliveries) > 2 else hold.entries
-        return deliveries
+    def consume(self, queues: Sequence[str], *, worker: str) -> RowsConsumer:
+        return _PoppingConsumer(self, tuple(queues), worker)
 
 
-class _RobbingBroker(MemoryBroker):
+class _RobbingBroker(_TamperingBroker):
     """Gives the messages of a silent consumer to others and leaves them with it too."""
 
-    def hold(self, session: str) -> _Hold | None:
-        return self._robbed.get(session) or super().hold(session)
+    def __init__(self, rows: MemoryRows, *, lease: float) -> None:
+        super().__init__(rows, lease=lease)
+        rows.are_there = lambda receipts: True  # type: ignore[method-assign]  # the fault
+        rows.move = self._move  # type: ignore[method-assign]
 
-    def register(self, info: WorkerInfo) -> _Hold:
-        self._robbed = {**getattr(self, "_robbed", {})}
-        self._robbed[info.session] = hold = super().register(info)
-        return hold
+    def _move(self, step: MessageStep, told: set[str]) -> None:
+        there = tuple(
+            one for one in step.takes if one.id in {held.id for held in self.held(one.hold)}
+        )
+        known = {one.id for one in there}
+        pushes = tuple(one for one in step.pushes if one.id is None or one.id in known)
+        left = msgspec.structs.replace(step, takes=there, pushes=pushes)
+        MemoryRows.move(self.rows, left, told)
 
 
-class _BlamingBroker(MemoryBroker):
+class _BlamingBroker(_TamperingBroker):
     """Counts every return as a strike."""
 
-    def dispose(self, hold: _Hold, disposal: Disposal) -> bool:
-        entry = hold.entries.get(disposal.delivery.receipt)
-        if entry is not None and disposal.fate is Fate.BACK:
-            entry.strikes += 1
-        return super().dispose(hold, disposal)
+    def plan_end(
+        self, disposal: DeliveryEnd, delivery: Delivery, session: str, step: MessageStep
+    ) -> None:
+        for message in self.held(session):
+            if message.id == delivery.receipt.id and disposal.fate is Fate.BACK:
+                message.strikes += 1
+        super().plan_end(disposal, delivery, session, step)
 
 
-class _BlindBroker(MemoryBroker):
+class _BlindBroker(_TamperingBroker):
     """Blames all that a dead consumer held, whatever of it ran."""
 
-    def _reap(self) -> bool:
-        for hold in self._holds.values():
-            hold.running.update(hold.entries)
-        return super()._reap()
+    def tend(self) -> float:
+        for session in self.rows.all_holds:
+            for message in self.held(session):
+                message.runs = True
+        return super().tend()
 
 
 class _HastyBroker(MemoryBroker):
     """Puts what is to wait for its eta on the queue at once when it comes back."""
 
-    def _place(self, entry: _Entry, eta: dt.datetime | None, now: dt.datetime) -> None:
-        super()._place(entry, None if entry.count else eta, now)
+    def plan_end(
+        self, disposal: DeliveryEnd, delivery: Delivery, session: str, step: MessageStep
+    ) -> None:
+        if disposal.fate is Fate.LATER:
+            disposal = msgspec.structs.replace(disposal, eta=None)
+        super().plan_end(disposal, delivery, session, step)
 
 
-class _KeepingConsumer(MemoryConsumer):
+class _KeepingConsumer(RowsConsumer):
     """Keeps what it held when it closes."""
 
     def close(self) -> None:
-        self._hold.entries.clear()
+        assert isinstance(self._broker, _TamperingBroker)
+        self._broker.forget(self.session)
         super().close()
 
 
-class _KeepingBroker(MemoryBroker):
-    def consume(self, queues: Sequence[str], *, worker: str) -> MemoryConsumer:
+class _KeepingBroker(_TamperingBroker):
+    def consume(self, queues: Sequence[str], *, worker: str) -> RowsConsumer:
         return _KeepingConsumer(self, tuple(queues), worker)
 
 

@@ -16,9 +16,9 @@ from machinery_py.backends.sqlite.backend import SQLiteBackend
 from machinery_py.bounds import TOKEN_LIFE
 from machinery_py.brokers.base import Message
 from machinery_py.brokers.memory import MemoryBroker
-from machinery_py.connections.memory import MemoryHub
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.errors import BrokerUnavailable, PublishRefused
+from machinery_py.rows.memory import MemoryRows
 from machinery_py.stores.base import Submission
 from machinery_py.stores.outbox import OUTBOX_AGE, TwoStores
 from machinery_py.tasks.states import State, TaskState
@@ -32,7 +32,7 @@ from machinery_py.testing.waiting import HANG
 class TestTwoMemoryStores(SettlementConformance):
     @pytest.fixture
     def open_store(self, clock: ManualClock) -> OpenStore:
-        broker, backend = MemoryBroker(MemoryHub(clock)), MemoryBackend(MemoryHub(clock))
+        broker, backend = MemoryBroker(MemoryRows(clock)), MemoryBackend(MemoryRows(clock))
         return lambda: TwoStores(broker, backend, clock)
 
 
@@ -40,7 +40,7 @@ class TestMemoryBrokerAndSQLiteBackend(SettlementConformance):
     @pytest.fixture
     def open_store(self, clock: ManualClock, tmp_path: pathlib.Path) -> OpenStore:
         broker, driver = (
-            MemoryBroker(MemoryHub(clock)),
+            MemoryBroker(MemoryRows(clock)),
             SQLiteDriver(str(tmp_path / "states.db"), clock=clock),
         )
         return lambda: TwoStores(broker, SQLiteBackend(driver), clock)
@@ -48,8 +48,8 @@ class TestMemoryBrokerAndSQLiteBackend(SettlementConformance):
 
 @pytest.fixture
 def refusing(clock: ManualClock) -> tuple[TwoStores, FlakyBroker]:
-    broker = FlakyBroker(MemoryBroker(MemoryHub(clock)))
-    return TwoStores(broker, MemoryBackend(MemoryHub(clock)), clock), broker
+    broker = FlakyBroker(MemoryBroker(MemoryRows(clock)))
+    return TwoStores(broker, MemoryBackend(MemoryRows(clock)), clock), broker
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ class ExpiringTokens(dict[str, float]):
 
 
 def test_threads_may_replay_together_when_tokens_have_expired(clock: ManualClock) -> None:
-    store = TwoStores(MemoryBroker(MemoryHub(clock)), MemoryBackend(MemoryHub(clock)), clock)
+    store = TwoStores(MemoryBroker(MemoryRows(clock)), MemoryBackend(MemoryRows(clock)), clock)
     store.submit(submission(replay=True))
     tokens = store._submitter.replayed._seen = ExpiringTokens(store._submitter.replayed._seen)
     clock.advance(TOKEN_LIFE)
@@ -136,7 +136,7 @@ class Entered(MemoryBroker):
 
 def test_second_message_leaves_the_callback_to_its_publisher(clock: ManualClock) -> None:
     """Another worker takes a task whose state is written and whose callback is not on its queue."""
-    broker, backend = Entered(MemoryHub(clock)), MemoryBackend(MemoryHub(clock))
+    broker, backend = Entered(MemoryRows(clock)), MemoryBackend(MemoryRows(clock))
     one, other = TwoStores(broker, backend, clock), TwoStores(broker, backend, clock)
     submit(one, "a", token="1")
     submit(one, "a", token="2")
@@ -158,7 +158,7 @@ def test_second_message_leaves_the_callback_to_its_publisher(clock: ManualClock)
 
 
 def test_redelivery_publishes_the_outbox_of_its_dead_owner(clock: ManualClock) -> None:
-    memory, backend = MemoryBroker(MemoryHub(clock)), MemoryBackend(MemoryHub(clock))
+    memory, backend = MemoryBroker(MemoryRows(clock)), MemoryBackend(MemoryRows(clock))
     broker = FlakyBroker(memory)
     dying, other = TwoStores(broker, backend, clock), TwoStores(memory, backend, clock)
     submit(dying, "a")
@@ -192,7 +192,7 @@ class Full(MemoryBroker):
 
 
 def test_settlement_is_parked_once_when_its_first_try_failed(clock: ManualClock) -> None:
-    inner, backend = Full(MemoryHub(clock)), MemoryBackend(MemoryHub(clock))
+    inner, backend = Full(MemoryRows(clock)), MemoryBackend(MemoryRows(clock))
     broker = FlakyBroker(inner)
     store = TwoStores(broker, backend, clock)
     submit(store, "a")
@@ -229,7 +229,7 @@ class PartlyFull(Full):
 
 
 def test_left_outbox_is_sent_though_a_thousand_wait_for_room(clock: ManualClock) -> None:
-    broker, backend = PartlyFull(MemoryHub(clock)), MemoryBackend(MemoryHub(clock))
+    broker, backend = PartlyFull(MemoryRows(clock)), MemoryBackend(MemoryRows(clock))
     store = TwoStores(broker, backend, clock)
 
     def leave(key: str, queue: str) -> None:
@@ -257,7 +257,7 @@ def test_left_outbox_is_sent_though_a_thousand_wait_for_room(clock: ManualClock)
 @pytest.mark.parametrize("call", ["put", "dispose"])
 def test_claim_that_fails_behind_its_begin_is_given_back(clock: ManualClock, call: str) -> None:
     """The claim brings a task that ended with its callback unpublished, and one still to run."""
-    broker, backend = FlakyBroker(MemoryBroker(MemoryHub(clock))), MemoryBackend(MemoryHub(clock))
+    broker, backend = FlakyBroker(MemoryBroker(MemoryRows(clock))), MemoryBackend(MemoryRows(clock))
     store = TwoStores(broker, backend, clock)
     submit(store, "a")
     dying = store.open_session(["q"], worker="dying")

@@ -8,8 +8,8 @@ from machinery_py.backends.base import Rider
 from machinery_py.backends.memory import MemoryBackend
 from machinery_py.backends.null import NullBackend
 from machinery_py.brokers.memory import MemoryBroker
-from machinery_py.connections.memory import MemoryHub
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable, PublishUnknown, Unsupported
+from machinery_py.rows.memory import MemoryRows
 from machinery_py.stores.outbox import TwoStores
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.fencing import drain
@@ -58,7 +58,7 @@ class TestMemoryBrokerAndSQLiteBackend(InSQLiteBesideMemory, ScheduleConformance
 def test_tick_cut_off_between_two_stores_is_finished_by_another(call: str, lost: bool) -> None:
     """The scheduler dies behind the change of the record: before, in or behind the publishing."""
     clock = ManualClock()
-    memory, hub = MemoryBackend(MemoryHub(clock)), MemoryHub(clock)
+    memory, hub = MemoryBackend(MemoryRows(clock)), MemoryRows(clock)
     broker, backend = FlakyBroker(MemoryBroker(hub)), FlakyBackend(memory)
     dying, other = TwoStores(broker, backend, clock), TwoStores(MemoryBroker(hub), memory, clock)
     (broker if call == "put" else backend).faults.next_call(call, lose_reply=lost)
@@ -78,7 +78,7 @@ def test_tick_cut_off_between_two_stores_is_finished_by_another(call: str, lost:
 
 def test_a_backend_that_keeps_nothing_refuses() -> None:
     clock = ManualClock()
-    store = TwoStores(MemoryBroker(MemoryHub(clock)), NullBackend(clock), clock)
+    store = TwoStores(MemoryBroker(MemoryRows(clock)), NullBackend(clock), clock)
     with pytest.raises(Unsupported, match="the null backend keeps no schedules"):
         store.backend.records()
     with pytest.raises(Unsupported, match="the null backend keeps no schedules"):

@@ -12,8 +12,8 @@ from machinery_py.backends.memory import MemoryBackend
 from machinery_py.brokers.base import Message
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.brokers.putting import PutsAhead, Putting
-from machinery_py.connections.memory import MemoryHub
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable, MachineryError, StoreUnusable
+from machinery_py.rows.memory import MemoryRows
 from machinery_py.stores.base import Submission
 from machinery_py.stores.outbox import TwoStores
 from machinery_py.stores.sending import FRESH, SMALL
@@ -33,7 +33,7 @@ class AheadBroker(MemoryBroker, PutsAhead):
         loses: raised by the next `wait`, which has stored it.
     """
 
-    def __init__(self, hub: MemoryHub) -> None:
+    def __init__(self, hub: MemoryRows) -> None:
         super().__init__(hub)
         self.steps: list[str] = []
         self.refuses: MachineryError | None = None
@@ -70,8 +70,8 @@ class Pair:
 
     def __init__(self) -> None:
         self.clock = ManualClock()
-        self.broker = AheadBroker(MemoryHub(self.clock))
-        self.backend = MemoryBackend(MemoryHub(self.clock))
+        self.broker = AheadBroker(MemoryRows(self.clock))
+        self.backend = MemoryBackend(MemoryRows(self.clock))
         self.store = TwoStores(self.broker, self.backend, self.clock)
         self.before: Callable[[], object] = lambda: None
         apply = self.backend.apply

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+VERSION_9 = Path(__file__).parents[1] / "connections" / "sqlite" / "version_9.sql"
 
 
-def to_first_version(connection: sqlite3.Connection) -> None:
-    """Take away what later versions added; a column keeps its content under another name."""
+def make_first_version(path: Path) -> None:
+    """Make a file, and take away what later versions added."""
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.executescript(VERSION_9.read_text())
+        _to_first_version(connection)
+
+
+def _to_first_version(connection: sqlite3.Connection) -> None:
+    """Take away what versions 2 to 9 added; a column keeps its content under another name."""
     connection.execute("DROP TABLE records")
     connection.execute("DROP TABLE paused")
     connection.execute("DROP TABLE claims")
     connection.execute("DROP TABLE topics")
-    connection.execute("DROP TABLE rows")
-    connection.execute(
-        "CREATE TABLE locks (id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE,"
-        " token TEXT NOT NULL, expires_at INTEGER NOT NULL)"
-    )
+    connection.execute("DROP TABLE limits")
     connection.execute("DROP TABLE turns")
     connection.execute("DROP INDEX messages_turnless")
     connection.execute("DROP INDEX messages_waiting")

@@ -28,9 +28,11 @@ from machinery_py import Config, Replace, Server, State, chord, group
 from machinery_py.backends.base import Verdict
 from machinery_py.brokers.base import Delivery
 from machinery_py.brokers.putting import PutsAhead, Putting
+from machinery_py.rows import sqlite
 from machinery_py.stores import redis_steps
 from machinery_py.stores.base import Firing, Mark, Session, Settlement, Store, Submission
 from machinery_py.stores.outbox import TwoStores
+from machinery_py.stores.rows import RowsStore
 
 server = Server(
     Config(
@@ -236,6 +238,8 @@ class KillingStore(Store):
 
         store.backend.apply = killing_apply  # type: ignore[method-assign]
         store.backend.revoke = around("before-remember", store.backend.revoke, "after-remember")  # type: ignore[method-assign]
+        if isinstance(store, RowsStore):
+            kill_before_commits()
         if hasattr(store.backend, "_transactions"):
             kill_in_turns()
         if hasattr(store.backend, "_steps") and hasattr(store.broker, "put_once"):
@@ -296,6 +300,18 @@ class KillingStore(Store):
         pause = self._store.tend()
         killer.reach("after-tend")
         return pause
+
+
+def kill_before_commits() -> None:
+    """Let the killer in when a batch of rows is written and not yet committed."""
+    write = sqlite._Batch.write
+
+    def killing_write(batch: sqlite._Batch) -> None:
+        write(batch)
+        if point := getattr(killer.inside, "step", ""):
+            killer.reach(point)
+
+    sqlite._Batch.write = killing_write  # type: ignore[method-assign]
 
 
 def kill_between_steps(places: Sequence[tuple[Any, str]], points: Sequence[str]) -> None:

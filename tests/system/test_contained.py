@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from machinery_py import AsyncResult, State
-from machinery_py.brokers.liveness import is_suspended, place
+from machinery_py.connections.proc import is_suspended, place
 from machinery_py.testing.waiting import wait_until
 from machinery_py.worker.frames import CHECK
 from tests.system.contained import HANG, IN_TIME, Contained

@@ -38,7 +38,7 @@ THIRD_PARTY_TEST = """
 
     import machinery_py
     from machinery_py.brokers.memory import MemoryBroker
-    from machinery_py.connections.memory import MemoryHub
+    from machinery_py.rows.memory import MemoryRows
     from machinery_py.testing import Harness, ManualClock
     from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
 
@@ -50,7 +50,7 @@ THIRD_PARTY_TEST = """
     class TestShopBroker(BrokerConformance):
         @pytest.fixture
         def open_broker(self, clock: ManualClock) -> OpenBroker:
-            broker = ShopBroker(MemoryHub(clock))
+            broker = ShopBroker(MemoryRows(clock))
             return lambda: broker
 
 

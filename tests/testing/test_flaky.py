@@ -15,15 +15,15 @@ from machinery_py.backends.base import ALREADY, SETTLED, Change
 from machinery_py.backends.memory import MemoryBackend
 from machinery_py.brokers.base import Delivery, Message
 from machinery_py.brokers.memory import MemoryBroker
-from machinery_py.connections.memory import MemoryHub
 from machinery_py.errors import (
     BackendUnavailable,
     BrokerUnavailable,
     PublishRefused,
     PublishUnknown,
 )
+from machinery_py.rows.memory import MemoryRows
 from machinery_py.stores.base import Settlement, Store, Submission
-from machinery_py.stores.transactional import OneStore
+from machinery_py.stores.rows import RowsStore
 from machinery_py.tasks.states import State, TaskState
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
@@ -36,21 +36,21 @@ T = TypeVar("T")
 
 
 def memory_store(clock: ManualClock) -> Store:
-    hub = MemoryHub(clock)
-    return OneStore(MemoryBroker(hub), MemoryBackend(hub), hub.transaction)
+    hub = MemoryRows(clock)
+    return RowsStore(MemoryBroker(hub), MemoryBackend(hub))
 
 
 class TestFlakyBrokerWithoutFaults(BrokerConformance):
     @pytest.fixture
     def open_broker(self, clock: ManualClock) -> OpenBroker:
-        broker = FlakyBroker(MemoryBroker(MemoryHub(clock)))
+        broker = FlakyBroker(MemoryBroker(MemoryRows(clock)))
         return lambda: broker
 
 
 class TestFlakyBackendWithoutFaults(BackendConformance):
     @pytest.fixture
     def open_backend(self, clock: ManualClock) -> OpenBackend:
-        backend = FlakyBackend(MemoryBackend(MemoryHub(clock), expire_in=self.expire_in))
+        backend = FlakyBackend(MemoryBackend(MemoryRows(clock), expire_in=self.expire_in))
         return lambda: backend
 
 
@@ -113,7 +113,7 @@ def test_a_call_whose_reply_is_lost_is_carried_out() -> None:
 
 
 def test_brokers_and_backends_fail_on_command() -> None:
-    hub = MemoryHub(ManualClock())
+    hub = MemoryRows(ManualClock())
     faults = Faults()
     broker, backend = (
         FlakyBroker(MemoryBroker(hub), faults),

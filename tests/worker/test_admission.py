@@ -67,13 +67,14 @@ def let_workers_die(server: Server, results: Sequence[Any], *, deaths: int) -> N
     """So many, one after the other, while they ran these tasks."""
     broker: Any = server.broker
     uuids = {result.uuid for result in results}
-    dying = broker.consume(["machinery_tasks"], worker="dies")
-    dying.receive(1000, 0)
-    for hold in broker._holds.values():
-        for entry in hold.entries.values():
-            if entry.message.uuid in uuids:
-                entry.strikes = deaths
-    dying.close()
+    for _ in range(deaths):
+        dying = broker.consume(["machinery_tasks"], worker="dies")
+        for delivery in dying.receive(1000, 0):
+            if delivery.message.uuid in uuids:
+                dying.run_begins(delivery)
+        with broker.rows.lock:
+            broker.rows.give_back(broker.rows.all_holds[dying.session], 1000)
+        dying.close()
 
 
 def test_suspects_run_one_at_a_time_and_alone(server: Server, watched: Watched) -> None:
@@ -212,9 +213,9 @@ def test_suspects_that_were_given_back_do_not_stop_the_worker(
     with server.new_worker(concurrency=1) as worker:
         worker._receiver._mean = 1e-6  # it has learnt that tasks are short, and claims both
         broker.resume("machinery_tasks")
-        queue = broker._queues["machinery_tasks"]
+        queue = broker.rows._queues["machinery_tasks"]
         wait_until(
-            lambda: sum(entry.count > 1 for entry in list(queue)) == 2,
+            lambda: sum(message.count > 2 for message in list(queue)) == 2,
             what="they were claimed, and given back",
         )
         gate.set()

@@ -19,7 +19,7 @@ MOST = 74
 
 PACKAGE = str(Path(machinery_py.__file__).parent)
 STORE = (
-    *(f"{PACKAGE}/{folder}/" for folder in ("brokers", "backends", "connections")),
+    *(f"{PACKAGE}/{folder}/" for folder in ("brokers", "backends", "connections", "rows")),
     f"{PACKAGE}/fences.py",
 )
 

@@ -13,8 +13,8 @@ from machinery_py import Server, current_task
 from machinery_py.backends.memory import MemoryBackend
 from machinery_py.brokers.base import Consumer, Delivery
 from machinery_py.brokers.memory import MemoryBroker
-from machinery_py.connections.memory import MemoryHub
-from machinery_py.stores.transactional import OneSession, OneStore
+from machinery_py.rows.memory import MemoryRows
+from machinery_py.stores.rows import RowsSession, RowsStore
 from machinery_py.testing.flaky import Faults, FlakyConsumer
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.worker.execution import Execution
@@ -46,13 +46,11 @@ class Pool:
     """Executors over a memory store, and tasks for them; `runs`: the names of those begun."""
 
     def __init__(self, concurrency: int) -> None:
-        hub = MemoryHub()
+        hub = MemoryRows()
         self.server = Server("memory://")
-        store = self.server.app.stores.store = OneStore(
-            MemoryBroker(hub), MemoryBackend(hub), hub.transaction
-        )
+        store = self.server.app.stores.store = RowsStore(MemoryBroker(hub), MemoryBackend(hub))
         self.consumer = Pausing(store.broker.consume(["machinery_tasks"], worker="w"))
-        self.session = OneSession(store, self.consumer, hub.transaction)
+        self.session = RowsSession(store, self.consumer)
         self.executors = Executors(
             concurrency,
             self.session,

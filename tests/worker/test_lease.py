@@ -8,10 +8,10 @@ import pytest
 
 from machinery_py.backends.memory import MemoryBackend
 from machinery_py.brokers.memory import MemoryBroker
-from machinery_py.connections.memory import MemoryHub
 from machinery_py.errors import BrokerUnavailable
+from machinery_py.rows.memory import MemoryRows
 from machinery_py.stores.base import Session
-from machinery_py.stores.transactional import OneStore
+from machinery_py.stores.rows import RowsStore
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.flaky import FlakyStore
 from machinery_py.worker.lease import WorkerLease
@@ -22,9 +22,9 @@ LEASE = 10.0
 class Case:
     def __init__(self) -> None:
         self.clock = ManualClock()  # of the store and of the worker
-        hub = MemoryHub(self.clock)
+        hub = MemoryRows(self.clock)
         broker = MemoryBroker(hub, lease=LEASE)
-        self.store = FlakyStore(OneStore(broker, MemoryBackend(hub), hub.transaction))
+        self.store = FlakyStore(RowsStore(broker, MemoryBackend(hub)))
         self.session: Session = self.store.open_session(["q"], worker="w")
         self.lease = WorkerLease(self.session, LEASE, self.clock.monotonic)
         self.losses: list[float] = []

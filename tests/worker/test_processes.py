@@ -23,7 +23,7 @@ from machinery_py import (
     State,
     TaskFailed,
 )
-from machinery_py.brokers.liveness import is_suspended, place
+from machinery_py.connections.proc import is_suspended, place
 from machinery_py.events import TaskFailed as TaskFailedEvent
 from machinery_py.events import TaskRetried, TaskSucceeded
 from machinery_py.testing.waiting import HANG, wait_until

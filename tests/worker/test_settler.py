@@ -17,11 +17,11 @@ from machinery_py.backends.memory import MemoryBackend
 from machinery_py.bounds import STEP_BYTES
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.clock import SystemClock
-from machinery_py.connections.memory import MemoryHub
 from machinery_py.errors import ArgumentError, BrokerUnavailable, MachineryError, PublishUnknown
+from machinery_py.rows.memory import MemoryRows
 from machinery_py.stores.base import Mark, Session, Settlement, carried_by
 from machinery_py.stores.outbox import TwoStores
-from machinery_py.stores.transactional import OneSession, OneStore
+from machinery_py.stores.rows import RowsSession, RowsStore
 from machinery_py.tasks.signature import HEADER_EXPIRES
 from machinery_py.testing.flaky import FlakyBackend, FlakyStore
 from machinery_py.testing.waiting import HANG, together, wait_until
@@ -134,9 +134,9 @@ def test_a_chord_whose_firing_fails_is_fired_later(faulty: Faulty) -> None:
 def test_deliveries_whose_begin_failed_go_back_and_run_later() -> None:
     bench = Bench()
     stores = bench.server.app.stores
-    hub = MemoryHub()
+    hub = MemoryRows()
     backend = FlakyBackend(MemoryBackend(hub))
-    stores.store = TwoStores(MemoryBroker(MemoryHub()), backend, SystemClock())
+    stores.store = TwoStores(MemoryBroker(MemoryRows()), backend, SystemClock())
     for _ in range(3):
         backend.faults.next_call("begin")
     with bench.server.new_worker(concurrency=2):
@@ -147,8 +147,8 @@ def test_deliveries_whose_begin_failed_go_back_and_run_later() -> None:
 def test_tasks_run_when_revocations_cannot_be_read() -> None:
     bench = Bench()
     stores = bench.server.app.stores
-    backend = FlakyBackend(MemoryBackend(MemoryHub()))
-    stores.store = TwoStores(MemoryBroker(MemoryHub()), backend, SystemClock())
+    backend = FlakyBackend(MemoryBackend(MemoryRows()))
+    stores.store = TwoStores(MemoryBroker(MemoryRows()), backend, SystemClock())
     for _ in range(3):
         backend.faults.next_call("revoked")
     with bench.server.new_worker(concurrency=2):
@@ -400,7 +400,7 @@ class Choosy(MemoryBackend):
 
 def test_result_that_cannot_be_stored_fails_task_and_chord() -> None:
     server = Server(Config(broker="memory://", result_backend="memory://"))
-    hub = MemoryHub(SystemClock())
+    hub = MemoryRows(SystemClock())
     server.app.stores.store = TwoStores(MemoryBroker(hub), Choosy(hub), SystemClock())
     repeat = server.register_task("repeat", lambda count: "x" * count)
     join = server.register_task("join", lambda *parts: "".join(parts))
@@ -417,7 +417,7 @@ def test_result_that_cannot_be_stored_fails_task_and_chord() -> None:
     server.close()
 
 
-class SlowSession(OneSession):
+class SlowSession(RowsSession):
     """Takes its time to get ready what has ended."""
 
     ready = threading.Event()
@@ -429,19 +429,17 @@ class SlowSession(OneSession):
         return super().prepare(settlement)
 
 
-class SlowStore(OneStore):
+class SlowStore(RowsStore):
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
-        session = SlowSession(self, self.broker.consume(queues, worker=worker), self._transaction)
+        session = SlowSession(self, self.broker.consume(queues, worker=worker))
         SlowSession.ready.clear()
         return session
 
 
 def test_stopping_worker_settles_a_task_that_has_just_ended() -> None:
     bench = Bench()
-    hub = MemoryHub()
-    bench.server.app.stores.store = SlowStore(
-        MemoryBroker(hub), MemoryBackend(hub), hub.transaction
-    )
+    hub = MemoryRows()
+    bench.server.app.stores.store = SlowStore(MemoryBroker(hub), MemoryBackend(hub))
     result = bench.add.send(1, 2)
     worker = bench.server.new_worker(concurrency=1)
     worker.start()
@@ -459,7 +457,7 @@ def test_stopping_worker_settles_a_task_that_has_just_ended() -> None:
     bench.server.close()
 
 
-class NarrowSession(OneSession):
+class NarrowSession(RowsSession):
     """Notes the commits that it was asked for. Takes `most` settlements; None takes any number."""
 
     gate = threading.Event()
@@ -477,10 +475,10 @@ class NarrowSession(OneSession):
         return super().settle(settlements, marks)
 
 
-class NarrowStore(OneStore):
+class NarrowStore(RowsStore):
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
         consumer = self.broker.consume(queues, worker=worker)
-        self.session = NarrowSession(self, consumer, self._transaction)
+        self.session = NarrowSession(self, consumer)
         self.session.commits = []
         NarrowSession.gate.clear()
         return self.session
@@ -488,8 +486,8 @@ class NarrowStore(OneStore):
 
 @pytest.fixture
 def narrow() -> Iterator[tuple[Bench, NarrowStore]]:
-    bench, hub = Bench(), MemoryHub()
-    store = NarrowStore(MemoryBroker(hub), MemoryBackend(hub), hub.transaction)
+    bench, hub = Bench(), MemoryRows()
+    store = NarrowStore(MemoryBroker(hub), MemoryBackend(hub))
     bench.server.app.stores.store = store
     yield bench, store
     NarrowSession.gate.set()

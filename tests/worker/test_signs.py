@@ -20,7 +20,7 @@ from machinery_py import Config, Server
 from machinery_py.backends.memory import MemoryBackend
 from machinery_py.clock import SYSTEM_CLOCK
 from machinery_py.config.urls import SCHEMES
-from machinery_py.connections.memory import MemoryHub
+from machinery_py.rows.memory import MemoryRows
 from machinery_py.stores.memory import MemoryFamily
 from machinery_py.stores.open import FAMILIES, FamilyOptions, add_family
 from machinery_py.testing.waiting import HANG, wait_until
@@ -251,7 +251,7 @@ def test_worker_on_a_store_of_ones_own_is_told_that_it_has_no_keeper(
 def test_keeper_opens_the_broker_beside_a_ready_made_result_backend(
     empty_redis: RedisServer,
 ) -> None:
-    backend = MemoryBackend(MemoryHub(SYSTEM_CLOCK))
+    backend = MemoryBackend(MemoryRows(SYSTEM_CLOCK))
     server = Server(broker=empty_redis.url, result_backend=backend)
 
     told = json.loads(json.dumps(signs.nested(server.config)))  # as the keeper reads it

@@ -25,7 +25,7 @@ import random
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from machinery_py.clock import SYSTEM_CLOCK, Clock, micros
 from machinery_py.connections.server_clock import ServerClock
@@ -97,13 +97,13 @@ class SQLiteDriver:
         """
         return Reading(self)
 
-    def notify(self, kind: wakeup.Kind) -> None:
+    def notify(self, kind: wakeup.Kind, topics: Iterable[str] = (wakeup.ANY,)) -> None:
         """Wake all threads that wait for this kind, in all processes, after the commit."""
         handles = self.here()
         if handles.depth and handles.owner == threading.get_ident():
-            handles.kinds.add(kind)
+            handles.told.setdefault(kind, set()).update(topics)
         else:
-            wakeup.notify(self.wakeup_folder, {kind})
+            wakeup.notify(self.wakeup_folder, {kind: set(topics)})
 
     def after_commit(self, hook: Callable[[], object]) -> None:
         """Call the hook once the thread's transaction is committed; never if it is rolled back."""
@@ -227,7 +227,7 @@ class SQLiteDriver:
             if not handles.depth:
                 handles.owner = 0
                 if failure is not None:
-                    handles.kinds.clear()
+                    handles.told.clear()
                     handles.hooks.clear()
         if isinstance(failure, sqlite3.Error):
             handles.is_full = handles.is_full or is_full(failure)
@@ -243,7 +243,7 @@ class SQLiteDriver:
             handles.writer.execute("COMMIT")
         except sqlite3.Error as error:
             handles.is_full = handles.is_full or is_full(error)
-            handles.kinds.clear()
+            handles.told.clear()
             handles.hooks.clear()
             self._roll_back(handles)
             raise translate(
@@ -337,17 +337,17 @@ class Transaction:
         handles = self._handles
         if handles.pid != os.getpid():
             return  # forked inside of it: the transaction is the parent's
-        kinds: set[str] = set()
+        told: dict[str, set[str]] = {}
         hooks: list[Callable[[], object]] = []
         try:
             self._driver.leave(handles, error, self._unavailable)
             if not handles.depth:
-                kinds, handles.kinds = handles.kinds, kinds
+                told, handles.told = handles.told, told
                 hooks, handles.hooks = handles.hooks, hooks
         finally:
             handles.lock.release()
-        if kinds:
-            wakeup.notify(self._driver.wakeup_folder, kinds)
+        if told:
+            wakeup.notify(self._driver.wakeup_folder, told)
         for hook in hooks:
             hook()
 

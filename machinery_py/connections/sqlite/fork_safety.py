@@ -41,7 +41,7 @@ class Handles:
         depth, owner: how often, and by which thread, the transaction that is going on was entered.
         is_full: the disk was full, and the log was not cut since.
         failure: what went wrong in an inner part of it.
-        kinds, hooks: whom to notify and what to call once it is committed.
+        told, hooks: what to tell whom (wakeup.py) and what to call once it is committed.
         lost: why the file must not be used any more.
         lent: how many readers are in use. None is given out while `forking`.
     """
@@ -55,7 +55,7 @@ class Handles:
     owner: int = 0
     is_full: bool = False
     failure: BaseException | None = None
-    kinds: set[str] = field(default_factory=set)
+    told: dict[str, set[str]] = field(default_factory=dict)
     hooks: list[Callable[[], object]] = field(default_factory=list)
     lost: str = ""
     readers_lock: threading.Condition = field(

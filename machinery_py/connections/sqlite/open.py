@@ -13,6 +13,7 @@ import time
 from machinery_py.connections.forks import ForkLock
 from machinery_py.connections.sqlite.errors import busy, is_busy, refuse_open, translate, unusable
 from machinery_py.connections.sqlite.schema import APPLICATION_ID, TABLES, UPGRADES, VERSION
+from machinery_py.connections.sqlite.upgrade import add_functions
 from machinery_py.errors import BrokerUnavailable
 
 CHECKPOINT = 4000  # pages of 4 KB in the log before they are copied into the file
@@ -162,6 +163,7 @@ def _prepare(connection: sqlite3.Connection, path: str) -> bool:
             connection.execute("BEGIN IMMEDIATE")
             version = _version(connection, path)
             if version != VERSION:
+                add_functions(connection)
                 for statement in steps_from(version):
                     connection.execute(statement)
                 connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")

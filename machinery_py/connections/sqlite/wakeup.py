@@ -1,14 +1,17 @@
-"""Wake-up across processes without polling: named pipes in a folder, and a byte for each sleeper.
+"""Wake-up across processes without polling: named pipes in a folder.
 
-    <folder>/q-<pid>-<n>-<random>    a named pipe; its owner sleeps until a byte comes
+    <folder>/q-<pid>-<n>-<random>    a named pipe; its owner sleeps until something comes
 
 Only a thread that sleeps has its pipe in the folder, so that in a busy system `notify` is one look
 at an empty folder. This order loses no wake-up: the sleeper makes its pipe, looks for work once
 more, and sleeps; the other side commits first and notifies then.
 
-Limits: `notify` wakes all sleepers of a kind; each looks for work itself. Where no named pipe can
-be made (Windows, some mounts, a folder without rights), a sleeper polls every 50 ms instead. If the
-folder is deleted during a sleep, the sleeper notices within a second.
+What is written are topics, each with END behind it: a sleeper that is not meant sleeps on. A pipe
+that is full is removed; its owner makes another one, and takes all topics for told.
+
+Limits: `notify` wakes all sleepers of a kind for a moment. Where no named pipe can be made (on
+Windows, some mounts, a folder without rights), a sleeper polls every 50 ms instead. If the folder
+is deleted during a sleep, the sleeper notices within a second.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 from machinery_py.connections import descriptors
@@ -29,32 +32,51 @@ FALLBACK = 0.05  # seconds between two looks where there are no named pipes
 RECHECK = 1.0  # seconds after which a waiting thread makes sure that its pipe still exists
 STALE = 10.0  # seconds; a pipe that nobody has open may be one that is being made
 
+ATOMIC: int = getattr(select, "PIPE_BUF", 512)  # bytes that are written to a pipe as one
+MOST = 8192  # bytes of topics
+ANY = "!"  # all topics, perhaps
+END = "\0"  # of a topic
+
 Kind = Literal["q", "r", "t"]  # waiting: consumers of queues, waiters for results, subscriptions
 
 _numbers = itertools.count(1)
 
 
-def notify(folder: str, kinds: Collection[str]) -> None:
-    """Wake all threads that wait for these kinds, in all processes."""
+def notify(folder: str, told: Mapping[str, Collection[str]]) -> None:
+    """Wake all threads that wait for these kinds, in all processes; tell them of what."""
     try:
         names = os.listdir(folder)
     except OSError:
         return
     for name in names:
-        if name[:1] in kinds:
-            _write_byte(os.path.join(folder, name))
+        if name[:1] in told:
+            _write(os.path.join(folder, name), _messages(told[name[:1]]))
 
 
-def _write_byte(path: str) -> None:
+def _messages(topics: Collection[str]) -> list[bytes]:
+    """Return the topics as writes that no other one comes between."""
+    whole = END.join((*topics, "")).encode("utf-8", "surrogatepass")
+    if ANY in topics or len(whole) > MOST or whole.count(b"\0") > len(topics):
+        return [(ANY + END).encode()]
+    found, start = [], 0
+    while start < len(whole):
+        end = whole.rfind(b"\0", start, start + ATOMIC) + 1 or len(whole)
+        found.append(whole[start:end])
+        start = end
+    return found
+
+
+def _write(path: str, messages: Sequence[bytes]) -> None:
     try:
         pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         _remove_stale(path)  # nobody has it open (ENXIO), or it has just been removed
         return
     try:
-        os.write(pipe, b"!")
+        for message in messages:
+            os.write(pipe, message)
     except OSError:
-        pass  # full: its owner has been notified many times
+        _remove(path)  # full: its owner makes another one, and looks for itself
     finally:
         os.close(pipe)
 
@@ -68,11 +90,16 @@ def _remove_stale(path: str) -> None:
 
 
 class Notifier:
-    """A named pipe on which one thread waits, inside `with notifier:`. `wake` is thread-safe."""
+    """A named pipe on which one thread waits, inside `with notifier:`. `wake` is thread-safe.
+
+    Attributes:
+        heard: what the last `wait` was told of; ANY: of all, perhaps.
+    """
 
     def __init__(self, folder: str, kind: Kind) -> None:
         self._folder = folder
-        self._kind = kind
+        self.kind = kind
+        self.heard: set[str] = set()
         self._path = ""
         self._pipe = -1
         self._wake_read = self._wake_write = -1
@@ -101,7 +128,7 @@ class Notifier:
             return
         for _ in range(2):
             path = os.path.join(
-                self._folder, f"{self._kind}-{os.getpid()}-{next(_numbers)}-{os.urandom(3).hex()}"
+                self._folder, f"{self.kind}-{os.getpid()}-{next(_numbers)}-{os.urandom(3).hex()}"
             )
             try:
                 os.mkfifo(path, 0o600)
@@ -132,6 +159,7 @@ class Notifier:
         pipe = self._pipe
         timeout = max(0.0, min(timeout, FALLBACK if pipe < 0 else RECHECK))
         if not _CAN_POLL:
+            self.heard.add(ANY)
             self._woken.wait(timeout)
             return self.woken()
         poll = select.poll()
@@ -139,11 +167,14 @@ class Notifier:
         if pipe >= 0:
             poll.register(pipe, select.POLLIN)
         ready = poll.poll(math.ceil(timeout * 1000))  # 0.4 ms must not become a busy loop
-        for fd, _ in ready:
-            _drain(fd)
-        if not ready and pipe >= 0 and not os.path.exists(self._path):
+        told = {fd: _drain(fd) for fd, _ in ready}.get(pipe, b"")
+        self.heard = set(told.decode("utf-8", "surrogatepass").split(END)) if told else set()
+        if pipe >= 0 and not os.path.exists(self._path):
             self._remove_pipe()
             self._make_pipe()
+            self.heard.add(ANY)
+        if pipe < 0:
+            self.heard.add(ANY)
         return self.woken()
 
     def woken(self) -> bool:
@@ -205,12 +236,16 @@ def _remove(path: str) -> None:
         pass
 
 
-def _drain(fd: int) -> None:
+def _drain(fd: int) -> bytes:
+    told = b""
     try:
-        while len(os.read(fd, 4096)) == 4096:
-            pass
+        while some := os.read(fd, 65536):
+            told += some
+            if len(some) < 65536:
+                break
     except OSError:
         pass  # empty
+    return told
 
 
 _CAN_POLL = hasattr(select, "poll") and hasattr(os, "mkfifo")  # not on Windows

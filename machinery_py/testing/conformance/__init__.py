@@ -10,6 +10,7 @@
     settlement   SettlementConformance
     locks        LockConformance
     rows         RowsConformance: a store of rows, over which locks and limits are written
+    messages_rows  MessageRowsConformance: those with messages, for a broker and a backend
     schedules    ScheduleConformance: the records of schedules, and the messages sent with them
     claims       ClaimConformance: the keys of unique tasks
     unique       UniqueConformance: unique tasks of a Server on these stores
@@ -45,6 +46,7 @@ _SUITES = (
     "claims",
     "locks",
     "rows",
+    "messages_rows",
     "application",
     "unique",
     "exclusive",

@@ -9,10 +9,9 @@ import pytest
 
 from machinery_py.backends.memcached.backend import MemcacheBackend
 from machinery_py.brokers.memory import MemoryBroker
-from machinery_py.brokers.sqlite.broker import SQLiteBroker
-from machinery_py.brokers.sqlite.consumer import SQLiteConsumer
-from machinery_py.connections.memory import MemoryHub
+from machinery_py.brokers.sqlite.broker import SQLiteBroker, SQLiteConsumer
 from machinery_py.connections.sqlite.database import SQLiteDriver
+from machinery_py.rows.memory import MemoryRows
 from machinery_py.stores.base import Session, Store
 from machinery_py.stores.outbox import TwoSession, TwoStores
 from machinery_py.testing.clocks import ManualClock
@@ -66,7 +65,7 @@ class TestMemoryBrokerAndMemcacheBackend(SettlementConformance):
 
     @pytest.fixture
     def open_store(self, clock: ServerClock, open_driver: Drivers) -> OpenStore:
-        broker = MemoryBroker(MemoryHub(clock))
+        broker = MemoryBroker(MemoryRows(clock))
         return lambda: TwoStores(broker, MemcacheBackend(open_driver()), clock)
 
 
@@ -99,7 +98,7 @@ class BesideMemory:
 
     @pytest.fixture
     def open_store(self, clock: ServerClock, open_driver: Drivers) -> OpenStore:
-        broker = MemoryBroker(MemoryHub(clock))
+        broker = MemoryBroker(MemoryRows(clock))
         return lambda: TwoStores(broker, MemcacheBackend(open_driver()), clock)
 
 

@@ -16,8 +16,8 @@ from machinery_py.backends.memcached.records import CLAIM, LIST, RECORD, REMOVED
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.config.server_urls import parse_memcache_url
 from machinery_py.connections.memcached.client import MemcacheDriver, Window, delete
-from machinery_py.connections.memory import MemoryHub
 from machinery_py.errors import BackendUnavailable
+from machinery_py.rows.memory import MemoryRows
 from machinery_py.schedules.scheduler import Scheduler
 from machinery_py.stores.open import Stores
 from machinery_py.stores.outbox import TwoStores
@@ -55,7 +55,7 @@ class Bench:
 
     def __init__(self, server: MemcachedServer, url: str = "") -> None:
         self.clock = ManualClock()
-        broker = MemoryBroker(MemoryHub(self.clock))
+        broker = MemoryBroker(MemoryRows(self.clock))
         self.faulty = FaultyDriver(
             parse_memcache_url(url or server.url), clock=self.clock, timeout=HANG
         )

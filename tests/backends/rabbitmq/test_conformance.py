@@ -9,7 +9,7 @@ import pytest
 
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.brokers.rabbitmq.broker import AMQPBroker
-from machinery_py.connections.memory import MemoryHub
+from machinery_py.rows.memory import MemoryRows
 from machinery_py.stores.base import Session, Store
 from machinery_py.stores.outbox import TwoSession, TwoStores
 from machinery_py.testing.clocks import ManualClock
@@ -38,7 +38,7 @@ class TestAMQPBackend(BackendConformance):
 class BesideMemory:
     @pytest.fixture
     def open_store(self, open_backends: Backends, clock: ManualClock) -> OpenStore:
-        broker = MemoryBroker(MemoryHub(clock))
+        broker = MemoryBroker(MemoryRows(clock))
         return lambda: TwoStores(broker, open_backends(), clock)
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from machinery_py.brokers.base import Disposal, Fate, Message
 from machinery_py.brokers.sqlite.broker import SQLiteBroker
-from machinery_py.brokers.sqlite.consumer import BIG
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.errors import StoreUnusable
+from machinery_py.rows.sqlite_messages import BIG
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.waiting import HANG, together, wait_until
 from tests.stores.sqlite.processes import Other
@@ -353,20 +353,6 @@ def test_files_of_unknown_sessions_are_removed(broker: SQLiteBroker) -> None:
     assert set(os.listdir(folder)) == {"new", consumer.session}
 
 
-def test_many_tokens_are_forgotten_in_steps(path: Path) -> None:
-    clock = ManualClock()
-    broker = SQLiteBroker(SQLiteDriver(path, clock=clock, synchronous="NORMAL"))
-    with broker.driver.transaction() as connection:
-        connection.executemany(
-            "INSERT INTO tokens VALUES (?, 0)", [(str(number),) for number in range(25_000)]
-        )
-    for _ in range(4):
-        broker.tend()
-        clock.advance(0.5)
-    with broker.driver.reading() as connection:
-        assert connection.execute("SELECT count(*) FROM tokens").fetchone()[0] == 0
-
-
 def test_closing_without_the_file_warns_of_a_dead_consumer(
     broker: SQLiteBroker,
 ) -> None:
@@ -388,7 +374,7 @@ def test_very_many_that_are_due_come_in_steps(path: Path) -> None:
     )
     clock.advance(6.0)
 
-    assert broker.tend() == 0.0  # there are more
+    assert broker.next_due() == 0.0  # there are more
+    assert broker.next_due() > 0.0
     assert [(one.waiting, one.delayed) for one in broker.stats()] == [(10_001, 0)]
-    assert broker.tend() > 0.0
     broker.driver.close()

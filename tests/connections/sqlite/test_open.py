@@ -21,7 +21,7 @@ from machinery_py.errors import ConfigError, PublishRefused, StoreUnusable
 from machinery_py.limits.rows import RowsLimits
 from machinery_py.rows.sqlite import SQLiteRows
 from tests.stores.sqlite.case import driver, integrity, message, path, queues
-from tests.support.sqlite_versions import to_first_version
+from tests.support.sqlite_versions import make_first_version
 
 __all__ = ["driver", "path"]
 
@@ -45,20 +45,15 @@ def test_the_file_is_for_its_owner_alone(driver: SQLiteDriver, path: Path) -> No
 
 def test_a_newer_schema_is_refused(driver: SQLiteDriver, path: Path) -> None:
     with driver.transaction() as connection:
-        connection.execute("PRAGMA user_version = 11")
+        connection.execute("PRAGMA user_version = 12")
     driver.close()
 
-    with pytest.raises(StoreUnusable, match=r"newer machinery_py \(schema 11, this one knows 10\)"):
+    with pytest.raises(StoreUnusable, match=r"newer machinery_py \(schema 12, this one knows 11\)"):
         queues(driver)
 
 
-def test_a_file_of_the_first_version_is_brought_up_to_date(
-    driver: SQLiteDriver, path: Path
-) -> None:
-    with driver.transaction() as connection:
-        to_first_version(connection)
-    driver.close()
-
+def test_a_file_of_the_first_version_is_brought_up_to_date(path: Path) -> None:
+    make_first_version(path)
     again = SQLiteDriver(path)
     assert SQLiteBackend(again).claims(["a"]) == [None]
     assert SQLiteBackend(again).amend(Rider(name="a", expected=None, body=b"1"))

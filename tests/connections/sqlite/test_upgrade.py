@@ -1,4 +1,4 @@
-"""A file that an older machinery_py wrote is used on: version_9.sql was written by the real one."""
+"""A file that an older machinery_py wrote is used on: the real ones wrote version_9.sql, and 10."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from machinery_py import Config, Server
 from machinery_py.limits import Rule
 from machinery_py.locks.base import LockHolding
+from machinery_py.testing.waiting import wait_until
 
 OLD = Path(__file__).with_name("version_9.sql")
 
@@ -68,7 +69,7 @@ def test_fences_go_on_above_the_last_of_an_older_file(tmp_path: Path) -> None:
         held = server.app.stores.lock.acquire("held", ttl=9.0)
         assert held is not None and held.fence == last + 1
         with closing(server.app.stores.store.open_session(["machinery_tasks"], worker="w")) as one:
-            assert [found.fence for found in one.receive(2, 0)] == [last + 2, last + 3]
+            assert [found.fence - last for found in one.receive(2, 0)] == [2, 3]
 
 
 def test_limits_of_an_older_file_count_on(server: Server) -> None:
@@ -93,3 +94,70 @@ def test_older_program_cannot_lock_in_a_file_that_was_brought_up_to_date(tmp_pat
 
         with pytest.raises(sqlite3.OperationalError, match="no such table: locks"):
             old.execute("INSERT INTO locks (name, token, expires_at) VALUES ('a', 't', 1)")
+
+
+# In it: an ended task and a failed one; a chord of which one member has come in, and the other one
+# is held by a consumer; three messages of two tenants; a late one; a dead letter; a paused queue; a
+# revoked task; a claim, a schedule and a lock.
+VERSION_10 = Path(__file__).with_name("version_10.sql")
+
+
+@pytest.fixture
+def former(tmp_path: Path) -> Iterator[Server]:
+    path = tmp_path / "machinery.db"
+    with closing(sqlite3.connect(path)) as old:
+        old.execute("PRAGMA journal_mode = WAL")
+        old.executescript(VERSION_10.read_text())
+    server = Server(
+        Config(broker=f"sqlite:///{path}", results_expire_in=10**9, fair_queues={"fair": "tenant"})
+    )
+    yield server
+    server.close()
+
+
+def test_all_that_version_10_kept_is_carried_over(former: Server) -> None:
+    store = former.app.stores.store
+    broker, backend = store.broker, store.backend
+    lines = {one.queue: one for one in broker.stats()}
+
+    assert [(one.waiting, one.delayed, one.dead) for one in lines.values()] == [
+        (3, 0, 0),
+        (1, 0, 0),
+        (0, 1, 1),
+        (0, 0, 0),
+    ]
+    assert broker.paused() == {"paused"}
+    assert [one.uuid for one in broker.pending("fair", 9)] == ["a1", "b1", "a2"]
+    assert [(one.uuid, one.priority) for one in broker.delayed(9)] == [("late", 3)]
+    [dead] = broker.dead_letters(limit=9)
+    assert (dead.uuid, dead.reason, dead.error) == ("dead_1", "unknown", "no such")
+    assert [one.uuid for one in broker.take_dead([dead.id])] == ["dead_1"]
+    assert backend.revoked(["gone", "else"]) == {"gone"}
+    assert backend.claims(["key"]) == [b"claimed"]
+    assert backend.records().bodies == {"nightly": b"{}"}
+    assert broker.workers() == []
+    assert former.app.stores.lock.acquire("held", ttl=9.0) is None
+
+
+def test_chord_that_version_10_began_is_ended(former: Server) -> None:
+    ended: list[tuple[int, ...]] = []
+    former.register_task("add", _add)
+    former.register_task("total", lambda *numbers: ended.append(numbers))
+    with former.new_worker(concurrency=1):
+        wait_until(lambda: bool(ended))
+
+    assert ended == [(3, 7)]
+
+
+def _add(a: int, b: int) -> int:
+    return a + b
+
+
+def test_program_of_version_10_finds_no_tables(former: Server) -> None:
+    path = former.config.broker.removeprefix("sqlite:///")
+    with closing(sqlite3.connect(path)) as old:
+        assert old.execute("SELECT count(*) FROM messages").fetchone() == (5,)
+        former.app.stores.store.broker.stats()
+
+        with pytest.raises(sqlite3.OperationalError, match="no such table: messages"):
+            old.execute("SELECT count(*) FROM messages")

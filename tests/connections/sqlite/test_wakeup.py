@@ -52,7 +52,7 @@ def test_a_bell_hangs_only_while_its_owner_sleeps(folder: str) -> None:
 def test_a_ring_between_hanging_and_sleeping_is_not_lost(folder: str) -> None:
     notifier = Notifier(folder, "q")
     with notifier:
-        notify(folder, {"q"})
+        notify(folder, {"q": "!"})
         started = time.monotonic()
         assert notifier.wait(HANG) is False
         assert time.monotonic() - started < wakeup.RECHECK / 2
@@ -61,7 +61,7 @@ def test_a_ring_between_hanging_and_sleeping_is_not_lost(folder: str) -> None:
 def test_only_the_kind_that_is_meant_rings(folder: str) -> None:
     q, r = Notifier(folder, "q"), Notifier(folder, "r")
     with q, r:
-        notify(folder, {"r"})
+        notify(folder, {"r": "!"})
         started = time.monotonic()
         q.wait(0.05)
         assert time.monotonic() - started >= 0.04
@@ -73,7 +73,7 @@ def test_many_rings_are_one(folder: str) -> None:
     notifier = Notifier(folder, "q")
     with notifier:
         for _ in range(70_000):  # more than a pipe holds
-            notify(folder, {"q"})
+            notify(folder, {"q": "!"})
         notifier.wait(HANG)
         started = time.monotonic()
         notifier.wait(0.05)
@@ -107,14 +107,14 @@ def test_a_wake_from_many_threads_is_never_lost(folder: str) -> None:
 
 
 def test_notify_without_a_waiter_does_nothing(folder: str) -> None:
-    notify(folder, {"q", "r"})
+    notify(folder, {"q": "!", "r": "!"})
     assert not os.path.exists(folder)
 
 
 def test_another_process_wakes_a_sleeper(folder: str) -> None:
     script = (
         "import sys; from machinery_py.connections.sqlite.wakeup import notify; "
-        "notify(sys.argv[1], {'q'})"
+        "notify(sys.argv[1], {'q': '!'})"
     )
     notifier = Notifier(folder, "q")
     with notifier:
@@ -130,14 +130,14 @@ def test_old_wakeup_socket_of_a_dead_process_is_removed(folder: str) -> None:
         "with Notifier(sys.argv[1], 'q'): os._exit(0)\n"
     )
     subprocess.run([sys.executable, "-c", script, folder], check=True)
-    notify(folder, {"q"})
+    notify(folder, {"q": "!"})
     (name,) = hanging(folder)  # it may be just about to be opened
 
     old = time.time() - wakeup.STALE - 1
     os.utime(os.path.join(folder, name), (old, old))
-    notify(folder, {"r"})
+    notify(folder, {"r": "!"})
     assert hanging(folder) == [name]
-    notify(folder, {"q"})
+    notify(folder, {"q": "!"})
     assert hanging(folder) == []
 
 
@@ -150,7 +150,7 @@ def test_a_bell_that_was_taken_away_hangs_again(folder: str) -> None:
         notifier.wait(0.001)
 
         assert len(hanging(folder)) == 1
-        notify(folder, {"q"})
+        notify(folder, {"q": "!"})
         started = time.monotonic()
         notifier.wait(HANG)
         assert time.monotonic() - started < wakeup.RECHECK / 2

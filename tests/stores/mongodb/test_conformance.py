@@ -8,8 +8,8 @@ from machinery_py.backends.memory import MemoryBackend
 from machinery_py.backends.mongodb.backend import MongoBackend
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.brokers.mongodb.broker import MongoBroker
-from machinery_py.connections.memory import MemoryHub
 from machinery_py.locks.mongodb import MongoLock
+from machinery_py.rows.memory import MemoryRows
 from machinery_py.stores.base import Store
 from machinery_py.stores.mongodb import MongoStore
 from machinery_py.stores.outbox import TwoStores
@@ -65,7 +65,7 @@ class TestMongoSchedules(MongoStores, ScheduleConformance):
 class TestSchedulesInMongoBesideAnotherBroker(ScheduleConformance):
     @pytest.fixture
     def open_store(self, open_driver: Drivers, clock: ManualClock) -> OpenStore:
-        broker = MemoryBroker(MemoryHub(clock))
+        broker = MemoryBroker(MemoryRows(clock))
         return lambda: TwoStores(broker, MongoBackend(open_driver()), clock)
 
 
@@ -76,7 +76,7 @@ class TestMongoClaims(MongoStores, ClaimConformance):
 class TestClaimsInMongoBesideAnotherBroker(ClaimConformance):
     @pytest.fixture
     def open_store(self, open_driver: Drivers, clock: ManualClock) -> OpenStore:
-        broker = MemoryBroker(MemoryHub(clock))
+        broker = MemoryBroker(MemoryRows(clock))
         return lambda: TwoStores(broker, MongoBackend(open_driver()), clock)
 
 
@@ -89,12 +89,12 @@ class TestMongoLock(LockConformance):
 class TestMongoBrokerAndMemoryBackend(SettlementConformance):
     @pytest.fixture
     def open_store(self, open_driver: Drivers, clock: ManualClock) -> OpenStore:
-        backend = MemoryBackend(MemoryHub(clock))
+        backend = MemoryBackend(MemoryRows(clock))
         return lambda: TwoStores(MongoBroker(open_driver()), backend, clock)
 
 
 class TestMemoryBrokerAndMongoBackend(SettlementConformance):
     @pytest.fixture
     def open_store(self, open_driver: Drivers, clock: ManualClock) -> OpenStore:
-        broker = MemoryBroker(MemoryHub(clock))
+        broker = MemoryBroker(MemoryRows(clock))
         return lambda: TwoStores(broker, MongoBackend(open_driver()), clock)

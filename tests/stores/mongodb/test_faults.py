@@ -32,7 +32,6 @@ from machinery_py.backends.mongodb.documents import go_value
 from machinery_py.brokers.base import Message
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.brokers.mongodb.broker import MongoBroker
-from machinery_py.connections.memory import MemoryHub
 from machinery_py.connections.mongodb import errors as mongo_errors
 from machinery_py.connections.mongodb.client import MongoDriver
 from machinery_py.errors import (
@@ -45,6 +44,7 @@ from machinery_py.errors import (
     StoreUnusable,
 )
 from machinery_py.locks.mongodb import MongoLock
+from machinery_py.rows.memory import MemoryRows
 from machinery_py.stores.base import Firing, Mark, Store, Submission
 from machinery_py.stores.mongodb import MongoStore
 from machinery_py.stores.outbox import TwoStores
@@ -193,7 +193,7 @@ def test_a_claim_shows_its_task_although_its_sender_stands_still(
     """After the claim's write: a stateless task taken for a finished one would admit a second."""
     backend = MongoBackend(store.driver)
     slow: Store = (
-        TwoStores(MemoryBroker(MemoryHub(ManualClock())), backend, ManualClock())
+        TwoStores(MemoryBroker(MemoryRows(ManualClock())), backend, ManualClock())
         if beside
         else MongoStore(MongoBroker(store.driver), backend)
     )

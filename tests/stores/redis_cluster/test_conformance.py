@@ -8,10 +8,10 @@ from machinery_py.backends.redis.cluster import ClusterBackend
 from machinery_py.brokers.base import Broker
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.brokers.redis.cluster import ClusterBroker
-from machinery_py.connections.memory import MemoryHub
 from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.connections.redis.requests import command_at
 from machinery_py.errors import BrokerUnavailable
+from machinery_py.rows.memory import MemoryRows
 from machinery_py.stores.base import Session, Store
 from machinery_py.stores.outbox import TwoStores
 from machinery_py.stores.redis import ClusterStore
@@ -46,7 +46,7 @@ class InCluster(ClusterTime):
 class InClusterBesideMemory(ClusterTime):
     @pytest.fixture
     def open_store(self, open_cluster: Clusters, clock: ClusterClock) -> OpenStore:
-        broker = MemoryBroker(MemoryHub(clock))
+        broker = MemoryBroker(MemoryRows(clock))
         return lambda: TwoStores(broker, ClusterBackend(open_cluster()), clock)
 
 

@@ -18,7 +18,6 @@ from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.brokers.redis.cluster import FOR_EVER, ClusterBroker, name_of_move
 from machinery_py.brokers.redis.messages import EMPTY
 from machinery_py.brokers.redis.scripts import GO_GONE
-from machinery_py.connections.memory import MemoryHub
 from machinery_py.connections.redis.client import raw
 from machinery_py.connections.redis.cluster import RedisClusterDriver
 from machinery_py.connections.redis.requests import Request, command_at
@@ -29,6 +28,7 @@ from machinery_py.errors import (
     PublishUnknown,
     StoreUnusable,
 )
+from machinery_py.rows.memory import MemoryRows
 from machinery_py.stores.base import Store, Submission, change_in
 from machinery_py.stores.outbox import Outbox, TwoStores
 from machinery_py.stores.redis import ClusterStore
@@ -493,7 +493,7 @@ def test_a_unique_send_that_is_cut_off_anywhere_is_made_or_not(
     empty_cluster: ClusterServers, open_cluster: Clusters, clock: ClusterClock, beside: bool
 ) -> None:
     mortal = Mortal(empty_cluster.url, clock=clock)
-    memory = MemoryBroker(MemoryHub(clock))
+    memory = MemoryBroker(MemoryRows(clock))
 
     def open_one(cluster: RedisClusterDriver) -> Store:
         backend = ClusterBackend(cluster)

@@ -11,7 +11,7 @@ import pytest
 from machinery_py.brokers.base import Message
 from machinery_py.connections.sqlite.database import SQLiteDriver
 
-ADD_QUEUE = "INSERT INTO queues VALUES (?)"
+ADD_QUEUE = "INSERT INTO rows (kind, id, version, body) VALUES ('queue', ?, 1, x'')"
 
 
 @pytest.fixture
@@ -32,7 +32,10 @@ def message(number: int = 0, size: int = 10) -> Message:
 
 def queues(driver: SQLiteDriver) -> set[str]:
     with driver.reading() as connection:
-        return {name for (name,) in connection.execute("SELECT name FROM queues").fetchall()}
+        return {
+            name
+            for (name,) in connection.execute("SELECT id FROM rows WHERE kind = 'queue'").fetchall()
+        }
 
 
 def integrity(path: Path) -> str:

@@ -9,11 +9,10 @@ import pytest
 
 from machinery_py.backends.sqlite.backend import SQLiteBackend
 from machinery_py.brokers.base import Broker, Consumer
-from machinery_py.brokers.sqlite.broker import SQLiteBroker
-from machinery_py.brokers.sqlite.consumer import SQLiteConsumer
+from machinery_py.brokers.sqlite.broker import SQLiteBroker, SQLiteConsumer
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.stores.base import Session, Store
-from machinery_py.stores.transactional import OneSession, OneStore
+from machinery_py.stores.rows import RowsSession, RowsStore
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
@@ -54,8 +53,7 @@ class TestSQLiteBroker(BrokerConformance):
     def count_from(self, broker: Broker, start: int, *queues: str) -> None:
         assert isinstance(broker, SQLiteBroker)
         with broker.driver.transaction() as connection:
-            for table in ("messages", "dead"):
-                connection.execute("INSERT INTO sqlite_sequence VALUES (?, ?)", (table, start))
+            connection.execute("INSERT INTO sqlite_sequence VALUES ('items', ?)", (start,))
 
     def crash_consumer(
         self,
@@ -80,14 +78,14 @@ class TestSQLiteStore(SettlementConformance):
     def open_store(self, open_driver: Drivers) -> OpenStore:
         def open_store() -> Store:
             driver = open_driver()
-            return OneStore(SQLiteBroker(driver), SQLiteBackend(driver), driver.transaction)
+            return RowsStore(SQLiteBroker(driver), SQLiteBackend(driver))
 
         return open_store
 
     def crash_session(
         self, store: Store, session: Session, clock: ManualClock, survivors: Sequence[Session] = ()
     ) -> None:
-        assert isinstance(session, OneSession)
+        assert isinstance(session, RowsSession)
         assert isinstance(session.consumer, SQLiteConsumer)
         session.consumer.abandon()
         store.tend()

@@ -17,17 +17,15 @@ FAR = 9 * 10**18  # µs; some 285,000 years
 @pytest.mark.parametrize(
     "change",
     [
-        f"UPDATE messages SET sent_at = {FAR}",
-        f"UPDATE messages SET sent_at = -{FAR}",
-        f"UPDATE tasks SET created_at = {FAR}, started_at = -{FAR}",
-        "INSERT INTO sessions (key, worker, host, pid, place, queues, started_at, beat_at)"
-        f" VALUES ('gone', 'ada', 'there', 1, '', '[]', {FAR}, {FAR})",
-        "INSERT INTO dead (uuid, name, queue, reason, error, strikes, died_at, body)"
-        f" VALUES ('u', 'add', 'machinery_tasks', 'poison', '', 3, {FAR}, x'93')",
-        "INSERT INTO messages (queue, uuid, name, priority, status, due_at, parks, sent_at, body)"
-        f" VALUES ('machinery_tasks', 'u', 'add', 0, 1, {FAR}, 0, 1, x'93')",
+        f"UPDATE items SET put_at = {FAR}",
+        f"UPDATE items SET put_at = -{FAR}",
+        f"UPDATE rows SET at = {FAR} WHERE kind = 'task'",
+        "INSERT INTO holds (id, body, pid, place, beat_at, lease)"
+        f" SELECT 'gone', body, 1, '', {FAR}, 1 FROM holds",
+        "INSERT INTO items (queue, state, priority, turn, due, put_at, body)"
+        f" SELECT queue, 1, 0, 0, {FAR}, 1, body FROM items",
     ],
-    ids=["sent late", "sent early", "state", "session", "dead letter", "delayed"],
+    ids=["sent late", "sent early", "state", "hold", "delayed"],
 )
 def test_moment_out_of_range_stops_no_worker(tmp_path: pathlib.Path, change: str) -> None:
     path = tmp_path / "tasks.db"

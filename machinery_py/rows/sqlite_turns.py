@@ -8,10 +8,12 @@ queues have turn 0 for ever. All of this is called inside a transaction.
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterable
+from typing import Protocol
 
 _WITHOUT = """
-SELECT id, queue, priority, tenant FROM messages INDEXED BY messages_turnless
-WHERE status = 0 AND turn = 0 AND tenant IS NOT NULL ORDER BY id
+SELECT id, queue, priority, tenant FROM items INDEXED BY items_turnless
+WHERE state = 0 AND turn = 0 AND tenant IS NOT NULL ORDER BY id
 """
 
 # In: queue, priority, tenant. Out: the turn that is served, the tenant's last one; NULL if none.
@@ -20,20 +22,27 @@ SELECT (SELECT turn FROM turns WHERE queue = ?1 AND priority = ?2 AND tenant = '
     (SELECT turn FROM turns WHERE queue = ?1 AND priority = ?2 AND tenant = ?3)
 """
 _KEEP = "INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?)"
-_SET = "UPDATE messages SET turn = ? WHERE id = ?"
-
-# In: session, claim. Out: (queue, priority, the last turn) of what it has claimed from fair queues.
-_CLAIMED = """
-SELECT queue, priority, max(turn) FROM messages INDEXED BY messages_held
-WHERE status = 2 AND session = ? AND claim = ? AND turn > 0 GROUP BY queue, priority
-"""
+_SET = "UPDATE items SET turn = ? WHERE id = ?"
 
 # In: queue, priority, turn. The turn that is served never goes back.
 _SERVE = """
 INSERT INTO turns VALUES (?, ?, '', ?)
 ON CONFLICT (queue, priority, tenant) DO UPDATE SET turn = max(turn, excluded.turn)
 """
+_EMPTIED = """
+DELETE FROM turns WHERE queue = ?1 AND tenant <> '' AND NOT EXISTS (
+    SELECT 1 FROM items INDEXED BY items_waiting WHERE state = 0 AND queue = ?1)
+"""
 _FORGET = "DELETE FROM turns WHERE queue = ? AND priority = ? AND turn < ? AND tenant <> ''"
+
+
+class Served(Protocol):
+    """A claimed message."""
+
+    queue: str
+    priority: int
+    turn: int
+    tenant: str | None
 
 
 def give_turns(connection: sqlite3.Connection) -> None:
@@ -52,15 +61,18 @@ def give_turns(connection: sqlite3.Connection) -> None:
         connection.executemany(_KEEP, [(*lane, turn) for lane, turn in found.items()])
 
 
-def serve_turns(connection: sqlite3.Connection, session: int, claim: int) -> None:
+def serve_turns(connection: sqlite3.Connection, claimed: Iterable[Served]) -> None:
     """Note which turns are served by a claim, and forget those that are over."""
-    if connection.execute("SELECT 1 FROM turns LIMIT 1").fetchone() is None:
-        return  # no queue of this file is fair
-    for row in connection.execute(_CLAIMED, (session, claim)).fetchall():
-        connection.execute(_SERVE, row)
-        connection.execute(_FORGET, row)
+    served: dict[tuple[str, int], int] = {}
+    for one in claimed:
+        if one.tenant is not None:
+            lane = one.queue, one.priority
+            served[lane] = max(one.turn, served.get(lane, 0))
+    for lane, turn in served.items():
+        connection.execute(_SERVE, (*lane, turn))
+        connection.execute(_FORGET, (*lane, turn))
 
 
 def forget_turns(connection: sqlite3.Connection, queue: str) -> None:
-    """Forget the tenants of an emptied queue; what is held may come back with an old turn."""
-    connection.execute("DELETE FROM turns WHERE queue = ? AND tenant <> ''", (queue,))
+    """Forget the tenants of a queue if it is empty; what is held may come back with an old turn."""
+    connection.execute(_EMPTIED, (queue,))

@@ -1,0 +1,509 @@
+"""States, groups and what else a result backend keeps, as rows: written once for stores of rows.
+
+    kind           id           row
+    task           UUID         state, mark, epoch; kept by `chord open` while a chord wants it
+    group          UUID         its record, swept when no member has a state any more
+    chord          group UUID   the set of members that have come in
+    chord open     group UUID   from an arrival until the chord is settled, a week at most
+    chord ready    group UUID   callback, failed member; listed. Empty and not listed: it is settled
+    outbox         key          messages still to be published by another store's broker
+    record         name         of a schedule
+    records                     written with each of these: its version is theirs
+    claim          name         of a unique task
+    revoked        UUID
+
+No arrival reads or writes the group's record: a chord of 10,000 members costs each one step of the
+same size.
+
+Limits: a chord of which no member arrives for a week may lose results.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import msgspec
+from msgspec.structs import force_setattr
+
+from machinery_py.backends.base import (
+    CONFLICT,
+    FENCED,
+    REVOKED_LIFE,
+    SETTLED,
+    Backend,
+    BackendFeatures,
+    Begun,
+    Change,
+    Listener,
+    OutboxBackend,
+    ReadyGroup,
+    Records,
+    Rider,
+    Verdict,
+)
+from machinery_py.backends.listings import Count, Listing, Place, counts_of
+from machinery_py.backends.transactional import Row, decide, is_over
+from machinery_py.clock import micros
+from machinery_py.rows.contract import NO_ROW, PAGE, Facts, Key, StoredRow, Write
+from machinery_py.rows.draft import Draft, carry_out, read
+from machinery_py.rows.messages import Join, MessageRows, MessageStep, TopicListener
+from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
+from machinery_py.wire.bodies import decode_task, encode, encode_task
+
+EXPIRE_IN = 3600.0  # seconds that a finished task is kept
+CHORD_LIFE = 7 * 86400.0  # seconds without an arrival until a chord's results may expire
+LOOK = 10_000  # states that one step of a listing looks at
+SWEEP = 60.0  # seconds between two looks for what has expired
+SWEPT = 1000  # rows deleted in one step
+
+TASK, GROUP, OUTBOX, RECORD, CLAIM, REVOKED = (
+    "task", "group", "outbox", "record", "claim", "revoked"
+)  # fmt: skip
+CHORD, OPEN, READY = "chord", "chord open", "chord ready"
+RECORDS = Key("records", "")
+
+_decode_meta = msgspec.msgpack.Decoder(GroupMeta).decode
+_decode_ready = msgspec.msgpack.Decoder(tuple[bytes, str]).decode
+_decode_bodies = msgspec.msgpack.Decoder(tuple[bytes, ...]).decode
+
+T = TypeVar("T")
+
+
+class RowsBackend(Backend, OutboxBackend):
+    """Rows of a store, which belongs to whoever made it."""
+
+    features = BackendFeatures(name="rows", claims=True)
+
+    def __init__(self, rows: MessageRows, *, expire_in: float = EXPIRE_IN) -> None:
+        self.rows = rows
+        self.expire_in = expire_in
+        self._latest = 0  # of the moments in the listings
+
+    def is_entered(self) -> bool:
+        return self.rows.is_entered()
+
+    def now(self) -> dt.datetime:
+        return self.rows.clock.now()
+
+    # Changes
+
+    def apply(self, changes: Sequence[Change]) -> list[Verdict]:
+        keys = [key for change in changes for key in keys_of(change)]
+
+        def plan(draft: Draft) -> list[Verdict]:
+            tasks: dict[str, _Task] = {}
+            return [self.plan(change, draft, tasks) for change in changes]
+
+        return self._carry_out(keys, plan)
+
+    def _carry_out(self, keys: Iterable[Key], plan: Callable[[Draft], T]) -> T:
+        return carry_out(self.rows, keys, plan)[0]
+
+    def plan(self, change: Change, draft: Draft, tasks: dict[str, _Task] | None = None) -> Verdict:
+        """Add a change to a draft that has read `keys_of(change)`.
+
+        Args:
+            tasks: those of earlier changes of the same draft.
+        """
+        rows = {} if tasks is None else tasks
+        for state in change.states:
+            uuid = state.task_uuid
+            if uuid not in rows and (there := draft.row(Key(TASK, uuid))) is not None:
+                rows[uuid] = _task_in(there)
+        verdict, new = decide(change, rows)
+        if verdict is not SETTLED:
+            return verdict
+        if change.riders and not all(_holds(one, draft) for one in change.riders):
+            return CONFLICT
+        if change.fires and not self._fire(change.fires, draft):
+            return FENCED
+        for rider in change.riders:
+            self._ride(rider, draft)
+        chords = {}
+        if change.arrivals:
+            chords = {one.task_uuid: one.group_uuid for one in change.arrivals if one.callback}
+        for state in new:
+            uuid = state.task_uuid
+            row = rows.get(uuid)
+            if row is None:
+                row = rows[uuid] = _Task()
+            row.state = state
+            if uuid == change.key and change.mark:
+                row.mark = change.mark
+            self._save(uuid, row, draft, chords.pop(uuid, ""))
+        for meta in change.groups:
+            self._add_group(meta, draft)
+        for arrival in change.arrivals:
+            self._arrive(arrival, draft)
+        for uuid, group in chords.items():  # whose states were written before
+            there = draft.row(Key(TASK, uuid))
+            if there is not None and Key(TASK, uuid) not in draft.step.write:
+                self._save(uuid, _task_in(there), draft, group)
+        if change.outbox:
+            write = Write(body=encode(change.outbox), facts=Facts(at=self._moment(draft)))
+            draft.step.write[Key(OUTBOX, change.key)] = write
+        return SETTLED
+
+    def _save(self, uuid: str, row: _Task, draft: Draft, chord: str = "") -> None:
+        """Write a task whose row the draft has read."""
+        state = row.state
+        life, name = self.expire_in, ""
+        if state is not None:
+            name = state.task_name
+            life = state.life(self.expire_in) if state.is_finished else 0.0
+        draft.step.write[Key(TASK, uuid)] = Write(
+            body=encode_task(state, row.mark, row.epoch),
+            expires_in=round(life * 1e6) if life or state is None else None,
+            facts=Facts(at=self._moment(draft), name=name),
+            kept_by=Key(OPEN, chord) if chord else row.kept_by,
+        )
+        if state is not None and state.is_finished:
+            draft.step.tell += (uuid,)
+
+    def _moment(self, draft: Draft) -> int:
+        """Return a moment for the listings: never one twice, as they are ordered by it."""
+        self._latest = at = max(draft.read_at, self._latest + 1)
+        return at
+
+    def _add_group(self, meta: GroupMeta, draft: Draft) -> None:
+        key = Key(GROUP, meta.group_uuid)
+        row = draft.row(key)
+        if key not in draft.step.write and (row is None or not _decode_group(row.body).task_uuids):
+            draft.step.write[key] = self._group(meta, draft)
+
+    def _group(self, meta: GroupMeta, draft: Draft) -> Write:
+        return Write(body=encode(meta), facts=Facts(at=self._moment(draft)))
+
+    def _arrive(self, arrival: Arrival, draft: Draft) -> None:
+        group = arrival.group_uuid
+        # If a member was faster than the group, `_add_group` completes it.
+        meta = self._group(GroupMeta(group_uuid=group), draft)
+        draft.step.create = {**draft.step.create, Key(GROUP, group): meta}
+        if not arrival.callback:
+            return
+        failed = "" if arrival.ok else arrival.task_uuid
+        life = round(max(CHORD_LIFE, self.expire_in) * 1e6)
+        draft.step.joins += (
+            Join(
+                set=Key(CHORD, group),
+                member=arrival.task_uuid,
+                whole=1 if failed else arrival.total or 2**31,
+                ready=Key(READY, group),
+                write=Write(
+                    body=encode((arrival.callback, failed)),
+                    facts=Facts(at=self._moment(draft)),
+                ),
+                beside={Key(OPEN, group): Write(body=b"", expires_in=life)},
+            ),
+        )
+
+    def _fire(self, group_uuid: str, draft: Draft) -> bool:
+        """Settle the group; return whether that was not done before."""
+        group, ready = draft.row(Key(GROUP, group_uuid)), draft.row(Key(READY, group_uuid))
+        if group is None or _is_fired(_decode_group(group.body), ready):
+            return False
+        if Key(READY, group_uuid) in draft.step.write:
+            return False
+        draft.step.write[Key(READY, group_uuid)] = Write(body=b"")
+        draft.step.write[Key(CHORD, group_uuid)] = draft.step.write[Key(OPEN, group_uuid)] = None
+        return True
+
+    # Epochs and outboxes
+
+    def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
+        wanted = [key for uuid, _ in keys for key in (Key(TASK, uuid), Key(OUTBOX, uuid))]
+        fence = self.rows.fences(len(keys)) if keys else 0
+
+        def plan(draft: Draft) -> list[Begun]:
+            rows: dict[str, _Task] = {}
+            begun: list[Begun] = []
+            for number, (uuid, run) in enumerate(keys):
+                if uuid not in rows:
+                    there = draft.row(Key(TASK, uuid))
+                    rows[uuid] = _Task() if there is None else _task_in(there)
+                row = rows[uuid]
+                if is_over(row.state, run):
+                    outbox = _outbox_in(draft.row(Key(OUTBOX, uuid)))
+                    begun.append(Begun(epoch=row.epoch, finished=True, outbox=outbox))
+                    continue
+                row.epoch = max(row.epoch + 1, fence + number)
+                self._save(uuid, row, draft)
+                begun.append(Begun(epoch=row.epoch))
+            return begun
+
+        return self._carry_out(wanted, plan)
+
+    def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:
+        return [_outbox_in(row) for row in self.rows.read([Key(OUTBOX, key) for key in keys])]
+
+    def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
+        def plan(draft: Draft) -> None:
+            for key, bodies in sent:
+                if _outbox_in(draft.row(Key(OUTBOX, key))) == tuple(bodies):
+                    draft.step.write[Key(OUTBOX, key)] = None
+
+        self._carry_out([Key(OUTBOX, key) for key, _ in sent], plan)
+
+    def unsent(
+        self, limit: int, *, older_than: float, skip: int = 0
+    ) -> list[tuple[str, Sequence[bytes]]]:
+        before = micros(self.now()) - round(older_than * 1e6)
+        found = [row for row in self.rows.list_all(OUTBOX) if _at(row) <= before]
+        return [(row.key.id, _outbox_in(row)) for row in found[::-1][skip : skip + limit]]
+
+    def settled_by(self, uuids: Sequence[str]) -> list[str]:
+        rows = self.rows.read([Key(TASK, uuid) for uuid in uuids])
+        return ["" if row is None else _task_in(row).mark for row in rows]
+
+    # Records of schedules, claims of unique tasks
+
+    def _ride(self, rider: Rider, draft: Draft) -> None:
+        """Let the record hold what a rider brings."""
+        write, key = draft.step.write, _ridden(rider)
+        if rider.body is None:
+            write[key] = None
+        elif rider.life:
+            write[key] = Write(body=rider.body, expires_in=round(rider.life * 1e6))
+        else:
+            write[key] = Write(body=rider.body, facts=Facts(at=0))
+        if not rider.life:
+            write[RECORDS] = Write(body=b"")
+
+    def records(self, known: str = "") -> Records:
+        [changed] = self.rows.read([RECORDS])  # first: a change meanwhile is read once more
+        version, bodies = str(changed.version if changed else NO_ROW), None
+        if version != known:
+            bodies = {row.key.id: row.body for row in self.rows.list_all(RECORD)}
+        return Records(now=self.now(), version=version, bodies=bodies)
+
+    def claims(self, names: Sequence[str]) -> list[bytes | None]:
+        rows = self.rows.read([Key(CLAIM, name) for name in names])
+        return [None if row is None else row.body for row in rows]
+
+    def release(self, claims: Sequence[tuple[str, bytes]]) -> None:
+        def plan(draft: Draft) -> None:
+            for name, body in claims:
+                row = draft.row(Key(CLAIM, name))
+                if row is not None and row.body == body:
+                    draft.step.write[row.key] = None
+
+        self._carry_out([Key(CLAIM, name) for name, _ in claims], plan)
+
+    # Reading
+
+    def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
+        states: dict[str, TaskState] = {}
+        for row in self.rows.read([Key(TASK, uuid) for uuid in uuids]):
+            if row is not None and (state := _task_in(row).state) is not None:
+                states[row.key.id] = state
+        return states
+
+    def get_group(self, group_uuid: str) -> GroupMeta | None:
+        group, ready = self.rows.read([Key(GROUP, group_uuid), Key(READY, group_uuid)])
+        if group is None:
+            return None
+        meta = _decode_group(group.body)
+        return msgspec.structs.replace(meta, chord_triggered=_is_fired(meta, ready))
+
+    def ready_groups(self, limit: int) -> list[ReadyGroup]:
+        found: list[ReadyGroup] = []
+        rows = sorted(self.rows.list_all(READY), key=lambda row: row.key)
+        for row in rows[:limit]:
+            callback, failed = _decode_ready(row.body)
+            found.append(ReadyGroup(group_uuid=row.key.id, callback=callback, failed_member=failed))
+        return found
+
+    def list_states(
+        self,
+        *,
+        states: Collection[State] = (),
+        name: str = "",
+        since: dt.datetime | None = None,
+        after: Place | None = None,
+        limit: int = 100,
+    ) -> Listing:
+        found: list[tuple[Place, TaskState]] = []
+        looked, end = 0, after
+        for row in self._listed(after):
+            if since is not None and _at(row) < micros(since):
+                return Listing(found=found, end=None, looked=looked)
+            if len(found) >= limit or looked >= LOOK:
+                return Listing(found=found, end=end, looked=looked)
+            one, end, looked = _task_in(row).state, (_at(row), row.key.id), looked + 1
+            fits = one is not None and one.state in (states or State)
+            if one is not None and fits and name in ("", one.task_name):
+                found.append((end, one))
+        return Listing(found=found, end=None, looked=looked)
+
+    def _listed(self, after: Place | None) -> Iterator[StoredRow]:
+        """Yield the rows of tasks behind a place, the last changed first."""
+        last = None if after is None else _placeholder(*after)
+        while page := self.rows.list(TASK, after=last):
+            yield from page
+            last = page[-1]
+
+    def find(self, prefix: str, limit: int = 2) -> list[str]:
+        return self.rows.ids(TASK, prefix=prefix, items=limit)
+
+    def finished_since(self, moment: dt.datetime, step: int = 3600) -> list[Count]:
+        rows: list[tuple[int, str, int, int]] = []
+        for row in self._listed(None):
+            if _at(row) < micros(moment):
+                break
+            one = _task_in(row).state
+            if one is not None and one.is_finished:
+                second, failed = _at(row) // 1_000_000, one.state is State.FAILURE
+                rows.append((second - second % step, one.queue, not failed, failed))
+        return counts_of(rows)
+
+    # Forgetting
+
+    def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
+        write = Write(body=b"", expires_in=round(life * 1e6)) if life > 0 else None
+        if uuids:
+            self.rows.commit([MessageStep(write={Key(REVOKED, uuid): write for uuid in uuids})])
+
+    def revoked(self, uuids: Sequence[str]) -> set[str]:
+        rows = self.rows.read([Key(REVOKED, uuid) for uuid in uuids])
+        return {row.key.id for row in rows if row is not None}
+
+    def purge_state(self, task_uuid: str) -> None:
+        self.rows.commit([MessageStep(write={Key(TASK, task_uuid): None})])
+
+    def _delete_finished(self, states: Sequence[TaskState]) -> None:
+        tasks = read(self.rows, [Key(TASK, one.task_uuid) for one in states])
+        there = [row for row in tasks.values() if row is not None]
+        chords = read(self.rows, [row.kept_by for row in there if row.kept_by is not None])
+        steps: list[MessageStep] = []
+        for row in there:
+            state = _task_in(row).state
+            if state is None or not state.is_finished:
+                continue
+            expect = {row.key: row.version}
+            if row.kept_by is not None:
+                if chords[row.kept_by] is not None:
+                    continue
+                expect[row.kept_by] = NO_ROW
+            steps.append(MessageStep(expect=expect, write={row.key: None}))
+        self.rows.commit(steps)
+
+    def purge_group_meta(self, group_uuid: str) -> None:
+        self.rows.commit([MessageStep(write=_no_group(group_uuid))])
+
+    def listener(self) -> Listener:
+        return RowsListener(self.rows.listen())
+
+    def tend(self) -> float:
+        while self.rows.expire(SWEPT):
+            pass
+        last = _placeholder(micros(self.now()) - round(self.expire_in * 1e6), "")
+        while page := self.rows.list(GROUP, after=last):
+            for row in page:
+                self._sweep_group(row)
+            last = page[-1]
+        return SWEEP
+
+    def _sweep_group(self, row: StoredRow) -> None:
+        """Forget a group if no member has a state any more, and its callback is not to be sent."""
+        group = row.key.id
+        open_row, ready = self.rows.read([Key(OPEN, group), Key(READY, group)])
+        if open_row is not None or (ready is not None and ready.facts is not None):
+            return
+        members = _decode_group(row.body).task_uuids
+        for start in range(0, len(members), PAGE):
+            keys = [Key(TASK, uuid) for uuid in members[start : start + PAGE]]
+            if any(one is not None for one in self.rows.read(keys)):
+                return
+        seen = NO_ROW if ready is None else ready.version
+        expect = {row.key: row.version, Key(READY, group): seen, Key(OPEN, group): NO_ROW}
+        self.rows.commit([MessageStep(expect=expect, write=_no_group(group))])
+
+
+class RowsListener(Listener):
+    """A listener to tasks: each is a topic of its own."""
+
+    def __init__(self, topics: TopicListener) -> None:
+        self._topics = topics
+
+    def watch(self, uuids: Iterable[str]) -> None:
+        self._topics.watch(uuids)
+
+    def unwatch(self, uuids: Iterable[str]) -> None:
+        self._topics.unwatch(uuids)
+
+    def wait(self, timeout: float) -> None:
+        self._topics.wait(timeout)
+
+    def wake(self) -> None:
+        self._topics.wake()
+
+    def close(self) -> None:
+        self._topics.close()
+
+
+def keys_of(change: Change) -> list[Key]:
+    """Return the rows that a change is decided by."""
+    keys = [Key(TASK, state.task_uuid) for state in change.states]
+    if change.arrivals:
+        keys += [Key(TASK, one.task_uuid) for one in change.arrivals if one.callback]
+    if change.groups:
+        keys += [Key(GROUP, meta.group_uuid) for meta in change.groups]
+    if change.riders:
+        keys += map(_ridden, change.riders)
+    if change.fires:
+        keys += [Key(GROUP, change.fires), Key(READY, change.fires)]
+    return keys
+
+
+def _ridden(rider: Rider) -> Key:
+    return Key(CLAIM if rider.life else RECORD, rider.name)
+
+
+def _holds(rider: Rider, draft: Draft) -> bool:
+    """Return whether the record holds what a rider expects, perhaps by an earlier change."""
+    key = _ridden(rider)
+    row = draft.row(key)
+    there = draft.step.write.get(key, row)
+    return (None if there is None else there.body) == rider.expected
+
+
+class _Task(Row, kw_only=True, gc=False):
+    """A stored task, and the row that keeps it."""
+
+    kept_by: Key | None = None
+
+
+def _task_in(row: StoredRow) -> _Task:
+    state, mark, epoch = decode_task(row.body)
+    if state is not None and state.results:
+        force_setattr(state, "results", tuple(state.results))  # it is ours alone yet
+    return _Task(state=state, mark=mark, epoch=epoch, kept_by=row.kept_by)
+
+
+def _decode_group(body: bytes) -> GroupMeta:
+    meta = _decode_meta(body)
+    force_setattr(meta, "task_uuids", tuple(meta.task_uuids))
+    return meta
+
+
+def _outbox_in(row: StoredRow | None) -> Sequence[bytes]:
+    return () if row is None else _decode_bodies(row.body)
+
+
+def _is_fired(meta: GroupMeta, ready: StoredRow | None) -> bool:
+    return meta.chord_triggered or (ready is not None and not ready.body)
+
+
+def _no_group(uuid: str) -> dict[Key, Write | None]:
+    return dict.fromkeys(Key(kind, uuid) for kind in (GROUP, CHORD, OPEN, READY))
+
+
+def _at(row: StoredRow) -> int:
+    return row.facts.at if row.facts is not None else 0
+
+
+def _placeholder(at: int, uuid: str) -> StoredRow:
+    """Return a row that stands for the place behind which a page begins."""
+    return StoredRow(key=Key(TASK, uuid), body=b"", version=NO_ROW, facts=Facts(at=at))

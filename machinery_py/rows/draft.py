@@ -1,0 +1,110 @@
+"""Drafts of steps: several features add to one step what must become true together."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+import msgspec
+
+from machinery_py.clock import micros
+from machinery_py.errors import BackendUnavailable
+from machinery_py.rows.contract import (
+    NO_ROW,
+    PATIENCE,
+    PAUSE,
+    Conflict,
+    Key,
+    StepResult,
+    StoredRow,
+)
+from machinery_py.rows.messages import MessageRows, MessageStep
+
+T = TypeVar("T")
+
+
+class Draft(msgspec.Struct, gc=False):
+    """A step that is being written, over rows that were read. Belongs to one thread.
+
+    Attributes:
+        found: the rows that were read.
+        read_at: µs since 1970 by the clock on the wall, before the rows were read.
+        step: what is written so far.
+    """
+
+    found: Mapping[Key, StoredRow | None]
+    read_at: int
+    step: MessageStep = msgspec.field(default_factory=MessageStep)
+
+    def row(self, key: Key) -> StoredRow | None:
+        """Return a row that was read; the step then holds only if it is the same."""
+        row = self.found[key]
+        self.step.expect[key] = NO_ROW if row is None else row.version
+        return row
+
+    def is_empty(self) -> bool:
+        """Return whether the step would change nothing."""
+        step = self.step
+        return not (
+            step.write or step.create or step.takes or step.pushes or step.joins or step.tell
+        )
+
+
+def read(rows: MessageRows, keys: Iterable[Key]) -> dict[Key, StoredRow | None]:
+    """Return the rows of these keys."""
+    wanted = list(dict.fromkeys(keys))
+    return dict(zip(wanted, rows.read(wanted), strict=True)) if wanted else {}
+
+
+class Patience:
+    """Pauses of somebody whose rows were changed by others."""
+
+    def __init__(self) -> None:
+        self._deadline = time.monotonic() + PATIENCE
+
+    def wait(self) -> None:
+        """Let others go on.
+
+        Raises:
+            BackendUnavailable: after PATIENCE.
+        """
+        if time.monotonic() > self._deadline:
+            raise BackendUnavailable(
+                f"rows were changed by others for {PATIENCE} s (too many processes change one row)"
+            )
+        time.sleep(random.uniform(*PAUSE))
+
+
+def carry_out(
+    rows: MessageRows, keys: Iterable[Key], plan: Callable[[Draft], T], *, new: bool = False
+) -> tuple[T, StepResult | None]:
+    """Carry out what `plan` drafts over the rows of these keys, as one step.
+
+    Returns its result, and what became of the step; None: it was empty. `plan` is called again when
+    a row has changed meanwhile, so it must be pure.
+
+    Args:
+        new: most likely there are none of these rows: they are read only if that is wrong.
+
+    Raises:
+        BackendUnavailable: also if others change the rows all the time.
+    """
+    wanted = list(keys)
+    patience: Patience | None = None
+    while True:
+        read_at = micros(rows.clock.now())
+        found = dict.fromkeys(wanted) if new else read(rows, wanted)
+        draft = Draft(found, read_at)
+        result = plan(draft)
+        if draft.is_empty():
+            return result, None
+        [done] = rows.commit([draft.step])
+        if not isinstance(done, Conflict):
+            return result, done
+        if new:
+            new = False
+            continue
+        patience = patience or Patience()
+        patience.wait()

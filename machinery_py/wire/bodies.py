@@ -1,0 +1,74 @@
+"""Bodies of rows: msgpack, also of texts that are not UTF-8, and of results that it cannot hold."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+
+import msgspec
+
+from machinery_py.tasks.states import TaskState
+from machinery_py.texts import printable
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def encode(value: object) -> bytes:
+    """Return the value as msgpack; half a surrogate pair in a text is written out."""
+    try:
+        return _encode(value)
+    except UnicodeEncodeError:
+        plain = msgspec.to_builtins(value, builtin_types=(bytes, dt.datetime))
+        return _encode(_readable(plain))
+
+
+def _readable(value: object) -> object:
+    match value:
+        case str():
+            return printable(value)
+        case dict():
+            return {_readable(key): _readable(one) for key, one in value.items()}
+        case list() | tuple():
+            return [_readable(one) for one in value]
+        case _:
+            return value
+
+
+class _StoredTask(msgspec.Struct, array_like=True, gc=False):
+    """A task. `large`: by their place, results as JSON that have integers of more than 64 bits."""
+
+    state: TaskState | None
+    mark: str
+    epoch: int
+    large: dict[int, str] = {}
+
+
+_decode_task = msgspec.msgpack.Decoder(_StoredTask).decode
+
+
+def encode_task(state: TaskState | None, mark: str, epoch: int) -> bytes:
+    """Return the body of a task's row."""
+    try:
+        return encode((state, mark, epoch))
+    except OverflowError:
+        assert state is not None
+        results, large = list(state.results), dict[int, str]()
+        for number, arg in enumerate(results):
+            try:
+                encode(arg.value)
+            except OverflowError:
+                large[number] = json.dumps(arg.value)
+                results[number] = msgspec.structs.replace(arg, value=None)
+        return encode((msgspec.structs.replace(state, results=results), mark, epoch, large))
+
+
+def decode_task(body: bytes) -> tuple[TaskState | None, str, int]:
+    """Return what `encode_task` was given."""
+    one = _decode_task(body)
+    state = one.state
+    if state is not None and one.large:
+        results = list(state.results)
+        for number, text in one.large.items():
+            results[number] = msgspec.structs.replace(results[number], value=json.loads(text))
+        state = msgspec.structs.replace(state, results=results)
+    return state, one.mark, one.epoch
