@@ -35,18 +35,18 @@ class RowsStore(Store):
     """A broker and a backend over the same rows."""
 
     def __init__(self, broker: RowsBroker, backend: RowsBackend) -> None:
-        self.broker: RowsBroker = broker
-        self.backend: RowsBackend = backend
+        self.broker = self._broker = broker
+        self.backend = self._backend = backend
         self.rows = broker.rows
 
     def submit(self, submission: Submission) -> bool:
         change, riders = change_in(submission), submission.riders
 
         def plan(draft: Draft) -> bool:
-            if self.backend.plan(change, draft) is CONFLICT:
+            if self._backend.plan(change, draft) is CONFLICT:
                 draft.step = MessageStep()
                 return False
-            self.broker.plan_put(
+            self._broker.plan_put(
                 submission.messages,
                 draft.step,
                 limits=submission.limits,
@@ -63,7 +63,7 @@ class RowsStore(Store):
 
     def _name_queues(self, messages: Sequence[Message]) -> None:
         if messages:
-            self.broker.name_queues([message.queue for message in messages])
+            self._broker.name_queues([message.queue for message in messages])
 
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
         return RowsSession(self, self.broker.consume(queues, worker=worker))
@@ -72,9 +72,9 @@ class RowsStore(Store):
         change = change_of(firing)
 
         def plan(draft: Draft) -> bool:
-            if self.backend.plan(change, draft) is not SETTLED:
+            if self._backend.plan(change, draft) is not SETTLED:
                 return False
-            self.broker.plan_put(firing.send, draft.step)
+            self._broker.plan_put(firing.send, draft.step)
             return True
 
         self._name_queues(firing.send)
@@ -129,22 +129,22 @@ class RowsSession(Session):
         """Write the step of a plan, and note its verdict if the delivery is ours."""
         store, session = self._store, self.consumer.session
         settlement = plan.settlement
-        plan.verdict = verdict = store.backend.plan(plan.change, draft)
+        plan.verdict = verdict = store._backend.plan(plan.change, draft)
         if settlement is None or verdict is CONFLICT:
             if verdict is CONFLICT:
                 draft.step = MessageStep(expect=draft.step.expect)
-            store.broker.plan_hold(plan.delivery, session, draft.step)
+            store._broker.plan_hold(plan.delivery, session, draft.step)
             return draft.step
-        store.broker.plan_end(settlement, plan.delivery, session, draft.step)
+        store._broker.plan_end(settlement, plan.delivery, session, draft.step)
         if settlement.send and verdict is SETTLED:
-            store.broker.plan_put(settlement.send, draft.step)
+            store._broker.plan_put(settlement.send, draft.step)
         return draft.step
 
     def _not_ours(self, plan: _Plan) -> Verdict:
         """Return the verdict of a plan whose delivery was not ours."""
         if plan.settlement is None or not plan.settlement.states:
             return FENCED
-        marks = self._store.backend.settled_by([plan.settlement.uuid])
+        marks = self._store._backend.settled_by([plan.settlement.uuid])
         return ALREADY if marks == [mark_of(plan.delivery)] else FENCED
 
 
