@@ -58,6 +58,7 @@ from machinery_py.tasks.context import RUNNING, check_time, on_behalf_of
 from machinery_py.tasks.lineage import inherited
 from machinery_py.tasks.signature import (
     COUNTED,
+    FIRST_RUN,
     HEADER_ATTEMPTS,
     HEADER_ROOT,
     Lazy,
@@ -459,7 +460,7 @@ class Application:
             task_name=signature.name,
             state=State.PENDING,
             created_at=now,
-            run=0 if is_plain else signature.run,
+            run=FIRST_RUN if is_plain else signature.run,
             attempt=1 if is_plain else signature.attempt,
             queue=signature.routing_key,
             eta=signature.eta,

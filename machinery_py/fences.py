@@ -21,6 +21,7 @@ from typing import NewType
 from machinery_py.clock import SYSTEM_CLOCK, micros
 
 Fence = NewType("Fence", int)
+NO_FENCE = Fence(0)
 
 # µs since 1970: in the year 2112. A clock beyond it is wrong, and fences do not follow it.
 LATEST = 2**52

@@ -15,7 +15,8 @@ import msgspec
 from machinery_py.backends.listings import StateLister
 from machinery_py.connections.durability import Concern
 from machinery_py.errors import StateNotFound, Unsupported
-from machinery_py.tasks.signature import Arg, Signature
+from machinery_py.fences import NO_FENCE, Fence
+from machinery_py.tasks.signature import Arg, RunNumber, Signature
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState, size_of_state
 
 # Seconds that a revocation is kept of a task whose message may still come.
@@ -91,7 +92,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     key: str
     mark: str = ""
-    epoch: int = 0
+    epoch: Fence = NO_FENCE
     states: Sequence[TaskState] = ()
     groups: Sequence[GroupMeta] = ()
     arrivals: Sequence[Arrival] = ()
@@ -167,7 +168,7 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         finished: this run was settled before; only its outbox may be left to do.
     """
 
-    epoch: int = 0
+    epoch: Fence = NO_FENCE
     finished: bool = False
     outbox: Sequence[bytes] = ()
 
@@ -212,7 +213,7 @@ class OutboxBackend(ABC):
     """
 
     @abstractmethod
-    def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
+    def begin(self, keys: Sequence[tuple[str, RunNumber]]) -> list[Begun]:
         """Take the next epoch for deliveries of (task UUID, run).
 
         Called only when broker and backend are two stores.

@@ -23,6 +23,7 @@ from machinery_py.backends.base import (
 )
 from machinery_py.clock import Clock
 from machinery_py.errors import Unsupported
+from machinery_py.tasks.signature import RunNumber
 from machinery_py.tasks.states import GroupMeta, TaskState
 
 
@@ -58,7 +59,7 @@ class NullBackend(Backend, OutboxBackend):
                 )
         return [SETTLED] * len(changes)
 
-    def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
+    def begin(self, keys: Sequence[tuple[str, RunNumber]]) -> list[Begun]:
         return [Begun()] * len(keys)
 
     def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:

@@ -46,9 +46,11 @@ from machinery_py.backends.base import (
 from machinery_py.backends.listings import Count, Listing, Place, counts_of
 from machinery_py.backends.transactional import Row, decide, is_over
 from machinery_py.clock import micros
+from machinery_py.fences import fence_after
 from machinery_py.rows.contract import NO_ROW, PAGE, Facts, Key, StoredRow, Write
 from machinery_py.rows.draft import Draft, carry_out, read
 from machinery_py.rows.messages import Join, MessageRows, MessageStep, TopicListener
+from machinery_py.tasks.signature import RunNumber
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.wire.bodies import decode_task, encode, encode_task
 
@@ -212,7 +214,7 @@ class RowsBackend(Backend, OutboxBackend):
 
     # Epochs and outboxes
 
-    def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
+    def begin(self, keys: Sequence[tuple[str, RunNumber]]) -> list[Begun]:
         wanted = [key for uuid, _ in keys for key in (Key(TASK, uuid), Key(OUTBOX, uuid))]
         fence = self.rows.fences(len(keys)) if keys else 0
 
@@ -228,7 +230,7 @@ class RowsBackend(Backend, OutboxBackend):
                     outbox = _outbox_in(draft.row(Key(OUTBOX, uuid)))
                     begun.append(Begun(epoch=row.epoch, finished=True, outbox=outbox))
                     continue
-                row.epoch = max(row.epoch + 1, fence + number)
+                row.epoch = fence_after(row.epoch, fence + number)
                 self._save(uuid, row, draft)
                 begun.append(Begun(epoch=row.epoch))
             return begun

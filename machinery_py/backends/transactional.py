@@ -24,7 +24,8 @@ from machinery_py.backends.base import (
     Verdict,
 )
 from machinery_py.clock import micros
-from machinery_py.fences import fence_after
+from machinery_py.fences import NO_FENCE, Fence, fence_after
+from machinery_py.tasks.signature import RunNumber
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState, advance
 
 
@@ -33,7 +34,7 @@ class Row(msgspec.Struct, kw_only=True):
 
     state: TaskState | None = None
     mark: str = ""
-    epoch: int = 0
+    epoch: Fence = NO_FENCE
     changed: bool = False
 
 
@@ -128,20 +129,20 @@ class TransactionalBackend(Backend, OutboxBackend):
             self._keep_outbox(change.key, change.outbox)
         return SETTLED
 
-    def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
+    def begin(self, keys: Sequence[tuple[str, RunNumber]]) -> list[Begun]:
         with self._transaction():
             rows = self._load({uuid for uuid, _ in keys})
             begun = [self._begin(rows.setdefault(uuid, Row()), uuid, run) for uuid, run in keys]
             self._save([(uuid, row) for uuid, row in rows.items() if row.changed])
             return begun
 
-    def _begin(self, row: Row, uuid: str, run: int) -> Begun:
+    def _begin(self, row: Row, uuid: str, run: RunNumber) -> Begun:
         if is_over(row.state, run):
             return Begun(epoch=row.epoch, finished=True, outbox=self._outbox(uuid))
         row.epoch, row.changed = self._next_epoch(row.epoch), True
         return Begun(epoch=row.epoch)
 
-    def _next_epoch(self, epoch: int) -> int:
+    def _next_epoch(self, epoch: Fence) -> Fence:
         """Return a fence that is greater than any before, `epoch` among them."""
         return fence_after(epoch, micros(self.now()))
 
@@ -155,7 +156,7 @@ class TransactionalBackend(Backend, OutboxBackend):
             return [rows[uuid].mark if uuid in rows else "" for uuid in uuids]
 
 
-def is_over(state: TaskState | None, run: int) -> bool:
+def is_over(state: TaskState | None, run: RunNumber) -> bool:
     """Return whether this run of a task was settled before."""
     # RETRY ends a run as well: the next one travels as a message of its own.
     return state is not None and (

@@ -20,7 +20,7 @@ from machinery_py.brokers.queue_limits import QueueLimit
 from machinery_py.brokers.topics import TOPIC_AGE, Subscription, checked_records
 from machinery_py.connections.durability import Concern
 from machinery_py.errors import DecodeError, Unsupported
-from machinery_py.fences import Fence, local_fence
+from machinery_py.fences import NO_FENCE, Fence, local_fence
 from machinery_py.tasks.signature import Signature
 from machinery_py.wire.signatures import decode_signature
 
@@ -98,7 +98,7 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     receipt: Any
     count: int = 1
     fence: Fence = msgspec.field(default_factory=local_fence)
-    epoch: int = 0
+    epoch: Fence = NO_FENCE
     strikes: int = 0
     parks: int = 0
     priority: int = 0

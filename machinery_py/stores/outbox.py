@@ -82,6 +82,7 @@ from machinery_py.stores.base import (
     disposal_of,
 )
 from machinery_py.stores.sending import Submitter
+from machinery_py.tasks.signature import RunNumber
 from machinery_py.texts import get_logger
 from machinery_py.wire.signatures import decode_signature
 
@@ -310,7 +311,7 @@ class TwoSession(Session):
 
     def _begin_all(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
         """Begin deliveries in the backend; end those of finished tasks, and return the others."""
-        known: list[tuple[Delivery, str, int]] = []
+        known: list[tuple[Delivery, str, RunNumber]] = []
         fresh: list[Delivery] = []
         for delivery in deliveries:
             try:
@@ -345,7 +346,7 @@ class TwoSession(Session):
             self._send_unsent(unsent)
         return fresh
 
-    def _begin(self, known: Sequence[tuple[Delivery, str, int]]) -> Sequence[Begun | None]:
+    def _begin(self, known: Sequence[tuple[Delivery, str, RunNumber]]) -> Sequence[Begun | None]:
         """Begin deliveries; None for one that became a dead letter: its UUID is another's."""
         try:
             return self._store.outbox.begin([(uuid, run) for _, uuid, run in known])
@@ -491,7 +492,7 @@ class TwoSession(Session):
         super().close()
 
 
-def _begun(delivery: Delivery, epoch: int) -> Delivery:
+def _begun(delivery: Delivery, epoch: Fence) -> Delivery:
     """Return the delivery as it was begun.
 
     Its epoch is its fence as well: of two that run one task at a time, the backend believes the one
@@ -499,4 +500,4 @@ def _begun(delivery: Delivery, epoch: int) -> Delivery:
     """
     if not epoch:
         return delivery
-    return msgspec.structs.replace(delivery, epoch=epoch, fence=Fence(epoch))
+    return msgspec.structs.replace(delivery, epoch=epoch, fence=epoch)

@@ -9,10 +9,12 @@ import msgspec
 
 from machinery_py.tasks.context import Context
 from machinery_py.tasks.signature import (
+    FIRST_RUN,
     HEADER_LAST,
     HEADER_ORIGIN,
     HEADER_PARENT,
     HEADER_ROOT,
+    RunNumber,
     Signature,
 )
 from machinery_py.values.malformed import MALFORMED
@@ -53,11 +55,11 @@ def inherited(
     return {**found, **signature.headers}
 
 
-Last = tuple[str, int]
+Last = tuple[str, RunNumber]
 """A task that fails with a step before it: its UUID, and the run that does."""
 
 # As HEADER_RUN: no store can keep an integer without bounds.
-_Run = Annotated[int, msgspec.Meta(ge=0, lt=10**9)]
+_Run = Annotated[RunNumber, msgspec.Meta(ge=0, lt=10**9)]
 _read_lasts = msgspec.json.Decoder(list[tuple[str, _Run]]).decode
 
 
@@ -67,7 +69,7 @@ def lasts_of(signature: Signature[Any]) -> list[Last]:
     if not isinstance(text, str) or not text:
         return []
     if not text.startswith("[["):
-        return [(text, 0)]
+        return [(text, FIRST_RUN)]
     try:
         return _read_lasts(text)
     except MALFORMED:  # no sender of ours has written it

@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime as dt
 import os
 from collections.abc import Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast, overload
+from typing import Any, ClassVar, Generic, NewType, Protocol, TypeVar, cast, overload
 
 import msgspec
 from msgspec.structs import force_setattr
@@ -59,6 +59,9 @@ HEADER_TRIES = "machinery_tries"  # on a retry: trace contexts of the tries befo
 
 # RetryCount of retries=None: until it works. Our workers do not count it down.
 UNLIMITED = 2**31 - 1
+
+RunNumber = NewType("RunNumber", int)  # of a task: how many of its runs ended before this one
+FIRST_RUN = RunNumber(0)
 
 
 class Arg(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -427,9 +430,9 @@ class Signature(msgspec.Struct, Step[R], frozen=True, kw_only=True, gc=False):
         return _number(self.headers, HEADER_REJECTED, 0) if self.headers else 0
 
     @property
-    def run(self) -> int:
+    def run(self) -> RunNumber:
         """How many runs of this task ended in RETRY before this one."""
-        return _number(self.headers, HEADER_RUN, 0) if self.headers else 0
+        return RunNumber(_number(self.headers, HEADER_RUN, 0)) if self.headers else FIRST_RUN
 
     @property
     def strikes(self) -> int:

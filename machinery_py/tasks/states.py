@@ -11,7 +11,7 @@ import msgspec
 
 from machinery_py.bounds import size_of
 from machinery_py.errors import nearest
-from machinery_py.tasks.signature import Arg
+from machinery_py.tasks.signature import FIRST_RUN, Arg, RunNumber
 from machinery_py.values.malformed import MALFORMED
 
 ZERO_TIME = dt.datetime(1, 1, 1, tzinfo=dt.timezone.utc)  # Go's time that was never set
@@ -124,7 +124,7 @@ class TaskState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     created_at: dt.datetime = ZERO_TIME
     ttl: int = 0
 
-    run: int = 0
+    run: RunNumber = FIRST_RUN
     attempt: int = 1
     queue: str = ""
     error_type: str = ""

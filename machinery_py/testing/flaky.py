@@ -48,6 +48,7 @@ from machinery_py.brokers.queue_limits import QueueLimit
 from machinery_py.brokers.topics import Subscription
 from machinery_py.errors import BackendUnavailable, BrokerUnavailable, PublishUnknown
 from machinery_py.stores.base import Firing, Mark, Session, Settlement, Store, Submission
+from machinery_py.tasks.signature import RunNumber
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 
 T = TypeVar("T")
@@ -316,7 +317,7 @@ class FlakyBackend(Backend, OutboxBackend):
     def apply(self, changes: Sequence[Change]) -> list[Verdict]:
         return self.faults.backend("apply", lambda: self.inner.apply(changes))
 
-    def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
+    def begin(self, keys: Sequence[tuple[str, RunNumber]]) -> list[Begun]:
         return self.faults.backend("begin", lambda: self._outbox.begin(keys))
 
     def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:

@@ -7,6 +7,7 @@ import json
 
 import msgspec
 
+from machinery_py.fences import Fence
 from machinery_py.tasks.states import TaskState
 from machinery_py.texts import printable
 
@@ -39,14 +40,14 @@ class _StoredTask(msgspec.Struct, array_like=True, gc=False):
 
     state: TaskState | None
     mark: str
-    epoch: int
+    epoch: Fence
     large: dict[int, str] = {}
 
 
 _decode_task = msgspec.msgpack.Decoder(_StoredTask).decode
 
 
-def encode_task(state: TaskState | None, mark: str, epoch: int) -> bytes:
+def encode_task(state: TaskState | None, mark: str, epoch: Fence) -> bytes:
     """Return the body of a task's row."""
     try:
         return encode((state, mark, epoch))
@@ -62,7 +63,7 @@ def encode_task(state: TaskState | None, mark: str, epoch: int) -> bytes:
         return encode((msgspec.structs.replace(state, results=results), mark, epoch, large))
 
 
-def decode_task(body: bytes) -> tuple[TaskState | None, str, int]:
+def decode_task(body: bytes) -> tuple[TaskState | None, str, Fence]:
     """Return what `encode_task` was given."""
     one = _decode_task(body)
     state = one.state

@@ -75,6 +75,7 @@ from machinery_py.connections.memcached.client import (
 from machinery_py.connections.memcached.keys import FIRED, OUTBOX, REVOKED
 from machinery_py.errors import NameRefused
 from machinery_py.fences import FenceSequence
+from machinery_py.tasks.signature import RunNumber
 from machinery_py.tasks.states import GroupMeta, TaskState
 from machinery_py.texts import get_logger, quoted
 from machinery_py.wire.states import decode_group
@@ -229,7 +230,7 @@ class MemcacheBackend(Backend, OutboxBackend):
 
     # Deliveries of another store's broker
 
-    def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
+    def begin(self, keys: Sequence[tuple[str, RunNumber]]) -> list[Begun]:
         found = self._edit(
             [(uuid, functools.partial(begin, run, self._fences.next())) for uuid, run in keys]
         )

@@ -25,6 +25,7 @@ from machinery_py.backends.go_documents import (
 )
 from machinery_py.backends.transactional import Row
 from machinery_py.connections.memcached.keys import OURS
+from machinery_py.fences import Fence
 from machinery_py.tasks.states import GroupMeta, TaskState
 from machinery_py.texts import quoted
 from machinery_py.values.malformed import MALFORMED
@@ -111,7 +112,7 @@ class _Ours(msgspec.Struct, array_like=True, gc=False):
     """Our field in the item of a task."""
 
     nonce: bytes
-    epoch: int
+    epoch: Fence
     mark: str
     stated: bool
     kept_at: int = 0

@@ -9,7 +9,8 @@ import msgspec
 from machinery_py.backends.base import ALREADY, FENCED, Begun, Change, Verdict
 from machinery_py.backends.memcached.documents import TaskItem, Todo, document_of
 from machinery_py.backends.transactional import decide, is_over
-from machinery_py.fences import fence_after
+from machinery_py.fences import NO_FENCE, Fence, fence_after
+from machinery_py.tasks.signature import RunNumber
 from machinery_py.tasks.states import TaskState, advance
 from machinery_py.wire.states import encode_group
 
@@ -18,7 +19,7 @@ def settle(change: Change, now: int, item: TaskItem) -> tuple[Verdict, Sequence[
     """Change the task that the change belongs to; return the verdict and the follow-ups."""
     if item.epoch == 0:
         # A Go program or an eviction has thrown our epoch away: nobody can be told to be late.
-        change = msgspec.structs.replace(change, epoch=0)
+        change = msgspec.structs.replace(change, epoch=NO_FENCE)
     verdict, states = decide(change, {change.key: item})
     if verdict is ALREADY:
         return verdict, item.todo
@@ -38,7 +39,7 @@ def settle(change: Change, now: int, item: TaskItem) -> tuple[Verdict, Sequence[
     return verdict, (todo,) if todo else ()
 
 
-def begin(run: int, fence: int, item: TaskItem) -> tuple[Begun, Sequence[Todo]]:
+def begin(run: RunNumber, fence: Fence, item: TaskItem) -> tuple[Begun, Sequence[Todo]]:
     """Begin a delivery of this run; return how it stands, and open follow-ups of the run before."""
     if is_over(item.state, run):
         return Begun(epoch=item.epoch, finished=True, outbox=item.outbox), item.todo

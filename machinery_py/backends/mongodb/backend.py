@@ -63,6 +63,7 @@ from machinery_py.connections.mongodb.client import (
     step,
 )
 from machinery_py.fences import FenceSequence, fence_after
+from machinery_py.tasks.signature import RunNumber
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 
 EXPIRE_IN = 3600.0  # seconds that a finished task is kept
@@ -123,7 +124,7 @@ class MongoBackend(DriverUser, Backend, OutboxBackend):
 
     # Two stores
 
-    def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
+    def begin(self, keys: Sequence[tuple[str, RunNumber]]) -> list[Begun]:
         begun: dict[int, Begun] = {}
         for _ in range(ROUNDS):
             left = {index: uuid for index, (uuid, _) in enumerate(keys) if index not in begun}

@@ -27,6 +27,7 @@ from machinery_py.backends.base import Change
 from machinery_py.backends.transactional import Row
 from machinery_py.connections.mongodb.client import Document
 from machinery_py.errors import DecodeError, NameRefused
+from machinery_py.fences import Fence
 from machinery_py.tasks.signature import Arg
 from machinery_py.tasks.states import ZERO_TIME, State, TaskState
 from machinery_py.texts import printable, quoted
@@ -90,7 +91,7 @@ def kept_of(document: Document, now: int) -> TaskDocument:
     return TaskDocument(
         state=None if over else state_of(document),
         mark="" if over else str(document.get("mark") or ""),
-        epoch=int(document.get("epoch") or 0),
+        epoch=Fence(int(document.get("epoch") or 0)),
         version=int(document.get("version") or 0),
         word=str(document.get("state") or ""),
         intent=bytes(document.get("deed") or b""),

@@ -80,7 +80,8 @@ from machinery_py.connections.rabbitmq.queue_records import (
 )
 from machinery_py.connections.rabbitmq.queues import FINISHED, REVOCATIONS
 from machinery_py.errors import BackendUnavailable, DecodeError
-from machinery_py.fences import FenceSequence, fence_after
+from machinery_py.fences import Fence, FenceSequence, fence_after
+from machinery_py.tasks.signature import RunNumber
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.wire.signatures import decode_signature
 
@@ -264,10 +265,10 @@ class AMQPBackend(TransactionalBackend):
         for uuid in uuids:
             self._current.transaction.publish(FINISHED, name_of(uuid), b"")
 
-    def _next_epoch(self, epoch: int) -> int:
+    def _next_epoch(self, epoch: Fence) -> Fence:
         return fence_after(epoch, self._fences.next())
 
-    def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
+    def begin(self, keys: Sequence[tuple[str, RunNumber]]) -> list[Begun]:
         if not keys:
             return []
         return self._run(

@@ -22,6 +22,7 @@ from machinery_py.backends.transactional import Row
 from machinery_py.connections.rabbitmq.queue_records import OURS, Queue
 from machinery_py.connections.rabbitmq.queues import RESULTS, TRIGGERED
 from machinery_py.errors import ConfigError, DecodeError, NameRefused
+from machinery_py.fences import NO_FENCE, Fence
 from machinery_py.names import is_made
 from machinery_py.tasks.states import TaskState, advance
 from machinery_py.texts import printable, quoted
@@ -115,7 +116,7 @@ class _OwnField(msgspec.Struct, omit_defaults=True, gc=False):
     """Our field of a state's document."""
 
     seq: int
-    epoch: int = 0
+    epoch: Fence = NO_FENCE
     mark: str = ""
     stated: bool = True
 

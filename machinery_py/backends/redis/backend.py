@@ -57,6 +57,7 @@ from machinery_py.connections.redis.client import RedisDriver, raw
 from machinery_py.connections.redis.errors import log_spoilt
 from machinery_py.connections.redis.keys import companion_key, document_key, encoded
 from machinery_py.errors import DecodeError
+from machinery_py.tasks.signature import RunNumber
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.texts import get_logger
 
@@ -116,7 +117,7 @@ class RedisBackend(Backend, OutboxBackend):
             verdicts += [VERDICTS[letter] for letter in letters]
         return verdicts
 
-    def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
+    def begin(self, keys: Sequence[tuple[str, RunNumber]]) -> list[Begun]:
         if not keys:
             return []
         begun = self.driver.run(scripts.BEGIN, self.driver.now(), redis_keys.FENCE, keys)

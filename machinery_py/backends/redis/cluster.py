@@ -84,6 +84,7 @@ from machinery_py.connections.redis.requests import command_at, script_at
 from machinery_py.connections.redis.scripts import pack
 from machinery_py.connections.redis.slots import unquoted
 from machinery_py.errors import DecodeError
+from machinery_py.tasks.signature import RunNumber
 from machinery_py.tasks.states import GroupMeta, State, TaskState
 from machinery_py.wire.states import decode_group
 
@@ -131,7 +132,7 @@ class ClusterBackend(Backend, OutboxBackend):
         )
         return [VERDICTS[ord(letter)] for letter in letters]
 
-    def begin(self, keys: Sequence[tuple[str, int]]) -> list[Begun]:
+    def begin(self, keys: Sequence[tuple[str, RunNumber]]) -> list[Begun]:
         names = [(name_of(uuid), run) for uuid, run in keys]
         now, least = self.cluster.now(), self._last_epoch + 1
         replies = self.cluster.run(

@@ -19,6 +19,7 @@ from machinery_py.connections.redis.client import raw
 from machinery_py.connections.redis.keys import companion_key, document_key, encoded
 from machinery_py.connections.redis.scripts import pack
 from machinery_py.errors import ArgumentError, DecodeError
+from machinery_py.fences import NO_FENCE, Fence
 from machinery_py.tasks.states import FINISHED, Arrival, GroupMeta, State, TaskState
 from machinery_py.values.malformed import MALFORMED
 from machinery_py.wire.states import (
@@ -171,7 +172,7 @@ class Changes:
         *,
         key: str,
         mark: str = "",
-        epoch: int = 0,
+        epoch: Fence = NO_FENCE,
         force: bool = False,
         fires: str = "",
         states: Sequence[TaskState] = (),

@@ -12,6 +12,7 @@ from itertools import product
 from machinery_py.bounds import AT_ONCE, STEP_BYTES
 from machinery_py.connections.redis.scripts import Folder
 from machinery_py.fences import LATEST
+from machinery_py.tasks.signature import FIRST_RUN, RunNumber
 from machinery_py.tasks.states import State, TaskState, advance
 
 #: Seconds that a state is kept that is not finished, and a chord without an arrival.
@@ -26,7 +27,7 @@ NEWS = 4096  # bytes of a document that is sent along with the news that its tas
 RATES_LIFE = 3700  # seconds that finished tasks are counted by their second
 
 
-def steps(runs_later: int) -> str:
+def steps(runs_later: RunNumber) -> str:
     """Return the pairs of states that `advance` lets follow each other so many runs later."""
 
     def follows(before: State, after: State) -> bool:
@@ -46,8 +47,8 @@ CONSTANTS: dict[str, object] = {
     **{name: place for names in (_CHANGE, _STATE) for place, name in enumerate(names.split())},
     "CHANGE": len(_CHANGE.split()),
     "STATE": len(_STATE.split()),
-    "SAME": steps(0),
-    "LATER": steps(1),
+    "SAME": steps(FIRST_RUN),
+    "LATER": steps(RunNumber(1)),
     "LONG": CHORD_LIFE,
     "MANY": MANY,
     "RATES": RATES_LIFE,

@@ -18,7 +18,7 @@ import pytest
 
 from machinery_py.backends.base import FENCED, SETTLED, Backend, Change, outbox_of
 from machinery_py.clock import LONGEST
-from machinery_py.tasks.signature import Arg, Signature
+from machinery_py.tasks.signature import Arg, RunNumber, Signature
 from machinery_py.tasks.states import LEGAL, State, TaskState
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.groups import MOMENT, OpenBackend, listed, state_of, write
@@ -129,7 +129,7 @@ class BackendConformance(ListingConformance):
             (State.SUCCESS, 1),
         )
         for step, run in steps:
-            write(backend, TaskState(task_uuid="t", state=step, run=run))
+            write(backend, TaskState(task_uuid="t", state=step, run=RunNumber(run)))
             kept = backend.get_state("t")
             assert (kept.state, kept.task_name, kept.queue) == (step, "add", "mail")
             assert abs((kept.created_at - MOMENT).total_seconds()) <= MARGIN
@@ -159,7 +159,7 @@ class BackendConformance(ListingConformance):
             state=State.STARTED,
             error="bad \x00 thing",
             created_at=MOMENT,
-            run=3,
+            run=RunNumber(3),
             attempt=2,
             queue="mail",
             error_type="builtins.ValueError",

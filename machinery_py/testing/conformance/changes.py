@@ -9,6 +9,8 @@ import pytest
 
 from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Backend, Change, outbox_of
 from machinery_py.errors import Unsupported
+from machinery_py.fences import Fence
+from machinery_py.tasks.signature import FIRST_RUN, RunNumber
 from machinery_py.tasks.states import State
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.groups import GroupConformance, OpenBackend, state_of, write
@@ -97,15 +99,18 @@ class ChangeConformance(GroupConformance):
     def test_later_delivery_fences_an_earlier_one(self, backend: Backend) -> None:
         if not backend.features.conditional:
             with pytest.raises(Unsupported):
-                outbox_of(backend).begin([("t", 0)])
+                outbox_of(backend).begin([("t", FIRST_RUN)])
             return
         write(backend, state_of("t"))
-        (one,), (two,) = outbox_of(backend).begin([("t", 0)]), outbox_of(backend).begin([("t", 0)])
+        (one,), (two,) = (
+            outbox_of(backend).begin([("t", FIRST_RUN)]),
+            outbox_of(backend).begin([("t", FIRST_RUN)]),
+        )
         assert 0 < one.epoch < two.epoch
         assert (one.finished, two.finished, list(one.outbox)) == (False, False, [])
         assert backend.get_state("t").state is State.PENDING
 
-        def change(epoch: int, mark: str) -> Change:
+        def change(epoch: Fence, mark: str) -> Change:
             return Change(
                 key="t",
                 mark=mark,
@@ -129,13 +134,13 @@ class ChangeConformance(GroupConformance):
         backend.apply([Change(key="done", mark="m", states=(success,), outbox=(b"1", b"\x002"))])
 
         names = [
-            ("done", 0),
-            ("retried", 0),
-            ("retried", 1),
-            ("next", 0),
-            ("next", 1),
-            ("unknown", 0),
-            ("waiting", 0),
+            ("done", FIRST_RUN),
+            ("retried", FIRST_RUN),
+            ("retried", RunNumber(1)),
+            ("next", FIRST_RUN),
+            ("next", RunNumber(1)),
+            ("unknown", FIRST_RUN),
+            ("waiting", FIRST_RUN),
         ]
         begun = outbox_of(backend).begin(names)
 
