@@ -2,8 +2,8 @@
 
 While a store carries out a step it answers nobody else, and a step that takes longer than its
 timeout is begun again from nothing. So all that carries bodies (messages, results, dead letters,
-outboxes) to a store or from it is divided into steps of STEP_BYTES, with one item at least: an item
-is as large as its sender made it.
+outboxes) to a store or from it is divided into steps of STEP_BYTES and STEP_ITEMS, with one item at
+least: an item is as large as its sender made it. Who takes fewer items says why, beside its bound.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 STEP_BYTES = 4 * 2**20  # of bodies in one step; Redis needs some 20 ms for them
+STEP_ITEMS = 1000  # messages, states, rows or names in one step; Redis needs some 20 ms for them
+PURGE_STEP = 200  # messages of one step of `Broker.purge_each`, at most
+LISTING_STEP = 10_000  # states that one step of a listing looks at, where it decodes each
 AT_ONCE = 8  # items that a script takes where their sizes are not known before
 
 TOKEN_LIFE = 600  # seconds that a submission is known by its token; a repeat of it does nothing
@@ -33,6 +36,11 @@ def pieces(
         size += more
     if first < len(items):
         yield items[first:]
+
+
+def in_steps(items: Sequence[T], most: int = STEP_ITEMS) -> Iterator[Sequence[T]]:
+    """Divide items, in their order, into steps of at most so many."""
+    return (items[start : start + most] for start in range(0, len(items), most))
 
 
 def size_of(value: object) -> int:

@@ -23,7 +23,8 @@ from typing import Any
 
 from machinery_py.app import Application
 from machinery_py.backends.base import REVOKED_LIFE, SETTLED
-from machinery_py.brokers.base import PURGE_STEP, Message
+from machinery_py.bounds import PURGE_STEP, in_steps
+from machinery_py.brokers.base import Message
 from machinery_py.errors import DecodeError, MachineryError
 from machinery_py.events import TaskFailed, TaskRevoked
 from machinery_py.names import check_encodable
@@ -255,8 +256,7 @@ def _end_purged(app: Application, which: Container[State], messages: Sequence[Me
     if not backend.features.keeps:
         return
     known = [one for one in messages if one.uuid]
-    for start in range(0, len(known), PURGE_STEP):
-        some = known[start : start + PURGE_STEP]
+    for some in in_steps(known, PURGE_STEP):
         names = _both(one.uuid for one in some)
         if which is WAITED:
             # Of messages that stay, after all: as of other revoked tasks.

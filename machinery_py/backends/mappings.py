@@ -17,10 +17,10 @@ from machinery_py.backends.base import REVOKED_LIFE, Listener, ReadyGroup, Recor
 from machinery_py.backends.listings import Count, Listing, Place, counts_of
 from machinery_py.backends.polling import PollingListener
 from machinery_py.backends.transactional import Row, TransactionalBackend
+from machinery_py.bounds import LISTING_STEP
 from machinery_py.clock import SYSTEM_CLOCK, Clock, micros
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 
-LOOK = 10_000  # states that one step of a listing looks at
 SWEEP = 60.0  # seconds between two looks for what has expired
 LONG_AGO = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
 INSTANT = dt.timedelta(microseconds=1)
@@ -230,7 +230,7 @@ class MappingBackend(TransactionalBackend):
         looked, end = 0, after
         with self._transaction():
             for place in self._places(since, after):
-                if looked >= LOOK or len(found) >= limit:
+                if looked >= LISTING_STEP or len(found) >= limit:
                     return Listing(found=found, end=end, looked=looked)
                 one, end, looked = self._tables.rows[place[1]].state, place, looked + 1
                 fits = one is not None and one.state in (states or State)

@@ -25,7 +25,6 @@ from machinery_py.tasks.signature import Signature
 from machinery_py.wire.signatures import decode_signature
 
 UNLIMITED = 2**31 - 1
-PURGE_STEP = 200  # messages of one step of `Broker.purge_each`, at most
 
 
 class BrokerFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):

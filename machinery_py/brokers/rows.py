@@ -16,9 +16,8 @@ from typing import NoReturn
 
 import msgspec
 
-from machinery_py.bounds import TOKEN_LIFE, pieces
+from machinery_py.bounds import PURGE_STEP, TOKEN_LIFE, pieces
 from machinery_py.brokers.base import (
-    PURGE_STEP,
     UNLIMITED,
     WAITING,
     Broker,

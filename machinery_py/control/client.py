@@ -20,6 +20,7 @@ from typing import Any, TypeVar, Unpack
 import msgspec
 
 from machinery_py.async_twins import twin
+from machinery_py.bounds import in_steps
 from machinery_py.brokers.base import Broker
 from machinery_py.brokers.topics import MAX_RECORD, TOPIC_AGE
 from machinery_py.clock import ABOVE_ZERO, Seconds, seconds_of
@@ -492,9 +493,9 @@ def _ended(
     return Revoked(done, uuids=revoked, missing=list(missing), errors=errors)
 
 
-def _batches(uuids: Iterable[str]) -> list[list[str]]:
+def _batches(uuids: Iterable[str]) -> list[Sequence[str]]:
     """Return them in parts that fit into an order each."""
     every = sorted(uuids)
     longest = max((len(msgspec.json.encode(one)) for one in every), default=0)
     most = max(1, min(MOST_NAMES, (MAX_RECORD - 1000) // (longest + 1)))
-    return [every[start : start + most] for start in range(0, len(every), most)]
+    return list(in_steps(every, most))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from machinery_py.app import Application
 from machinery_py.async_twins import twin
 from machinery_py.backends.listings import Count
+from machinery_py.bounds import in_steps
 from machinery_py.brokers.base import DeadLetter, WorkerInfo
 from machinery_py.clock import LONGEST, Seconds, seconds_of
 from machinery_py.errors import (
@@ -52,7 +53,6 @@ RATE_WINDOW = 60.0  # seconds that "per minute" is counted over
 MOST = 100_000  # dead letters that one call looks through
 NEWEST = 1_000  # that it looks through first
 MEMBERS = 1000  # of a group, whose states are read
-BATCH = 1000  # states that are deleted in one step
 
 
 def worker_hint(app: Application, queue: str) -> tuple[str, str]:
@@ -328,12 +328,7 @@ class Inspector:
             Unsupported: the backend cannot list its states.
         """
         backend = self._app.store.backend
-        starts = range(0, len(uuids), BATCH)
-        return [
-            uuid
-            for start in starts
-            for uuid in backend.delete_finished(uuids[start : start + BATCH])
-        ]
+        return [uuid for some in in_steps(uuids) for uuid in backend.delete_finished(some)]
 
     delete_async = twin(delete)
 

@@ -23,7 +23,7 @@ from machinery_py.backends.redis.backend import VERDICTS, RedisBackend
 from machinery_py.backends.redis.cluster import ClusterBackend
 from machinery_py.backends.redis.documents import Changes, new_state, packed_states, size_of_packed
 from machinery_py.backends.redis.scripts import CONSTANTS as STATES
-from machinery_py.bounds import STEP_BYTES, TOKEN_LIFE
+from machinery_py.bounds import STEP_BYTES, STEP_ITEMS, TOKEN_LIFE
 from machinery_py.brokers.base import Delivery, Fate, Message, mark_of
 from machinery_py.brokers.entries import RETRY_MARK, SET_BACK, ClockWatch
 from machinery_py.brokers.redis.broker import RedisBroker
@@ -65,7 +65,7 @@ from machinery_py.stores.base import (
 )
 from machinery_py.stores.open import Family, FamilyOptions
 from machinery_py.stores.outbox import TwoStores
-from machinery_py.stores.redis_steps import STEP, StagedSteps
+from machinery_py.stores.redis_steps import StagedSteps
 from machinery_py.tasks.states import State
 from machinery_py.wire.decode import known_fields
 from machinery_py.wire.states import encode_group
@@ -103,7 +103,7 @@ class RedisStore(Store):
         messages, riders = submission.messages, submission.riders
         if len(messages) > 1 and (submission.token or riders) and self._steps.wants(messages):
             return self._steps.submit(submission, plain=plain)
-        if plain and len(submission.states) <= STEP:
+        if plain and len(submission.states) <= STEP_ITEMS:
             to_wake = self.submit_new(submission)
             if to_wake is not None:
                 self.driver.unblock(to_wake)

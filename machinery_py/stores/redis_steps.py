@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from machinery_py.backends.redis.documents import Changes, new_state
 from machinery_py.backends.redis.scripts import CONSTANTS as STATES
-from machinery_py.bounds import STEP_BYTES, TOKEN_LIFE, pieces
+from machinery_py.bounds import STEP_BYTES, STEP_ITEMS, TOKEN_LIFE, pieces
 from machinery_py.brokers.base import Message, size_of_message
 from machinery_py.brokers.redis import scripts
 from machinery_py.brokers.redis.messages import Queues, full, packed_batch, packed_limits
@@ -29,7 +29,6 @@ from machinery_py.stores.base import Submission
 from machinery_py.tasks.signature import new_uuid
 from machinery_py.tasks.states import TaskState, size_of_state
 
-STEP = 1000  # messages in one script, and as many states; 20 ms
 STAGED_AGE = 5_000_000  # µs; by then the sender is dead or in trouble, and a worker goes on
 PATIENCE = 0.5  # seconds that a worker carries out steps at once
 
@@ -50,7 +49,7 @@ class StagedSteps:
     def __init__(self, driver: RedisDriver, seconds: int) -> None:
         self._driver = driver
         self._seconds = seconds  # that finished states are kept
-        self.most = STEP
+        self.most = STEP_ITEMS
         self._left = ""  # the submission of another that `carry_left` goes on with
 
     def wants(self, messages: Sequence[Message]) -> bool:
@@ -206,8 +205,8 @@ def _divided(
         size = len(messages[place].body)
         return size + of_states[place] if place < len(states) else size
 
-    for places in pieces(range(len(messages)), size_at, most=STEP):
+    for places in pieces(range(len(messages)), size_at, most=STEP_ITEMS):
         part = slice(places[0], places[-1] + 1)
         yield messages[part], states[part]
-    for places in pieces(range(len(messages), len(states)), of_states.__getitem__, most=STEP):
+    for places in pieces(range(len(messages), len(states)), of_states.__getitem__, most=STEP_ITEMS):
         yield (), states[places[0] : places[-1] + 1]

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import msgspec
 
 from machinery_py.backends.base import Backend, Change
+from machinery_py.bounds import STEP_ITEMS, in_steps
 from machinery_py.errors import DecodeError
 from machinery_py.tasks.signature import HEADER_ON_FAILURE
 from machinery_py.tasks.states import Arrival, State
@@ -31,7 +32,6 @@ from machinery_py.wire.signatures import decode_signature
 SOON = 0.05  # seconds from a change of a group to its next poll, and as much for 5,000 members
 AGAIN = 5.0  # seconds between two polls of a group that has not changed, and one for 1,000 members
 AHEAD = 64  # states read at once
-BATCH = 1000  # of a large group, states read and arrivals written at once
 MOST = 10_000  # groups that are remembered
 _ON_FAILURE = HEADER_ON_FAILURE.encode()
 ADOPTED = 100  # groups of other workers that are polled together
@@ -123,8 +123,7 @@ class GoGroupPoller:
                 if group.adopted and not group.full_at:
                     self._groups.pop(group.arrival.group_uuid, None)
         for change in changes:
-            for start in range(0, len(change.arrivals), BATCH):
-                some = change.arrivals[start : start + BATCH]
+            for some in in_steps(change.arrivals):
                 self._backend.apply([msgspec.structs.replace(change, arrivals=some)])
         self.forget([change.key for change in changes])
         return bool(changes)
@@ -139,7 +138,7 @@ class GoGroupPoller:
         group.members = group.members or meta.task_uuids
         if not group.members:
             return None  # Go names the members to some stores only; others learn them as they end
-        if len(group.members) > BATCH and self._is_ready(uuid):
+        if len(group.members) > STEP_ITEMS and self._is_ready(uuid):
             return None  # somebody settles it right now, which takes a second
         found = self._arrived(group)
         if (
@@ -176,7 +175,7 @@ class GoGroupPoller:
         count = AHEAD
         while group.place < len(group.members):
             ahead = group.members[group.place : group.place + count]
-            count = BATCH
+            count = STEP_ITEMS
             states = self._backend.member_results(group.arrival.group_uuid, ahead)
             for member in ahead:
                 state = states.get(member)

@@ -24,6 +24,7 @@ import msgspec
 
 from machinery_py.app import Application
 from machinery_py.backends.base import Change, Rider
+from machinery_py.bounds import STEP_ITEMS, in_steps
 from machinery_py.errors import MachineryError, WorkflowError
 from machinery_py.inspection.replay import anew, mend, replay
 from machinery_py.registry.outcomes import CHORD_FAILED, STEP_FAILED, Arrived, followers
@@ -37,7 +38,6 @@ from machinery_py.wire.signatures import decode_signature
 logger = get_logger(__name__)
 
 LONGEST = 60.0  # seconds that a retry may take until somebody else may begin one
-BATCH = 1000  # members that arrive in one step
 
 _CAUSE = re.compile(r"(?:step|chord member) \S+ (\S+) failed")
 
@@ -160,8 +160,8 @@ def _make_anew(app: Application, like: Arrival) -> None:
     backend.apply([Change(key=spare, groups=[_group(app, spare, members)])])
     good = _succeeded(app, members)
     backend.purge_group_meta(uuid)
-    for start in range(0, max(1, len(good)), BATCH):
-        some = good[start : start + BATCH]
+    for start in range(0, max(1, len(good)), STEP_ITEMS):
+        some = good[start : start + STEP_ITEMS]
         groups = () if start else (_group(app, uuid, members),)
         backend.apply([_arriving(like, some, groups)])
     backend.purge_group_meta(spare)
@@ -192,7 +192,7 @@ def _group(app: Application, uuid: str, members: Sequence[str]) -> GroupMeta:
 def _succeeded(app: Application, uuids: Sequence[str]) -> list[TaskState]:
     return [
         state
-        for start in range(0, len(uuids), BATCH)
-        for state in app.store.backend.get_states(uuids[start : start + BATCH]).values()
+        for some in in_steps(uuids)
+        for state in app.store.backend.get_states(some).values()
         if state.state is State.SUCCESS
     ]

@@ -14,6 +14,7 @@ import msgspec
 
 from machinery_py.app import Application
 from machinery_py.async_twins import twin
+from machinery_py.bounds import STEP_ITEMS, in_steps
 from machinery_py.errors import StateNotFound, WorkflowError
 from machinery_py.revocation import WAITING_LIFE, revoke
 from machinery_py.tasks.plans import PREFIX, RecordedStep, steps_in, workflow_name
@@ -21,7 +22,6 @@ from machinery_py.tasks.states import GroupMeta, State, TaskState
 from machinery_py.worker.chords import settle_ready_groups
 from machinery_py.workflows.retry import members_of, retry
 
-BATCH = 1000  # states that are read or revoked in one step
 SHOWN = 20  # tasks of a step that its report holds
 LOOK = 5_000  # states that `recent` looks through
 
@@ -132,7 +132,7 @@ class Workflow:
         self._app.store.backend.revoke([self.uuid], WAITING_LIFE)
         arrived = False
         for step in reversed(self._steps):
-            for uuids in _batches(self._tasks_of(step)):
+            for uuids in in_steps(self._tasks_of(step)):
                 states = self._app.store.backend.get_states(uuids)
                 is_open = [one for one in uuids if one not in states or not states[one].is_finished]
                 arrived = (is_open and revoke(self._app, is_open)) or arrived
@@ -163,7 +163,7 @@ class Workflow:
 
     def _states(self) -> Iterator[TaskState]:
         for step in self._steps:
-            for uuids in _batches(self._tasks_of(step)):
+            for uuids in in_steps(self._tasks_of(step)):
                 yield from self._app.store.backend.get_states(uuids).values()
 
     def _tasks_of(self, step: RecordedStep) -> Sequence[str]:
@@ -178,7 +178,7 @@ class Workflow:
         failed: TaskState | None = None
         attempt, begun, ended = 1, list[dt.datetime](), list[dt.datetime]()
         uuids = self._tasks_of(step)
-        for some in _batches(uuids):
+        for some in in_steps(uuids):
             for state in self._app.store.backend.get_states(some).values():
                 counts[state.state.value] += 1
                 attempt = max(attempt, state.attempt)
@@ -209,10 +209,6 @@ class Workflow:
 
     def __repr__(self) -> str:
         return f"<Workflow {self.name} {self.uuid}>"
-
-
-def _batches(uuids: Sequence[str]) -> Iterator[Sequence[str]]:
-    return (uuids[start : start + BATCH] for start in range(0, len(uuids), BATCH))
 
 
 def find_workflow(app: Application, uuid: str) -> Workflow:
@@ -257,7 +253,7 @@ def recent_uuids(app: Application, limit: int, *, beginning: str = PREFIX) -> li
     roots: dict[str, None] = {}
     place, looked = None, 0
     while looked < LOOK and len(roots) < limit:
-        page = app.store.backend.list_states(after=place, limit=BATCH)
+        page = app.store.backend.list_states(after=place, limit=STEP_ITEMS)
         roots |= {one.root: None for _, one in page.found if one.root.startswith(beginning)}
         place, looked = page.end, looked + page.looked
         if place is None:

@@ -51,10 +51,10 @@ from machinery_py.backends.mongodb.records import MongoRecords
 from machinery_py.backends.mongodb.tasks import ROUNDS, MongoTasks, seen_of
 from machinery_py.backends.polling import PollingListener
 from machinery_py.backends.transactional import is_over
+from machinery_py.bounds import STEP_ITEMS, in_steps
 from machinery_py.clock import micros
 from machinery_py.connections.durability import Concern
 from machinery_py.connections.mongodb.client import (
-    BATCH,
     Document,
     DriverUser,
     MongoDriver,
@@ -294,8 +294,8 @@ class MongoBackend(DriverUser, Backend, OutboxBackend):
             else DeleteOne({"_id": uuid})
             for uuid in dict.fromkeys(uuids)
         ]
-        for start in range(0, len(writes), BATCH):
-            store.machinery_revoked.bulk_write(writes[start : start + BATCH], ordered=False)
+        for some in in_steps(writes):
+            store.machinery_revoked.bulk_write(some, ordered=False)
 
     def revoked(self, uuids: Sequence[str]) -> set[str]:
         return self._revoked(uuids) if uuids else set()
@@ -322,8 +322,8 @@ class MongoBackend(DriverUser, Backend, OutboxBackend):
             # What a chord waits for is kept for longer.
             if 0 < one.get("expires_at", 0) < one["changed_at"] + lives[one["_id"]] + HELD
         ]
-        for start in range(0, len(deletes), BATCH):
-            store.tasks.bulk_write(deletes[start : start + BATCH], ordered=False)
+        for some in in_steps(deletes):
+            store.tasks.bulk_write(some, ordered=False)
 
     def listener(self) -> PollingListener:
         return PollingListener(self._finished, notifier=self.driver.notifier("results"))
@@ -382,13 +382,13 @@ class MongoBackend(DriverUser, Backend, OutboxBackend):
         """Forget what has expired; return whether there may be more."""
         now = self.driver.now()
         over = {"expires_at": {"$gt": 0, "$lte": now}}
-        old = [one["_id"] for one in store.tasks.find(over, {"_id": 1}).limit(BATCH)]
+        old = [one["_id"] for one in store.tasks.find(over, {"_id": 1}).limit(STEP_ITEMS)]
         if old:
             store.tasks.delete_many({"_id": {"$in": old}, **over})
         store.machinery_revoked.delete_many(over)
         again_at = now + int(SWEEP * 1e6)
         groups = mongo_groups.sweep_groups(store, now=now, again_at=again_at, limit=SWEEP_GROUPS)
-        return len(old) >= BATCH or groups >= SWEEP_GROUPS
+        return len(old) >= STEP_ITEMS or groups >= SWEEP_GROUPS
 
     def concerns(self) -> list[Concern]:
         return self.driver.concerns()

@@ -24,8 +24,8 @@ from machinery_py.backends.mongodb.documents import (
 )
 from machinery_py.backends.mongodb.tasks import ROUNDS, MongoTasks, seen_of
 from machinery_py.backends.transactional import Row, decide
+from machinery_py.bounds import STEP_ITEMS
 from machinery_py.connections.mongodb.client import (
-    BATCH,
     Document,
     DriverUser,
     MongoDriver,
@@ -214,12 +214,12 @@ class MongoChanges(DriverUser):
         """Carry out intents whose owners have died; return whether there may be more."""
         tasks = self._old_intents()
         self.finish_intents(tasks)
-        return len(tasks) >= BATCH
+        return len(tasks) >= STEP_ITEMS
 
     @step("looking for what is unfinished")
     def _old_intents(self, store: Store) -> list[str]:
         old = {"deed_at": {"$gt": 0, "$lt": self.driver.intents_before()}}
-        return [one["_id"] for one in store.tasks.find(old, {"_id": 1}).limit(BATCH)]
+        return [one["_id"] for one in store.tasks.find(old, {"_id": 1}).limit(STEP_ITEMS)]
 
     @step("looking for what is unfinished")
     def old_firings(self, store: Store) -> list[tuple[Change, bytes]]:
@@ -227,7 +227,7 @@ class MongoChanges(DriverUser):
         old = {"deed_at": {"$gt": 0, "$lt": self.driver.intents_before()}}
         return [
             (change, bytes(one["send"]))
-            for one in store.machinery_chords.find(old, {"deed": 1, "send": 1}).limit(BATCH)
+            for one in store.machinery_chords.find(old, {"deed": 1, "send": 1}).limit(STEP_ITEMS)
             for change in unpacked_changes(bytes(one["deed"]))
         ]
 

@@ -25,7 +25,8 @@ from collections.abc import Iterable, Sequence
 from pymongo import ReturnDocument, UpdateOne
 
 from machinery_py.backends.base import ReadyGroup
-from machinery_py.connections.mongodb.client import BATCH, Document, Store, find_by_id, insert_new
+from machinery_py.bounds import in_steps
+from machinery_py.connections.mongodb.client import Document, Store, find_by_id, insert_new
 from machinery_py.tasks.states import Arrival, GroupMeta
 from machinery_py.texts import printable
 
@@ -244,8 +245,7 @@ def _arrived(store: Store, uuid: str) -> list[str]:
 
 def expire_members(store: Store, members: Sequence[str], *, now: int, expires_at: int) -> None:
     """Keep the members' results no longer than other results, or than their calls say."""
-    for start in range(0, len(members), BATCH):
-        some = list(members[start : start + BATCH])
+    for some in map(list, in_steps(members)):
         plain = {"_id": {"$in": some}, "keep_for": None, "expires_at": {"$gt": expires_at}}
         done = store.tasks.update_many(plain, {"$set": {"expires_at": expires_at}})
         if done.matched_count < len(some):

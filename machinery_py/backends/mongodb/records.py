@@ -30,8 +30,8 @@ from machinery_py.backends.base import Change, Records, Rider
 from machinery_py.backends.mongodb.changes import MongoChanges
 from machinery_py.backends.mongodb.documents import packed_changes, packed_outbox, unpacked_changes
 from machinery_py.backends.mongodb.tasks import ROUNDS, MongoTasks
+from machinery_py.bounds import STEP_ITEMS
 from machinery_py.connections.mongodb.client import (
-    BATCH,
     Document,
     DriverUser,
     MongoDriver,
@@ -217,7 +217,7 @@ class MongoRecords(DriverUser):
         return [
             _intent_of(one, is_claim=is_claim)
             for is_claim in (False, True)
-            for one in _place(store, is_claim).find(old, _FIELDS).limit(BATCH)
+            for one in _place(store, is_claim).find(old, _FIELDS).limit(STEP_ITEMS)
         ]
 
     @step("looking for what is over")

@@ -19,8 +19,8 @@ from machinery_py.backends.mongodb.documents import (
     refusal_of,
 )
 from machinery_py.backends.mongodb.groups import CHORD_LIFE
+from machinery_py.bounds import in_steps
 from machinery_py.connections.mongodb.client import (
-    BATCH,
     Document,
     DriverUser,
     MongoDriver,
@@ -154,8 +154,7 @@ class MongoTasks(DriverUser):
     def _write(self, store: Store, fresh: list[Document], writes: list[UpdateOne]) -> bool:
         """Return whether all was as it had been read."""
         is_whole = all(insert_new(store.tasks, fresh))
-        for start in range(0, len(writes), BATCH):
-            some = writes[start : start + BATCH]
+        for some in in_steps(writes):
             is_whole &= store.tasks.bulk_write(some, ordered=False).matched_count == len(some)
         return is_whole
 

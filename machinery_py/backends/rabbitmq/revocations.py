@@ -17,6 +17,7 @@ from machinery_py.backends.rabbitmq.documents import (
     name_of,
     pack,
 )
+from machinery_py.bounds import in_steps
 from machinery_py.clock import micros
 from machinery_py.connections.forks import ForkLock
 from machinery_py.connections.rabbitmq.io_thread import Channel
@@ -27,8 +28,6 @@ from machinery_py.connections.rabbitmq.queue_records import (
 )
 from machinery_py.connections.rabbitmq.queues import REVOCATIONS
 from machinery_py.connections.rabbitmq.reader import QueueReader
-
-CHUNK = 1000  # names in one message
 
 
 class Revocations:
@@ -50,10 +49,8 @@ class Revocations:
             if decode_revocation(one.body).until <= self._now()
         )
         names = [name_of(uuid) for uuid in uuids]
-        for start in range(0, len(names), CHUNK):
-            transaction.publish(
-                REVOCATIONS, "", pack(Revocation(until, names[start : start + CHUNK]))
-            )
+        for some in in_steps(names):
+            transaction.publish(REVOCATIONS, "", pack(Revocation(until, some)))
 
     def _now(self) -> int:
         return micros(self._transactions.driver.clock.now())

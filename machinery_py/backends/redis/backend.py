@@ -49,7 +49,7 @@ from machinery_py.backends.redis.documents import (
     state_of,
 )
 from machinery_py.backends.redis.listener import RedisListener
-from machinery_py.bounds import pieces
+from machinery_py.bounds import STEP_ITEMS, in_steps, pieces
 from machinery_py.clock import micros
 from machinery_py.connections.durability import Concern
 from machinery_py.connections.redis import keys as redis_keys
@@ -67,8 +67,6 @@ EXPIRE_IN = 3600.0  # seconds that a finished task is kept
 SWEEP = 60.0  # seconds between two looks for groups that are over
 PATIENCE = 0.5  # seconds that one `tend` lets members of large groups expire
 FEW = 4  # states that are read without a script
-READ = 1000  # states in one script
-LOOK = 1000  # states of a set that one step of a listing looks at
 WRITE = 2000  # changes in one script
 
 VERDICTS = dict(zip(b"safc", (SETTLED, ALREADY, FENCED, CONFLICT), strict=True))
@@ -129,8 +127,7 @@ class RedisBackend(Backend, OutboxBackend):
     def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:
         names = [raw(redis_keys.outbox_key(key)) for key in keys]
         boxes: list[Sequence[bytes]] = []
-        while len(boxes) < len(names):
-            step = names[len(boxes) : len(boxes) + READ]
+        for step in in_steps(names):
             boxes += [_outbox(box) if box else () for box in self.driver.run(scripts.BOXES, step)]
         return boxes
 
@@ -172,8 +169,8 @@ class RedisBackend(Backend, OutboxBackend):
     def _read(self, uuids: Sequence[str], *, bare: bool) -> dict[str, TaskState]:
         """Read states; `bare`: Go's fields alone, which takes a third of the time."""
         found: dict[str, TaskState] = {}
-        for start in range(0, len(uuids), READ):
-            wanted = uuids[start : start + READ]
+        for some in in_steps(uuids):
+            wanted = some
             while wanted:
                 rows = self._documents(wanted, bare=bare)
                 for uuid, (document, companion) in zip(wanted, rows, strict=False):
@@ -240,7 +237,7 @@ class RedisBackend(Backend, OutboxBackend):
         parts: list[tuple[list[tuple[Place, TaskState]], Place | None]] = []
         looked = 0
         for count, last, places, packed in self.driver.run(
-            scripts.FIND, sets, at, uuid, low, LOOK, limit, words, quoted
+            scripts.FIND, sets, at, uuid, low, STEP_ITEMS, limit, words, quoted
         ):
             looked += count
             read: list[tuple[Place, TaskState]] = []
@@ -291,8 +288,8 @@ class RedisBackend(Backend, OutboxBackend):
 
     def _delete_finished(self, states: Sequence[TaskState]) -> None:
         rows = [(one.task_uuid, math.ceil(one.life(self.seconds))) for one in states]
-        for start in range(0, len(rows), WRITE):
-            self.driver.run(scripts.DELETE, rows[start : start + WRITE], redis_keys.DONE)
+        for some in in_steps(rows, WRITE):
+            self.driver.run(scripts.DELETE, some, redis_keys.DONE)
 
     def purge_group_meta(self, group_uuid: str) -> None:
         self.driver.run(scripts.FORGET_GROUP, (), [group_uuid])

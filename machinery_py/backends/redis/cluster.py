@@ -74,6 +74,7 @@ from machinery_py.backends.redis.scripts import (
     REVOKE,
 )
 from machinery_py.backends.redis.scripts import REVOKED as LOOK_FOR_REVOKED
+from machinery_py.bounds import in_steps
 from machinery_py.clock import micros
 from machinery_py.connections.durability import Concern
 from machinery_py.connections.redis.client import raw
@@ -111,8 +112,7 @@ class ClusterBackend(Backend, OutboxBackend):
     def apply(self, changes: Sequence[Change]) -> list[Verdict]:
         if rider := lone_rider(changes, self.features.name):
             return [SETTLED if self._ride(rider, changes[0]) else CONFLICT]
-        steps = (changes[at : at + WRITE] for at in range(0, len(changes), WRITE))
-        return [verdict for step in steps for verdict in self._apply(step)]
+        return [verdict for step in in_steps(changes, WRITE) for verdict in self._apply(step)]
 
     def _apply(self, changes: Sequence[Change]) -> list[Verdict]:
         now, text = self.now(), self.cluster.now()

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from machinery_py.backends.base import Listener
 from machinery_py.backends.redis.documents import state_of
+from machinery_py.bounds import in_steps
 from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.connections.redis.connection import RedisConnection, command
 from machinery_py.connections.redis.keys import companion_key
@@ -23,7 +24,6 @@ from machinery_py.values.malformed import MALFORMED
 
 logger = get_logger(__name__)
 
-STEP = 500  # channels in one command
 PING = command(b"PING")
 REPLY = 5.0  # seconds for Redis to confirm a subscription
 
@@ -60,8 +60,7 @@ class RedisListener(Listener):
             self._link = self._driver.take_subscriber()
             self._asked = self._confirmed = 0
             channels = [*self._watched]
-        for start in range(0, len(channels), STEP):
-            step = channels[start : start + STEP]
+        for step in in_steps(channels):
             self._link.send(command(b"SUBSCRIBE", *step))
             self._asked += len(step)
         return self._asked
@@ -120,9 +119,9 @@ class RedisListener(Listener):
     def _drop(self, channels: Sequence[bytes]) -> None:
         link = self._link
         try:
-            for start in range(0, len(channels), STEP):
+            for step in in_steps(channels):
                 if link is not None:
-                    link.send(command(b"UNSUBSCRIBE", *channels[start : start + STEP]))
+                    link.send(command(b"UNSUBSCRIBE", *step))
         except Exception as error:  # then nobody listens any more
             self._lose(error)
 

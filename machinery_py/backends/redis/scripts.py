@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from machinery_py.bounds import AT_ONCE, STEP_BYTES
+from machinery_py.bounds import AT_ONCE, STEP_BYTES, STEP_ITEMS
 from machinery_py.connections.redis.scripts import Folder
 from machinery_py.fences import LATEST
 from machinery_py.tasks.signature import FIRST_RUN, RunNumber
@@ -22,7 +22,6 @@ LOOKS = 20  # groups that are looked at in one step, for expiry
 LEFT = (
     30_000_000  # µs from a chord's first arrival until a worker looks whether Go has completed it
 )
-MANY = 1000  # members of a group that are looked at in one step
 NEWS = 4096  # bytes of a document that is sent along with the news that its task has ended
 RATES_LIFE = 3700  # seconds that finished tasks are counted by their second
 
@@ -50,7 +49,7 @@ CONSTANTS: dict[str, object] = {
     "SAME": steps(FIRST_RUN),
     "LATER": steps(RunNumber(1)),
     "LONG": CHORD_LIFE,
-    "MANY": MANY,
+    "MANY": STEP_ITEMS,
     "RATES": RATES_LIFE,
     "LEFT": LEFT,
     "LATEST": LATEST,

@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from machinery_py.bounds import STEP_BYTES, TOKEN_LIFE, pieces
+from machinery_py.bounds import PURGE_STEP, STEP_BYTES, TOKEN_LIFE, pieces
 from machinery_py.brokers.base import (
-    PURGE_STEP,
     Broker,
     BrokerFeatures,
     DeadLetter,

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 
 from pymongo import UpdateOne
 
+from machinery_py.bounds import STEP_ITEMS
 from machinery_py.brokers.mongodb.messages import QUEUED, Status
-from machinery_py.connections.mongodb.client import BATCH, Document, Store
+from machinery_py.connections.mongodb.client import Document, Store
 
 FAIR = 2**60  # the first turn; behind the places of messages without a tenant
 WITHIN = 2**24  # places of a turn, a millisecond each: after five hours they begin again
@@ -49,7 +50,7 @@ def promote_fair(store: Store, now: int) -> int:
     """Bring due messages that have a tenant to their queues; return how many."""
     messages = store.machinery_messages
     late: Document = {"status": Status.DELAYED, "due_at": {"$lte": now}, "tenant": {"$ne": None}}
-    found = list(messages.find(late, {"body": 0}).sort("due_at", 1).limit(BATCH))
+    found = list(messages.find(late, {"body": 0}).sort("due_at", 1).limit(STEP_ITEMS))
     for one in found:
         one["status"] = Status.WAITING
     give_turns(store, found, now)

@@ -24,7 +24,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-from machinery_py.brokers.base import PURGE_STEP, DeadLetter, Message
+from machinery_py.bounds import PURGE_STEP, in_steps
+from machinery_py.brokers.base import DeadLetter, Message
 from machinery_py.brokers.rabbitmq.fetch import Fetch, GetFetch, Getter, drain
 from machinery_py.brokers.rabbitmq.messages import (
     LATE,
@@ -99,8 +100,7 @@ class Inspection:
             self.delete(found)
             yield messages
         delayed = [one for one in self.delayed() if one.text(QUEUE) == queue]
-        for start in range(0, len(delayed), PURGE_STEP):
-            some = delayed[start : start + PURGE_STEP]
+        for some in in_steps(delayed, PURGE_STEP):
             messages = [message_of(one, queue=queue) for one in some]
             before(messages)
             self.delete(some)

@@ -17,9 +17,8 @@ from typing import Any
 
 import msgspec
 
-from machinery_py.bounds import STEP_BYTES, pieces
+from machinery_py.bounds import PURGE_STEP, STEP_BYTES, in_steps, pieces
 from machinery_py.brokers.base import (
-    PURGE_STEP,
     Broker,
     BrokerFeatures,
     DeadLetter,
@@ -335,7 +334,7 @@ class RedisBroker(Broker):
 
     def purge(self, queue: str) -> int:
         ours = list(map(raw, self._late_for(queue)))
-        steps = [ours[start : start + COUNT] for start in range(0, len(ours), COUNT)] or [[]]
+        steps = [*in_steps(ours, COUNT)] or [[]]
         return sum(int(self.driver.run(scripts.PURGE, queue_keys(queue), step)) for step in steps)
 
     def purge_each(

@@ -16,9 +16,8 @@ from typing import Any
 
 import msgspec
 
-from machinery_py.bounds import pieces
+from machinery_py.bounds import PURGE_STEP, pieces
 from machinery_py.brokers.base import (
-    PURGE_STEP,
     Broker,
     BrokerFeatures,
     DeadLetter,

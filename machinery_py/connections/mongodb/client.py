@@ -21,6 +21,7 @@ from pymongo.collection import Collection
 from pymongo.database import Database
 from pymongo.errors import BulkWriteError, DuplicateKeyError, OperationFailure
 
+from machinery_py.bounds import STEP_ITEMS, in_steps
 from machinery_py.clock import SYSTEM_CLOCK, Clock, micros, moment_of
 from machinery_py.config.urls import redact
 from machinery_py.connections.durability import Concern
@@ -44,7 +45,6 @@ TIMEOUT = 5.0  # seconds for a server to be found, and for a reply
 DATABASE = "machinery"  # Go's
 OLDEST = (4, 0)  # version of the server
 CLOCK_LIFE = 60.0  # seconds that the difference between the server's clock and ours is believed
-BATCH = 1000  # documents in one step
 T = TypeVar("T")
 P = ParamSpec("P")
 User = TypeVar("User", bound="DriverUser")
@@ -373,14 +373,14 @@ def _told_by(store: Store) -> Told:
 def find_by_id(
     collection: Collection[Document], ids: Sequence[str], fields: Document | None = None
 ) -> Iterator[Document]:
-    """Find documents by their `_id`, each BATCH of them in one round trip.
+    """Find documents by their `_id`, each STEP_ITEMS of them in one round trip.
 
     Args:
         fields: those that are read, or (0) are not; None: all.
     """
-    for start in range(0, len(ids), BATCH):
-        these = {"_id": {"$in": list(ids[start : start + BATCH])}}
-        yield from collection.find(these, fields).batch_size(BATCH + 1)
+    for some in in_steps(ids):
+        these = {"_id": {"$in": list(some)}}
+        yield from collection.find(these, fields).batch_size(STEP_ITEMS + 1)
 
 
 def insert_new(collection: Collection[Document], documents: Sequence[Document]) -> list[bool]:
@@ -397,9 +397,9 @@ def insert_new(collection: Collection[Document], documents: Sequence[Document]) 
             return [False]
         return [True]
     new = [True] * len(documents)
-    for start in range(0, len(documents), BATCH):
+    for start in range(0, len(documents), STEP_ITEMS):
         try:
-            collection.insert_many(documents[start : start + BATCH], ordered=False)
+            collection.insert_many(documents[start : start + STEP_ITEMS], ordered=False)
         except BulkWriteError as error:
             problems = error.details.get("writeErrors", [])
             if any(problem.get("code") != DUPLICATE for problem in problems) or error.details.get(

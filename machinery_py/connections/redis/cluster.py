@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from machinery_py.bounds import in_steps
 from machinery_py.clock import SYSTEM_CLOCK, Clock, micros
 from machinery_py.config.urls import without_secrets
 from machinery_py.connections.durability import Concern
@@ -48,7 +49,6 @@ from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
 
-STEP = 1000  # requests in one packet
 PAUSE = 0.02  # seconds until a slot that was on its way is asked for again
 
 
@@ -207,8 +207,8 @@ class RedisClusterDriver:
         unknown = False  # whether something was carried out, perhaps, whose reply was lost
         while left:
             attempt = RequestAttempt(self.nodes, self._driver, again=again)
-            for start in range(0, len(left), STEP):
-                attempt.ask(left[start : start + STEP])
+            for some in in_steps(left):
+                attempt.ask(some)
             left, unknown = attempt.left, unknown or attempt.unknown
             if attempt.refused is not None:
                 self.fail(attempt.refused, doing=doing, away=lost if unknown else away)

@@ -20,8 +20,8 @@ import time
 
 import pytest
 
+from machinery_py.bounds import PURGE_STEP
 from machinery_py.brokers.base import (
-    PURGE_STEP,
     WAITING,
     Broker,
     Consumer,

@@ -17,7 +17,8 @@ from machinery_py import (
     chord,
     group,
 )
-from machinery_py.brokers.base import PURGE_STEP, Delivery
+from machinery_py.bounds import PURGE_STEP
+from machinery_py.brokers.base import Delivery
 from machinery_py.stores.base import Mark
 from machinery_py.testing.conformance.application import App
 from machinery_py.testing.conformance.messages import MessageConformance

@@ -10,7 +10,7 @@ import pytest
 
 from machinery_py.backends.base import Change, Rider
 from machinery_py.backends.redis.backend import RedisBackend
-from machinery_py.backends.redis.scripts import MANY
+from machinery_py.bounds import STEP_ITEMS
 from machinery_py.brokers.base import Message
 from machinery_py.brokers.queue_limits import QueueLimit
 from machinery_py.brokers.redis.broker import RedisBroker
@@ -292,7 +292,7 @@ def test_record_is_amended_with_all_messages_or_with_none(
 
 
 def test_members_of_a_large_settled_chord_expire_in_steps(driver: RedisDriver) -> None:
-    uuids = [f"task_{number}" for number in range(MANY + 500)]
+    uuids = [f"task_{number}" for number in range(STEP_ITEMS + 500)]
     backend = store(driver).backend
     backend.apply(
         [
