@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import datetime as dt
+import functools
 
 import pytest
 
 from machinery_py import ArgumentError, Config, Group, Server, Signature, State, chord
+from machinery_py.bounds import in_steps
 from machinery_py.inspection import ChildTask, TaskPage
 from machinery_py.testing import Harness
 from tests.support.apps import Bench, bench
@@ -137,7 +139,8 @@ def test_history_counts_by_steps(bench: Bench) -> None:
 
 
 def test_only_finished_tasks_are_deleted(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("machinery_py.inspection.inspector.BATCH", 2)
+    by_two = functools.partial(in_steps, most=2)
+    monkeypatch.setattr("machinery_py.inspection.inspector.in_steps", by_two)
     over = [bench.add.send(number, 1).uuid for number in range(3)]
     bench.drain()
     waiting = bench.add.send(1, 1)

@@ -263,7 +263,7 @@ class KillingStore(Store):
 
         if killer.point in STAGED_POINTS:
             steps = store._steps  # type: ignore[attr-defined]
-            redis_steps.STEP = steps.most = 2
+            redis_steps.STEP_ITEMS = steps.most = 2
             steps.stage = around("", steps.stage, "after-staged")
             store.driver.run = after_scripts(store.driver.run)  # type: ignore[attr-defined]
 

@@ -57,7 +57,7 @@ def plain_submission() -> Submission:
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_steps, "STEP", 2)
+    monkeypatch.setattr(redis_steps, "STEP_ITEMS", 2)
     monkeypatch.setattr(redis_steps, "STAGED_AGE", 0)
 
 
@@ -146,7 +146,7 @@ def test_steps_leave_what_one_script_leaves(
     assert steps.staged == [submission.token] * 2
     in_steps = left()
     ask(driver, "FLUSHDB")
-    monkeypatch.setattr(redis_steps, "STEP", 1000)
+    monkeypatch.setattr(redis_steps, "STEP_ITEMS", 1000)
     store(driver).submit(submission)
 
     assert in_steps == left()
