@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 
 from machinery_py.clock import moment_of
 from machinery_py.locks.base import Lock, LockHolding
 from machinery_py.rows.contract import (
-    NO_ROW,
     Committed,
     Key,
     Rows,
@@ -29,13 +29,18 @@ class RowsLock(Lock):
         key = _key(name)
         if self._rows.read([key]) != [None]:
             return None  # most who lose find out here, without keeping a writer waiting
-        token = secrets.token_hex(16)
+        token, began_at = secrets.token_hex(16), time.monotonic()
         write = Write(body=token.encode(), expires_in=_micros(ttl))
-        [done] = self._rows.commit([RowStep(expect={key: NO_ROW}, write={key: write})])
-        if not isinstance(done, Committed):
-            return None
-        until = moment_of(done.at + _micros(ttl))
-        return LockHolding(name=name, token=token, fence=done.version, expires_at=until)
+        [done] = self._rows.commit([RowStep(once=key, write={key: write})])
+        if isinstance(done, Committed):
+            fence, since = done.version, done.at
+        else:  # somebody has it: we, if the reply was lost and the store has repeated the step
+            [row] = self._rows.read([key])
+            if row is None or row.body != write.body:
+                return None
+            fence, since = row.version, self._rows.now() - _micros(time.monotonic() - began_at)
+        until = moment_of(since + _micros(ttl))
+        return LockHolding(name=name, token=token, fence=fence, expires_at=until)
 
     def renew(self, held: LockHolding, *, ttl: float) -> bool:
         return self._change(held, ttl)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,17 @@ from machinery_py.locks.base import go_lock_key
 from machinery_py.locks.memory import MemoryLock
 from machinery_py.locks.redis import RedisLock
 from machinery_py.locks.rows import RowsLock
+from machinery_py.rows.contract import RowStep, StepResult
 from machinery_py.rows.memory import MemoryRows
+from machinery_py.rows.messages import MessageStep
 from machinery_py.rows.sqlite import SQLiteRows
 from machinery_py.schedules.timetable import Schedule
 from machinery_py.testing.clocks import ManualClock
-from machinery_py.testing.conformance.locks import LockConformance, OpenLock
+from machinery_py.testing.conformance.locks import LockConformance, OpenLock, taken
 from tests.stores.redis.case import Drivers, ServerClock, clock, open_driver
 from tests.stores.sqlite.processes import Other
+from tests.support.proxy import Proxy
+from tests.support.servers import RedisServer
 
 __all__ = ["clock", "open_driver"]
 
@@ -62,6 +66,43 @@ class TestRedisLock(LockConformance):
     @pytest.fixture
     def open_lock(self, open_driver: Drivers) -> OpenLock:
         return lambda: RedisLock(open_driver())
+
+
+class RepeatingRows(MemoryRows):
+    """Rows of a store that repeats each step, as after a lost reply."""
+
+    def commit(self, steps: Sequence[RowStep | MessageStep]) -> list[StepResult]:
+        super().commit(steps)
+        return super().commit(steps)
+
+
+def test_lock_whose_step_was_repeated_is_held(clock: ManualClock) -> None:
+    lock = RowsLock(RepeatingRows(clock))
+
+    held = lock.acquire("n", ttl=10.0)
+
+    assert held is not None
+    assert held.expires_at <= clock.now() + dt.timedelta(seconds=10)
+    assert lock.acquire("n", ttl=10.0) is None
+    lock.release(held)
+    assert lock.acquire("n", ttl=10.0) is not None
+
+
+def test_lock_whose_reply_was_lost_is_held(redis_server: RedisServer, redis_url: str) -> None:
+    with (
+        Proxy(redis_server.port) as proxy,
+        closing(RedisDriver(proxy.through(redis_url))) as driver,
+    ):
+        lock = RedisLock(driver)
+        first = taken(lock)
+        assert lock.release(first)
+        proxy.drop_next_reply(matching=b"EVALSHA")
+
+        held = taken(lock)
+
+        assert held.fence > first.fence
+        assert lock.acquire("n", ttl=10.0) is None
+        assert lock.release(held)
 
 
 def test_of_several_processes_one_wins(tmp_path: Path) -> None:

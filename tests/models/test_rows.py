@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from machinery_py.connections.sqlite.database import SQLiteDriver
+from machinery_py.fences import Fence
 from machinery_py.rows.contract import NO_ROW, Facts, Key, Rows, RowStep, StoredRow, Version, Write
 from machinery_py.rows.memory import MemoryRows
 from machinery_py.rows.sqlite import SQLiteRows
@@ -104,7 +105,7 @@ class Both:
         for key, how in wanted.items():
             row = read[key]
             seen = NO_ROW if row is None else row.version
-            expect[key] = {SEEN: seen, ABSENT: NO_ROW, OLD: Version(1)}[how]
+            expect[key] = {SEEN: seen, ABSENT: NO_ROW, OLD: Version(Fence(1))}[how]
         return RowStep(
             once=once,
             expect=expect,
