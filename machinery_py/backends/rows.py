@@ -108,9 +108,11 @@ class RowsBackend(Backend, OutboxBackend):
             tasks: those of earlier changes of the same draft.
         """
         rows = {} if tasks is None else tasks
+        keys: dict[str, Key] = {}
         for state in change.states:
             uuid = state.task_uuid
-            if uuid not in rows and (there := draft.row(Key(TASK, uuid))) is not None:
+            keys[uuid] = key = Key(TASK, uuid)
+            if uuid not in rows and (there := draft.row(key)) is not None:
                 rows[uuid] = _task_in(there)
         verdict, new = decide(change, rows)
         if verdict is not SETTLED:
@@ -132,35 +134,35 @@ class RowsBackend(Backend, OutboxBackend):
             row.state = state
             if uuid == change.key and change.mark:
                 row.mark = change.mark
-            self._save(uuid, row, draft, chords.pop(uuid, ""))
+            self._save(keys[uuid], row, draft, chords.pop(uuid, ""))
         for meta in change.groups:
             self._add_group(meta, draft)
         for arrival in change.arrivals:
             self._arrive(arrival, draft)
         for uuid, group in chords.items():  # whose states were written before
             there = draft.row(Key(TASK, uuid))
-            if there is not None and Key(TASK, uuid) not in draft.step.write:
-                self._save(uuid, _task_in(there), draft, group)
+            if there is not None and there.key not in draft.write:
+                self._save(there.key, _task_in(there), draft, group)
         if change.outbox:
             write = Write(body=encode(change.outbox), facts=Facts(at=self._moment(draft)))
-            draft.step.write[Key(OUTBOX, change.key)] = write
+            draft.write[Key(OUTBOX, change.key)] = write
         return SETTLED
 
-    def _save(self, uuid: str, row: _Task, draft: Draft, chord: str = "") -> None:
+    def _save(self, key: Key, row: _Task, draft: Draft, chord: str = "") -> None:
         """Write a task whose row the draft has read."""
         state = row.state
-        life, name = self.expire_in, ""
+        expires_in, name = round(self.expire_in * 1e6), ""
         if state is not None:
-            name = state.task_name
-            life = state.life(self.expire_in) if state.is_finished else 0.0
-        draft.step.write[Key(TASK, uuid)] = Write(
+            expires_in, name = None, state.task_name
+            if state.is_finished:
+                draft.tell += (key.id,)
+                expires_in = round(state.life(self.expire_in) * 1e6) or None
+        draft.write[key] = Write(
             body=encode_task(state, row.mark, row.epoch),
-            expires_in=round(life * 1e6) if life or state is None else None,
+            expires_in=expires_in,
             facts=Facts(at=self._moment(draft), name=name),
             kept_by=Key(OPEN, chord) if chord else row.kept_by,
         )
-        if state is not None and state.is_finished:
-            draft.step.tell += (uuid,)
 
     def _moment(self, draft: Draft) -> int:
         """Return a moment for the listings: never one twice, as they are ordered by it."""
@@ -170,8 +172,8 @@ class RowsBackend(Backend, OutboxBackend):
     def _add_group(self, meta: GroupMeta, draft: Draft) -> None:
         key = Key(GROUP, meta.group_uuid)
         row = draft.row(key)
-        if key not in draft.step.write and (row is None or not _decode_group(row.body).task_uuids):
-            draft.step.write[key] = self._group(meta, draft)
+        if key not in draft.write and (row is None or not _decode_group(row.body).task_uuids):
+            draft.write[key] = self._group(meta, draft)
 
     def _group(self, meta: GroupMeta, draft: Draft) -> Write:
         return Write(body=encode(meta), facts=Facts(at=self._moment(draft)))
@@ -180,12 +182,12 @@ class RowsBackend(Backend, OutboxBackend):
         group = arrival.group_uuid
         # If a member was faster than the group, `_add_group` completes it.
         meta = self._group(GroupMeta(group_uuid=group), draft)
-        draft.step.create = {**draft.step.create, Key(GROUP, group): meta}
+        draft.create = {**draft.create, Key(GROUP, group): meta}
         if not arrival.callback:
             return
         failed = "" if arrival.ok else arrival.task_uuid
         life = round(max(CHORD_LIFE, self.expire_in) * 1e6)
-        draft.step.joins += (
+        draft.joins += (
             Join(
                 set=Key(CHORD, group),
                 member=arrival.task_uuid,
@@ -204,10 +206,10 @@ class RowsBackend(Backend, OutboxBackend):
         group, ready = draft.row(Key(GROUP, group_uuid)), draft.row(Key(READY, group_uuid))
         if group is None or _is_fired(_decode_group(group.body), ready):
             return False
-        if Key(READY, group_uuid) in draft.step.write:
+        if Key(READY, group_uuid) in draft.write:
             return False
-        draft.step.write[Key(READY, group_uuid)] = Write(body=b"")
-        draft.step.write[Key(CHORD, group_uuid)] = draft.step.write[Key(OPEN, group_uuid)] = None
+        draft.write[Key(READY, group_uuid)] = Write(body=b"")
+        draft.write[Key(CHORD, group_uuid)] = draft.write[Key(OPEN, group_uuid)] = None
         return True
 
     # Epochs and outboxes
@@ -229,7 +231,7 @@ class RowsBackend(Backend, OutboxBackend):
                     begun.append(Begun(epoch=row.epoch, finished=True, outbox=outbox))
                     continue
                 row.epoch = max(row.epoch + 1, fence + number)
-                self._save(uuid, row, draft)
+                self._save(Key(TASK, uuid), row, draft)
                 begun.append(Begun(epoch=row.epoch))
             return begun
 
@@ -242,7 +244,7 @@ class RowsBackend(Backend, OutboxBackend):
         def plan(draft: Draft) -> None:
             for key, bodies in sent:
                 if _outbox_in(draft.row(Key(OUTBOX, key))) == tuple(bodies):
-                    draft.step.write[Key(OUTBOX, key)] = None
+                    draft.write[Key(OUTBOX, key)] = None
 
         self._carry_out([Key(OUTBOX, key) for key, _ in sent], plan)
 
@@ -261,7 +263,7 @@ class RowsBackend(Backend, OutboxBackend):
 
     def _ride(self, rider: Rider, draft: Draft) -> None:
         """Let the record hold what a rider brings."""
-        write, key = draft.step.write, _ridden(rider)
+        write, key = draft.write, _ridden(rider)
         if rider.body is None:
             write[key] = None
         elif rider.life:
@@ -287,7 +289,7 @@ class RowsBackend(Backend, OutboxBackend):
             for name, body in claims:
                 row = draft.row(Key(CLAIM, name))
                 if row is not None and row.body == body:
-                    draft.step.write[row.key] = None
+                    draft.write[row.key] = None
 
         self._carry_out([Key(CLAIM, name) for name, _ in claims], plan)
 
@@ -465,7 +467,7 @@ def _holds(rider: Rider, draft: Draft) -> bool:
     """Return whether the record holds what a rider expects, perhaps by an earlier change."""
     key = _ridden(rider)
     row = draft.row(key)
-    there = draft.step.write.get(key, row)
+    there = draft.write.get(key, row)
     return (None if there is None else there.body) == rider.expected
 
 

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
-import msgspec
-
 from machinery_py.clock import micros
 from machinery_py.errors import BackendUnavailable
 from machinery_py.rows.contract import (
@@ -25,30 +23,27 @@ from machinery_py.rows.messages import MessageRows, MessageStep
 T = TypeVar("T")
 
 
-class Draft(msgspec.Struct, gc=False):
+class Draft(MessageStep, kw_only=True, gc=False):
     """A step that is being written, over rows that were read. Belongs to one thread.
 
     Attributes:
         found: the rows that were read.
         read_at: µs since 1970 by the clock on the wall, before the rows were read.
-        step: what is written so far.
     """
 
     found: Mapping[Key, StoredRow | None]
     read_at: int
-    step: MessageStep = msgspec.field(default_factory=MessageStep)
 
     def row(self, key: Key) -> StoredRow | None:
         """Return a row that was read; the step then holds only if it is the same."""
         row = self.found[key]
-        self.step.expect[key] = NO_ROW if row is None else row.version
+        self.expect[key] = NO_ROW if row is None else row.version
         return row
 
     def is_empty(self) -> bool:
         """Return whether the step would change nothing."""
-        step = self.step
         return not (
-            step.write or step.create or step.takes or step.pushes or step.joins or step.tell
+            self.write or self.create or self.takes or self.pushes or self.joins or self.tell
         )
 
 
@@ -96,11 +91,11 @@ def carry_out(
     while True:
         read_at = micros(rows.clock.now())
         found = dict.fromkeys(wanted) if new else read(rows, wanted)
-        draft = Draft(found, read_at)
+        draft = Draft(found=found, read_at=read_at)
         result = plan(draft)
         if draft.is_empty():
             return result, None
-        [done] = rows.commit([draft.step])
+        [done] = rows.commit([draft])
         if not isinstance(done, Conflict):
             return result, done
         if new:

@@ -17,7 +17,6 @@ from machinery_py.brokers.rows import RowsBroker, raise_full
 from machinery_py.clock import micros
 from machinery_py.rows.contract import Conflict, Gone, NoRoom
 from machinery_py.rows.draft import Draft, Patience, carry_out, read
-from machinery_py.rows.messages import MessageStep
 from machinery_py.stores.base import (
     Firing,
     Mark,
@@ -44,11 +43,10 @@ class RowsStore(Store):
 
         def plan(draft: Draft) -> bool:
             if self.backend.plan(change, draft) is CONFLICT:
-                draft.step = MessageStep()
                 return False
             self.broker.plan_put(
                 submission.messages,
-                draft.step,
+                draft,
                 limits=submission.limits,
                 token="" if riders else submission.token,
             )
@@ -74,7 +72,7 @@ class RowsStore(Store):
         def plan(draft: Draft) -> bool:
             if self.backend.plan(change, draft) is not SETTLED:
                 return False
-            self.broker.plan_put(firing.send, draft.step)
+            self.broker.plan_put(firing.send, draft)
             return True
 
         self._name_queues(firing.send)
@@ -113,7 +111,9 @@ class RowsSession(Session):
             read_at = micros(rows.clock.now())
             with rows.together():
                 found = read(rows, [key for plan in left for key in keys_of(plan.change)])
-                steps = [self._step(plan, Draft(found, read_at)) for plan in left]
+                steps = [Draft(found=found, read_at=read_at) for _ in left]
+                for plan, step in zip(left, steps, strict=True):
+                    self._draft(plan, step)
                 results = rows.commit(steps)
             again: list[_Plan] = []
             for plan, done in zip(left, results, strict=True):
@@ -125,20 +125,17 @@ class RowsSession(Session):
                 patience.wait()
             left = again
 
-    def _step(self, plan: _Plan, draft: Draft) -> MessageStep:
+    def _draft(self, plan: _Plan, draft: Draft) -> None:
         """Write the step of a plan, and note its verdict if the delivery is ours."""
         store, session = self._store, self.consumer.session
         settlement = plan.settlement
         plan.verdict = verdict = store.backend.plan(plan.change, draft)
         if settlement is None or verdict is CONFLICT:
-            if verdict is CONFLICT:
-                draft.step = MessageStep(expect=draft.step.expect)
-            store.broker.plan_hold(plan.delivery, session, draft.step)
-            return draft.step
-        store.broker.plan_end(settlement, plan.delivery, session, draft.step)
+            store.broker.plan_hold(plan.delivery, session, draft)
+            return
+        store.broker.plan_end(settlement, plan.delivery, session, draft)
         if settlement.send and verdict is SETTLED:
-            store.broker.plan_put(settlement.send, draft.step)
-        return draft.step
+            store.broker.plan_put(settlement.send, draft)
 
     def _not_ours(self, plan: _Plan) -> Verdict:
         """Return the verdict of a plan whose delivery was not ours."""

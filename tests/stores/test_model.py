@@ -931,9 +931,9 @@ class _CountingBackend(MemoryBackend):
     def _arrive(self, arrival: Arrival, draft: Draft) -> None:
         super()._arrive(arrival, draft)
         self._counts[arrival.group_uuid] += 1
-        if draft.step.joins and self._counts[arrival.group_uuid] >= arrival.total:
-            *joins, last = draft.step.joins
-            draft.step.joins = (*joins, msgspec.structs.replace(last, whole=1))
+        if draft.joins and self._counts[arrival.group_uuid] >= arrival.total:
+            *joins, last = draft.joins
+            draft.joins = (*joins, msgspec.structs.replace(last, whole=1))
 
 
 class _OverwritingBackend(MemoryBackend):
