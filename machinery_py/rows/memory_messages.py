@@ -428,11 +428,11 @@ class MemoryHold(Hold):
     def __init__(self, rows: MemoryMessages, id: str, kept: KeptHold) -> None:
         self.id = id
         self.kept = kept
-        self._rows = rows
+        self.rows = rows
         self._suspect = 0  # the beat that was the last one at two looks, or at one: below 0
 
     def _is_stalled(self) -> bool:
-        return self._rows.now() - self.kept.beat_at > self.kept.lease * 1e6
+        return self.rows.now() - self.kept.beat_at > self.kept.lease * 1e6
 
     def looks_dead(self) -> bool:
         """Look whether it has missed its beats, a second time. Called with the lock held."""
@@ -457,7 +457,7 @@ class MemoryHold(Hold):
         number: int = 0,
         lost: int | None = None,
     ) -> Claims:
-        rows = self._rows
+        rows = self.rows
         with rows.lock:
             rows.begin()
             next_due = rows.promote()
@@ -474,8 +474,8 @@ class MemoryHold(Hold):
             return Claims(found, next_due)
 
     def has(self, receipts: Sequence[ClaimReceipt]) -> list[bool]:
-        with self._rows.lock:
-            return [one.hold == self.id and self._rows.are_there((one,)) for one in receipts]
+        with self.rows.lock:
+            return [one.hold == self.id and self.rows.are_there((one,)) for one in receipts]
 
     # Without the lock, which would cost each task two turns of it.
 
@@ -491,17 +491,17 @@ class MemoryHold(Hold):
             message.runs = runs
 
     def write(self, body: bytes) -> None:
-        with self._rows.lock:
+        with self.rows.lock:
             self.kept.body = body
 
     def beat(self) -> bool:
-        with self._rows.lock:
-            self.kept.beat_at = self._rows.now()
+        with self.rows.lock:
+            self.kept.beat_at = self.rows.now()
             return not self.kept.is_ended
 
     def end(self) -> None:
-        with self._rows.lock:
-            self._rows.give_back(self, len(self.kept.messages), struck=False)
+        with self.rows.lock:
+            self.rows.give_back(self, len(self.kept.messages), struck=False)
 
     def report(self) -> HoldReport:
         """Return it as listings show it. Called with the lock held."""
@@ -518,8 +518,8 @@ class MemoryTopicListener(TopicListener):
     """An event that is set when a watched topic is told."""
 
     def __init__(self, rows: MemoryMessages) -> None:
-        self._rows = rows
-        self._event = threading.Event()
+        self.rows = rows
+        self.event = threading.Event()
         self._watched: set[str] = set()
         self._changing = threading.Lock()
         with rows.lock:
@@ -537,14 +537,14 @@ class MemoryTopicListener(TopicListener):
         """Wake the waiter if it watches one of these."""
         with self._changing:
             if not self._watched.isdisjoint(topics):
-                self._event.set()
+                self.event.set()
 
     def wait(self, timeout: float) -> None:
-        self._event.wait(timeout)
-        self._event.clear()
+        self.event.wait(timeout)
+        self.event.clear()
 
     def wake(self) -> None:
-        self._event.set()
+        self.event.set()
 
     def close(self) -> None:
-        self._rows.listeners.discard(self)
+        self.rows.listeners.discard(self)
