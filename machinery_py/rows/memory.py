@@ -10,6 +10,7 @@ import heapq
 import itertools
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import msgspec
@@ -36,7 +37,7 @@ from machinery_py.rows.contract import (
     check_writes,
     page_of,
 )
-from machinery_py.rows.memory_messages import MemoryHold, MemoryMessages, MemoryTopicListener
+from machinery_py.rows.memory_messages import MemoryMessages, MemoryTopicListener, MessageTables
 from machinery_py.rows.messages import (
     CLOSED,
     Join,
@@ -51,30 +52,47 @@ AGAIN = 60_000_000  # µs until a row that another one keeps is looked at again
 T = TypeVar("T")
 
 
-class _Kept(msgspec.Struct, gc=False):
-    """A row, when it expires, and the moment that `_expiring` has for it."""
+class KeptRow(msgspec.Struct):
+    """A row, when it expires, the moment that `_expiring` has for it, and the set that it is."""
 
     row: StoredRow
     ends: int | None
-    noted_at: int | None
+    noted_at: int | None = None
+    members: dict[str, None] | None = None
+
+
+class Tables(msgspec.Struct):
+    """All that the store keeps, as a record that msgspec can encode.
+
+    There are no sets: equal tables have equal bytes.
+
+    Attributes:
+        fence: the last one.
+        rows: by kind and id.
+        messages: all, their holds and the turns of their queues.
+    """
+
+    fence: Fence = Fence(0)
+    rows: dict[str, dict[str, KeptRow]] = {}
+    messages: MessageTables = msgspec.field(default_factory=MessageTables)
 
 
 class MemoryRows(MemoryMessages, MessageRows):
     """Dicts under one lock, whose holder may enter it again.
 
-    The time of rows goes at the pace of the monotonic clock.
+    The time of rows goes at the pace of the monotonic clock. A store that keeps its tables elsewhere
+    replaces `lock` by one that loads them, and saves what has changed: see examples/store.
     """
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         super().__init__()
         self.clock = clock
-        self.lock = threading.RLock()
+        self.lock: AbstractContextManager[object] = threading.RLock()
         self._last = Fence(0)
         self._began_at = micros(clock.now()) - round(clock.monotonic() * 1e6)
-        self._kinds: dict[str, dict[str, _Kept]] = {}  # by kind and id
+        self._kinds: dict[str, dict[str, KeptRow]] = {}  # by kind and id
         self._expiring: list[tuple[int, Key]] = []
         self._listed: dict[str, list[StoredRow]] = {}  # of a kind, rising, until it changes
-        self._sets: dict[Key, set[str]] = {}
 
     def is_entered(self) -> bool:
         return self.lock._is_owned()  # type: ignore[attr-defined,no-any-return]
@@ -85,18 +103,17 @@ class MemoryRows(MemoryMessages, MessageRows):
     def begin(self) -> None:
         """Note the time, once for each call: fences, and moments of messages, go on from it."""
         self.wall = micros(self.clock.now())
-        self._last = fence_after(self._last, self.wall)
 
     def next_fence(self) -> Fence:
         """Return the next fence. Called after `begin`."""
-        self._last = Fence(self._last + 1)
+        self._last = fence_after(self._last, self.wall)
         return self._last
 
     def fences(self, number: int) -> Fence:
         with self.lock:
             self.begin()
-            first = Fence(self._last + 1)
-            self._last = Fence(self._last + number)
+            first = fence_after(self._last, self.wall)
+            self._last = Fence(first + number - 1)
             return first
 
     def read(self, keys: Sequence[Key]) -> list[StoredRow | None]:
@@ -183,21 +200,22 @@ class MemoryRows(MemoryMessages, MessageRows):
         return given
 
     def _write(self, key: Key, write: Write, now: int) -> Version:
-        self._last = fence = Fence(self._last + 1)
-        version = Version(fence)
+        version = Version(self.next_fence())
         row = StoredRow(
             key=key, body=write.body, version=version, facts=write.facts, kept_by=write.kept_by
         )
         ends = None if write.expires_in is None else now + write.expires_in
         kind = self._kinds.setdefault(key.kind, {})
         before = kind.pop(key.id, None)  # so that the last written is the last, for the sorting
-        kind[key.id] = kept = _Kept(row, ends, None if before is None else before.noted_at)
+        kind[key.id] = kept = KeptRow(row, ends)
+        if before is not None:
+            kept.noted_at, kept.members = before.noted_at, before.members
         self._listed.pop(key.kind, None)
         if ends is not None:
             self._note(kept, ends)
         return version
 
-    def _note(self, kept: _Kept, ends: int) -> None:
+    def _note(self, kept: KeptRow, ends: int) -> None:
         """Note when to look whether the row has expired: once, however often it is written."""
         if kept.noted_at is None or ends < kept.noted_at:
             kept.noted_at = ends
@@ -206,17 +224,18 @@ class MemoryRows(MemoryMessages, MessageRows):
     def _delete(self, key: Key) -> None:
         self._kinds.get(key.kind, {}).pop(key.id, None)
         self._listed.pop(key.kind, None)
-        self._sets.pop(key, None)
 
     def _join(self, join: Join, now: int) -> None:
         if self._read(join.ready, now) is not None:
             return
         if self._read(join.set, now) is None:
             self._delete(join.set)
-        members = self._sets.setdefault(join.set, set())
+        there = self._kinds.get(join.set.kind, {}).get(join.set.id)
+        members = {} if there is None or there.members is None else there.members
         if join.member not in members:
-            members.add(join.member)
+            members[join.member] = None
             self._write(join.set, Write(body=b""), now)
+            self._kinds[join.set.kind][join.set.id].members = members
             for key, write in join.beside.items():
                 self._write(key, write, now)
             if len(members) >= join.whole:
@@ -253,11 +272,24 @@ class MemoryRows(MemoryMessages, MessageRows):
                     self._note(kept, max(kept.ends, now + AGAIN if kept.ends <= now else 0))
             return bool(self._expiring) and self._expiring[0][0] <= now
 
-    def open_hold(self, body: bytes, *, lease: float) -> MemoryHold:
-        return MemoryHold(self, body, lease)
-
     def listen(self) -> MemoryTopicListener:
         return MemoryTopicListener(self)
+
+    def dump(self) -> Tables:
+        """Return all that is kept, which goes on changing. Called with the lock held."""
+        return Tables(self._last, self._kinds, self.dump_messages())
+
+    def load(self, tables: Tables) -> None:
+        """Replace all that is kept by these tables, which become ours. Called with the lock held.
+
+        Holds that this process has opened live on in them, or are ended.
+        """
+        self._last, self._kinds = tables.fence, tables.rows
+        self._listed.clear()
+        kept = itertools.chain.from_iterable(map(dict.values, tables.rows.values()))
+        self._expiring = [(one.noted_at, one.row.key) for one in kept if one.noted_at is not None]
+        heapq.heapify(self._expiring)
+        self.load_messages(tables.messages)
 
     def list(
         self,

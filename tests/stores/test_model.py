@@ -962,7 +962,7 @@ class _TamperingBroker(MemoryBroker):
     def held(self, session: str) -> list[Any]:
         """Return the messages that a consumer holds."""
         hold = self.rows.all_holds.get(session)
-        return [] if hold is None else list(hold.messages.values())
+        return [] if hold is None else list(hold.kept.messages.values())
 
 
 class _LosingBroker(_TamperingBroker):
@@ -970,7 +970,7 @@ class _LosingBroker(_TamperingBroker):
 
     def tend(self) -> float:
         for hold in list(self.rows.all_holds.values()):
-            if hold._is_suspected:
+            if hold._suspect:
                 self.forget(hold.id)
         return super().tend()
 
