@@ -9,7 +9,7 @@ import bisect
 import heapq
 import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
@@ -21,13 +21,8 @@ from machinery_py.fences import Fence, fence_after
 from machinery_py.rows.contract import (
     NO_ROW,
     PAGE,
-    Committed,
-    Conflict,
     Decision,
-    Gone,
     Key,
-    NoRoom,
-    Repeated,
     RowStep,
     StepResult,
     StoredRow,
@@ -40,7 +35,6 @@ from machinery_py.rows.contract import (
 from machinery_py.rows.memory_messages import MemoryMessages, MemoryTopicListener, MessageTables
 from machinery_py.rows.messages import (
     CLOSED,
-    Join,
     MessageRows,
     MessageStep,
     check_message_step,
@@ -52,7 +46,7 @@ AGAIN = 60_000_000  # µs until a row that another one keeps is looked at again
 T = TypeVar("T")
 
 
-class KeptRow(msgspec.Struct):
+class KeptRow(msgspec.Struct, gc=False):
     """A row, when it expires, the moment that `_expiring` has for it, and the set that it is."""
 
     row: StoredRow
@@ -80,7 +74,7 @@ class Tables(msgspec.Struct):
 class MemoryRows(MemoryMessages, MessageRows):
     """Dicts under one lock, whose holder may enter it again.
 
-    The time of rows goes at the pace of the monotonic clock. A store that keeps its tables elsewhere
+    The time of rows goes at the pace of the monotonic clock. A store with its tables elsewhere
     replaces `lock` by one that loads them, and saves what has changed: see examples/store.
     """
 
@@ -88,7 +82,7 @@ class MemoryRows(MemoryMessages, MessageRows):
         super().__init__()
         self.clock = clock
         self.lock: AbstractContextManager[object] = threading.RLock()
-        self._last = Fence(0)
+        self._last = self._next = 0
         self._began_at = micros(clock.now()) - round(clock.monotonic() * 1e6)
         self._kinds: dict[str, dict[str, KeptRow]] = {}  # by kind and id
         self._expiring: list[tuple[int, Key]] = []
@@ -103,18 +97,20 @@ class MemoryRows(MemoryMessages, MessageRows):
     def begin(self) -> None:
         """Note the time, once for each call: fences, and moments of messages, go on from it."""
         self.wall = micros(self.clock.now())
+        self.moment = self.now()
+        self._next = fence_after(self._last, self.wall)
 
-    def next_fence(self) -> Fence:
-        """Return the next fence. Called after `begin`."""
-        self._last = fence_after(self._last, self.wall)
-        return self._last
+    def next_fence(self, number: int = 1) -> Fence:
+        """Return the first of so many fences. Called after `begin`."""
+        fence = self._next
+        self._last = fence + number - 1
+        self._next = fence + number
+        return Fence(fence)
 
     def fences(self, number: int) -> Fence:
         with self.lock:
             self.begin()
-            first = fence_after(self._last, self.wall)
-            self._last = Fence(first + number - 1)
-            return first
+            return self.next_fence(number)
 
     def read(self, keys: Sequence[Key]) -> list[StoredRow | None]:
         check_keys(keys)
@@ -124,16 +120,17 @@ class MemoryRows(MemoryMessages, MessageRows):
 
     def _read(self, key: Key, now: int) -> StoredRow | None:
         there = self._kinds.get(key.kind)
-        kept = there.get(key.id) if there else None
-        if kept is None or kept.ends is None or kept.ends > now:
-            return None if kept is None else kept.row
+        if there is None or (kept := there.get(key.id)) is None:
+            return None
+        if kept.ends is None or kept.ends > now:
+            return kept.row
         by = kept.row.kept_by
         return kept.row if by is not None and self._read(by, now) is not None else None
 
     def is_closed(self, queue: str) -> bool:
         """Return whether nothing is to be claimed from the queue."""
         there = self._kinds.get(CLOSED)
-        return bool(there) and self._read(Key(CLOSED, queue), self.now()) is not None
+        return bool(there) and self._read(Key(CLOSED, queue), self.moment) is not None
 
     def commit(self, steps: Sequence[RowStep | MessageStep]) -> list[StepResult]:
         whole = [one if isinstance(one, MessageStep) else of_rows(one) for one in steps]
@@ -141,78 +138,42 @@ class MemoryRows(MemoryMessages, MessageRows):
             check_message_step(step)
         with self.lock:
             self.begin()
-            now = self.now()
-            told: set[str] = set()
-            done = [self._refusal(step, now) or self._carry_out(step, now, told) for step in whole]
-            self.tell(told)
+            done = [self.carry_out(step) for step in whole]
+            self.tell_news()
             return done
 
-    def _refusal(self, step: MessageStep, now: int) -> StepResult | None:
-        """Return why the step is not to be carried out."""
-        if step.once is not None and self._read(step.once, now) is not None:
-            return Repeated()
-        for key, version in step.expect.items():
-            row = self._read(key, now)
-            if (NO_ROW if row is None else row.version) != version:
-                return Conflict()
-        if not self.are_there(step.takes) or (step.held and not self.are_there(step.held)):
-            return Gone()
-        for room in step.room:
-            waiting = self.count_waiting(room.queue)
-            if waiting + room.adds > room.limit:
-                return NoRoom(room.queue, waiting)
-        return None
-
-    def _carry_out(self, step: MessageStep, now: int, told: set[str]) -> Committed:
-        for key, new in step.create.items():
-            if self._read(key, now) is None:
-                self._write(key, new, now)
-        given = self._write_all(step.write, now)
-        for join in step.joins:
-            self._join(join, now)
-        if step.takes or step.pushes:
-            self.move(step, told)
-        if step.tell:
-            told.update(step.tell)
-        return Committed(given, now)
+    def version_of(self, key: Key) -> Version:
+        row = self._read(key, self.moment)
+        return NO_ROW if row is None else row.version
 
     def change(self, keys: Sequence[Key], decide: Decision[T], *, durable: bool = True) -> T:
         """As the contract says, under the lock: nobody else writes meanwhile."""
         check_keys(keys)
         with self.lock:
             self.begin()
-            now = self.now()
+            now = self.moment
             write, result = decide([self._read(key, now) for key in keys], now)
             check_writes(write)
-            self._write_all(write, now)
+            self.carry_out(MessageStep(write=dict(write)))
             return result
 
-    def _write_all(self, write: Mapping[Key, Write | None], now: int) -> Version:
-        """Write the rows, and return the last version."""
-        if self._expiring and self._expiring[0][0] <= now:
-            self.expire(2 + len(write))  # faster than new rows come
-        given = NO_ROW
-        for key, one in write.items():
-            if one is None:
-                self._delete(key)
-            else:
-                given = self._write(key, one, now)
-        return given
-
-    def _write(self, key: Key, write: Write, now: int) -> Version:
+    def put(self, key: Key, write: Write) -> Version:
         version = Version(self.next_fence())
         row = StoredRow(
             key=key, body=write.body, version=version, facts=write.facts, kept_by=write.kept_by
         )
-        ends = None if write.expires_in is None else now + write.expires_in
+        ends = None if write.expires_in is None else self.moment + write.expires_in
         kind = self._kinds.setdefault(key.kind, {})
-        before = kind.pop(key.id, None)  # so that the last written is the last, for the sorting
-        kind[key.id] = kept = KeptRow(row, ends)
-        if before is not None:
-            kept.noted_at, kept.members = before.noted_at, before.members
+        kept = kind.get(key.id)
+        if kept is None:
+            kind[key.id] = kept = KeptRow(row, ends)
+        else:
+            kept.row, kept.ends = row, ends
         self._listed.pop(key.kind, None)
         if ends is not None:
             self._note(kept, ends)
+            if self._expiring[0][0] <= self.moment:
+                self.expire(2)  # faster than new rows come
         return version
 
     def _note(self, kept: KeptRow, ends: int) -> None:
@@ -221,25 +182,20 @@ class MemoryRows(MemoryMessages, MessageRows):
             kept.noted_at = ends
             heapq.heappush(self._expiring, (ends, kept.row.key))
 
-    def _delete(self, key: Key) -> None:
+    def delete(self, key: Key) -> None:
         self._kinds.get(key.kind, {}).pop(key.id, None)
         self._listed.pop(key.kind, None)
 
-    def _join(self, join: Join, now: int) -> None:
-        if self._read(join.ready, now) is not None:
-            return
-        if self._read(join.set, now) is None:
-            self._delete(join.set)
-        there = self._kinds.get(join.set.kind, {}).get(join.set.id)
-        members = {} if there is None or there.members is None else there.members
-        if join.member not in members:
-            members[join.member] = None
-            self._write(join.set, Write(body=b""), now)
-            self._kinds[join.set.kind][join.set.id].members = members
-            for key, write in join.beside.items():
-                self._write(key, write, now)
-            if len(members) >= join.whole:
-                self._write(join.ready, join.write, now)
+    def add_member(self, set: Key, member: str) -> int:
+        if set.id not in self._kinds.get(set.kind, ()):
+            self.put(set, Write(body=b""))
+        kept = self._kinds[set.kind][set.id]
+        if kept.members is None:
+            kept.members = {}
+        if member in kept.members:
+            return 0
+        kept.members[member] = None
+        return len(kept.members)
 
     def ids(self, kind: str, *, prefix: str = "", items: int = PAGE) -> list[str]:
         with self.lock:
@@ -267,7 +223,7 @@ class MemoryRows(MemoryMessages, MessageRows):
                     continue  # of a row that was deleted, or noted for earlier
                 kept.noted_at = None
                 if self._read(key, now) is None:
-                    self._delete(key)
+                    self.delete(key)
                 elif kept.ends is not None:
                     self._note(kept, max(kept.ends, now + AGAIN if kept.ends <= now else 0))
             return bool(self._expiring) and self._expiring[0][0] <= now
@@ -277,7 +233,7 @@ class MemoryRows(MemoryMessages, MessageRows):
 
     def dump(self) -> Tables:
         """Return all that is kept, which goes on changing. Called with the lock held."""
-        return Tables(self._last, self._kinds, self.dump_messages())
+        return Tables(Fence(self._last), self._kinds, self.dump_messages())
 
     def load(self, tables: Tables) -> None:
         """Replace all that is kept by these tables, which become ours. Called with the lock held.

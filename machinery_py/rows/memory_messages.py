@@ -30,6 +30,7 @@ from machinery_py.rows.messages import (
     TopicListener,
     queue_topic,
 )
+from machinery_py.rows.steps import StepTarget
 
 Order = tuple[int, int, int]  # priority, turn, number; the least is the next
 
@@ -161,8 +162,8 @@ class _Queue:
                 self.turns = {one: (served, {}) for one, (served, _) in self.turns.items()}
 
 
-class MemoryMessages:
-    """Messages in heaps, by queue, and those that are late. `move` is called with the lock held.
+class MemoryMessages(StepTarget):
+    """Messages in heaps, by queue, and those that are late.
 
     Attributes:
         wall: µs by the clock on the wall, when the call of the store began.
@@ -180,6 +181,7 @@ class MemoryMessages:
         self._late: list[tuple[int, Order, KeptMessage]] = []
         self.all_holds: dict[str, MemoryHold] = {}
         self.listeners: set[MemoryTopicListener] = set()
+        self._news: set[str] = set()  # topics to be told
 
     @abstractmethod
     def begin(self) -> None: ...
@@ -221,14 +223,18 @@ class MemoryMessages:
 
     def tell(self, topics: set[str]) -> None:
         """Wake those that listen. Called with the lock held."""
-        if topics:
-            for listener in tuple(self.listeners):
-                listener.tell(topics)
+        for listener in tuple(self.listeners):
+            listener.tell(topics)
+
+    def tell_news(self) -> None:
+        """Tell what was changed. Called with the lock held."""
+        if self._news:
+            news, self._news = self._news, set()
+            self.tell(news)
 
     # Steps
 
     def are_there(self, receipts: Sequence[ClaimReceipt]) -> bool:
-        """Return whether the messages are where these say."""
         for one in receipts:
             if not one.hold:
                 if one.id not in self._waiting:
@@ -241,8 +247,8 @@ class MemoryMessages:
                 return False
         return True
 
-    def move(self, step: MessageStep, told: set[str]) -> None:
-        """Take and push what the step says."""
+    def move(self, step: MessageStep) -> None:
+        self._news.update(step.tell)
         taken: dict[int, KeptMessage] = {}
         for receipt in step.takes:
             if receipt.hold:
@@ -250,10 +256,7 @@ class MemoryMessages:
             else:
                 taken[receipt.id] = self._take(receipt.id)
         for push in step.pushes:
-            if push.id is None:
-                self._push(push, None, told)
-            else:
-                self._push(push, taken[push.id], told)
+            self._push(push, None if push.id is None else taken[push.id])
 
     def _take(self, id: int) -> KeptMessage:
         """Take a message that waits, or is late."""
@@ -264,8 +267,8 @@ class MemoryMessages:
             self._queues[message.queue].drop(message)
         return message
 
-    def _push(self, push: Push, old: KeptMessage | None, told: set[str]) -> None:
-        told.add(queue_topic(push.queue))  # a sleeper may have to wake earlier than planned
+    def _push(self, push: Push, old: KeptMessage | None) -> None:
+        self._news.add(queue_topic(push.queue))  # a sleeper may have to wake earlier than planned
         number = 0 if old is None else old.order[2]
         if old is None or push.tenant is not None:
             self._number = number = self._number + 1
@@ -307,13 +310,12 @@ class MemoryMessages:
             if not self._late:
                 return None
             self.begin()
-            told: set[str] = set()
             while self._late and (self._late[0][0] <= self.wall or self._late[0][2].is_gone):
                 _, _, message = heapq.heappop(self._late)
                 if not message.is_gone:
                     self._enqueue(message)
-                    told.add(queue_topic(message.queue))
-            self.tell(told)
+                    self._news.add(queue_topic(message.queue))
+            self.tell_news()
             return self._late[0][0] if self._late else None
 
     def claim(
@@ -408,17 +410,16 @@ class MemoryMessages:
         """End a hold; return how many messages went back. Called with the lock held."""
         kept = hold.kept
         kept.is_ended = True
-        told: set[str] = set()
         back = list(itertools.islice(kept.messages.values(), items))
         for message in back:
             del kept.messages[message.id]
             message.strikes += struck and message.runs
             message.runs = False
             self._enqueue(message, keeps=True)
-            told.add(queue_topic(message.queue))
+            self._news.add(queue_topic(message.queue))
         if not kept.messages:
             self.all_holds.pop(hold.id, None)
-        self.tell(told)
+        self.tell_news()
         return len(back)
 
 
