@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,9 +15,10 @@ import pytest
 from file_store import FileBackend, FileBroker, FileRows
 
 from machinery_py import Config, Server
+from machinery_py.errors import StoreUnusable
 from machinery_py.limits.rows import RowsLimits
 from machinery_py.locks.rows import RowsLock
-from machinery_py.rows.contract import Key
+from machinery_py.rows.contract import Key, RowStep, Write
 from machinery_py.stores.rows import RowsStore
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
@@ -182,6 +184,28 @@ def _add(a: int, b: int) -> int:
     return a + b
 
 
+@pytest.mark.parametrize("content", [b"{", b"#" * 100])
+def test_file_that_is_no_record_is_told(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "queue.mp"
+    path.write_bytes(b"0123456789abcdef" + content)
+    with pytest.raises(StoreUnusable, match=re.escape(f"file store {str(path)!r}: ")):
+        FileBroker(FileRows(path)).stats()
+    with pytest.raises(StoreUnusable, match="Not a directory"):
+        FileBroker(FileRows(path / "none")).stats()
+
+
+def test_step_that_cannot_be_written_is_not_true(tmp_path: Path) -> None:
+    rows, key = FileRows(tmp_path / "queue.mp"), Key("kind", "a")
+    rows.commit([RowStep(write={key: Write(body=b"1")})])
+    (tmp_path / "queue.mp.new").mkdir()
+    with pytest.raises(StoreUnusable, match="Is a directory"):
+        rows.commit([RowStep(write={key: Write(body=b"2")})])
+    (tmp_path / "queue.mp.new").rmdir()
+
+    [found] = rows.read([key])
+    assert found is not None and found.body == b"1"
+
+
 COUNTER = """
 import sys
 from pathlib import Path
@@ -213,6 +237,28 @@ def test_processes_that_are_killed_leave_whole_steps(tmp_path: Path) -> None:
     one, two = FileRows(path).read([Key("count", "a"), Key("count", "b")])
     assert one is not None and two is not None and one.body == two.body
     assert len(told) == len(set(told)) <= int(one.body) <= len(told) + len(counters)
+
+
+CUT = """
+import resource, signal, sys
+from pathlib import Path
+from file_store import FileRows
+from machinery_py.rows.contract import Key, RowStep, Write
+
+rows, key = FileRows(Path(sys.argv[1])), Key("kind", "a")
+rows.commit([RowStep(write={key: Write(body=b"whole")})])
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # ends the process in the middle of a write
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+rows.commit([RowStep(write={key: Write(body=bytes(200_000))})])
+"""
+
+
+def test_process_that_ends_inside_a_write_leaves_the_last_step(tmp_path: Path) -> None:
+    path = tmp_path / "queue.mp"
+    assert started(CUT, path).wait(timeout=60.0) == -signal.SIGXFSZ
+
+    [found] = FileRows(path).read([Key("kind", "a")])
+    assert found is not None and found.body == b"whole"
 
 
 KILLED = """
