@@ -74,8 +74,8 @@ class Tables(msgspec.Struct):
 class MemoryRows(MemoryMessages, MessageRows):
     """Dicts under one lock, whose holder may enter it again.
 
-    The time of rows goes at the pace of the monotonic clock. A store with its tables elsewhere
-    replaces `lock` by one that loads them, and saves what has changed: see examples/store.
+    The time of rows goes at the pace of the monotonic clock. A store that keeps the tables in one
+    record elsewhere replaces `lock` by one that loads and saves them: see examples/store.
     """
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:

@@ -481,12 +481,13 @@ class MemoryHold(Hold):
     # Without the lock, which would cost each task two turns of it.
 
     def begin_run(self, receipt: ClaimReceipt) -> None:
-        self._set_runs(receipt, True)
+        self.set_runs(receipt, True)
 
     def end_run(self, receipt: ClaimReceipt) -> None:
-        self._set_runs(receipt, False)
+        self.set_runs(receipt, False)
 
-    def _set_runs(self, receipt: ClaimReceipt, runs: bool) -> None:
+    def set_runs(self, receipt: ClaimReceipt, runs: bool) -> None:
+        """Note whether the message runs."""
         message = self.kept.messages.get(receipt.id)
         if message is not None and message.count == receipt.count:
             message.runs = runs

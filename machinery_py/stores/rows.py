@@ -7,6 +7,7 @@ written. This one condition serves as lease, acknowledgement and fence.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import msgspec
 
@@ -15,8 +16,11 @@ from machinery_py.backends.rows import RowsBackend, keys_of
 from machinery_py.brokers.base import Consumer, Delivery, Message, mark_of
 from machinery_py.brokers.rows import RowsBroker, raise_full
 from machinery_py.clock import micros
+from machinery_py.limits.rows import RowsLimits
+from machinery_py.locks.rows import RowsLock
 from machinery_py.rows.contract import Conflict, Gone, NoRoom
 from machinery_py.rows.draft import Draft, Patience, carry_out, read
+from machinery_py.rows.messages import MessageRows
 from machinery_py.stores.base import (
     Firing,
     Mark,
@@ -28,6 +32,37 @@ from machinery_py.stores.base import (
     change_in,
     change_of,
 )
+from machinery_py.stores.open import Family
+
+
+class RowsFamily(Family):
+    """All stores over the rows of a URL, which `__init__` of a subclass opens.
+
+    Attributes:
+        rows: their clock is that of the family.
+        broker_type, backend_type: with `features` that name the store.
+    """
+
+    keeps_time = True
+    roles = ("broker", "result backend", "lock")
+    rows: MessageRows
+    broker_type: ClassVar[type[RowsBroker]] = RowsBroker
+    backend_type: ClassVar[type[RowsBackend]] = RowsBackend
+
+    def broker(self) -> RowsBroker:
+        return self.broker_type(self.rows, lease=self.options.lease)
+
+    def backend(self) -> RowsBackend:
+        return self.backend_type(self.rows, expire_in=self.options.expire_in)
+
+    def lock(self) -> RowsLock:
+        return RowsLock(self.rows)
+
+    def limits(self) -> RowsLimits:
+        return RowsLimits(self.rows)
+
+    def together(self) -> RowsStore:
+        return RowsStore(self.broker(), self.backend())
 
 
 class RowsStore(Store):
