@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 from machinery_py.clock import micros
-from machinery_py.errors import BackendUnavailable
 from machinery_py.rows.contract import (
     NO_ROW,
-    PATIENCE,
-    PAUSE,
     Conflict,
     Key,
+    Patience,
     StepResult,
     StoredRow,
 )
@@ -51,25 +47,6 @@ def read(rows: MessageRows, keys: Iterable[Key]) -> dict[Key, StoredRow | None]:
     """Return the rows of these keys."""
     wanted = list(dict.fromkeys(keys))
     return dict(zip(wanted, rows.read(wanted), strict=True)) if wanted else {}
-
-
-class Patience:
-    """Pauses of somebody whose rows were changed by others."""
-
-    def __init__(self) -> None:
-        self._deadline = time.monotonic() + PATIENCE
-
-    def wait(self) -> None:
-        """Let others go on.
-
-        Raises:
-            BackendUnavailable: after PATIENCE.
-        """
-        if time.monotonic() > self._deadline:
-            raise BackendUnavailable(
-                f"rows were changed by others for {PATIENCE} s (too many processes change one row)"
-            )
-        time.sleep(random.uniform(*PAUSE))
 
 
 def carry_out(

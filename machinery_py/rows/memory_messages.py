@@ -58,7 +58,6 @@ class KeptMessage(msgspec.Struct, kw_only=True, gc=False):
             queue=self.queue,
             body=self.body,
             put_at=self.put_at,
-            due=self.due,
             place=(self.due, self.order) if self.is_late else self.order,
         )
 
@@ -319,9 +318,16 @@ class MemoryMessages(StepTarget):
             return self._late[0][0] if self._late else None
 
     def claim(
-        self, hold: MemoryHold, queues: Sequence[str], items: int, size: int, claimed: list[Claimed]
+        self,
+        hold: MemoryHold,
+        queues: Sequence[str],
+        items: int,
+        size: int,
+        number: int,
+        claimed: list[Claimed],
     ) -> None:
         """Add to what a hold has claimed. Called with the lock held."""
+        held = hold.kept.messages
         turn = next(self._claims)
         for name in queues:
             queue = self._queues.get(name)
@@ -330,7 +336,8 @@ class MemoryMessages(StepTarget):
             for message in queue.take(items - len(claimed), size, turn, one=not claimed):
                 size -= len(message.body)
                 message.count += 1
-                hold.kept.messages[message.id] = self._waiting.pop(message.id)
+                message.claim = number
+                held[message.id] = self._waiting.pop(message.id)
                 claimed.append(message.claimed(hold.id, self.next_fence()))
 
     # Looking
@@ -466,12 +473,12 @@ class MemoryHold(Hold):
                 return Claims([], next_due)
             found: list[Claimed] = []
             if lost is not None:
-                again = (one for one in self.kept.messages.values() if one.claim >= lost)
-                found = [one.claimed(self.id, rows.next_fence()) for one in again]
-                size -= sum(len(one.body) for one in found)
-            rows.claim(self, queues, items, size, found)
-            for one in found:
-                self.kept.messages[one.receipt.id].claim = number
+                for one in self.kept.messages.values():
+                    if one.claim >= lost:
+                        one.claim = number
+                        found.append(one.claimed(self.id, rows.next_fence()))
+                        size -= len(one.body)
+            rows.claim(self, queues, items, size, number, found)
             return Claims(found, next_due)
 
     def has(self, receipts: Sequence[ClaimReceipt]) -> list[bool]:

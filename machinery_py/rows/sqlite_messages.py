@@ -137,13 +137,13 @@ _RUNS = "UPDATE items SET runs = 1 WHERE id = ? AND state = 2 AND hold = ?"
 
 # In: queue, the place behind which they begin, how many.
 _WAIT = """
-SELECT id, queue, body, put_at, due, -priority, turn FROM items INDEXED BY items_waiting
+SELECT id, queue, body, put_at, -priority, turn FROM items INDEXED BY items_waiting
 WHERE state = 0 AND queue = ?1 AND priority <= -?2 AND (-priority, turn, id) > (?2, ?3, ?4)
     AND put_at >= ?6
 ORDER BY priority DESC, turn, id LIMIT ?5
 """
 _LATE = """
-SELECT id, queue, body, put_at, due, due, 0 FROM items INDEXED BY items_late
+SELECT id, queue, body, put_at, due, 0 FROM items INDEXED BY items_late
 WHERE state = 1 AND due >= ?2 AND (due, ?3, id) > (?2, ?3, ?4) AND ?1 IS NULL
     AND put_at >= ?6
 ORDER BY due, id LIMIT ?5
@@ -318,21 +318,13 @@ class SQLiteMessages(MessageQueues, HoldKeeper):
             rows = connection.execute(
                 _LATE if queue is None else _WAIT, (wanted, *behind, items, since)
             )
-            for number, name, body, put_at, due, *order in rows:
+            for id, name, body, put_at, *order in rows:
                 size -= len(body)
                 if found and size < 0:
                     rows.close()
                     break
-                found.append(
-                    StoredMessage(
-                        id=number,
-                        queue=name,
-                        body=body,
-                        put_at=put_at,
-                        due=due,
-                        place=(*order, number),
-                    )
-                )
+                at = (*order, id)
+                found.append(StoredMessage(id=id, queue=name, body=body, put_at=put_at, place=at))
         return found
 
     def count_messages(self) -> dict[str, QueueCount]:

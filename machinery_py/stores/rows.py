@@ -18,8 +18,8 @@ from machinery_py.brokers.rows import RowsBroker, raise_full
 from machinery_py.clock import micros
 from machinery_py.limits.rows import RowsLimits
 from machinery_py.locks.rows import RowsLock
-from machinery_py.rows.contract import Conflict, Gone, NoRoom
-from machinery_py.rows.draft import Draft, Patience, carry_out, read
+from machinery_py.rows.contract import Conflict, Gone, NoRoom, Patience
+from machinery_py.rows.draft import Draft, carry_out, read
 from machinery_py.rows.messages import MessageRows
 from machinery_py.stores.base import (
     Firing,
