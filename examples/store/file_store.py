@@ -1,364 +1,231 @@
-"""A store in one file: messages, states and groups in one MessagePack record.
+"""A store in one file: its rows, messages and holds as one MessagePack record.
 
-Each transaction writes the record anew.
-
-    file:///path/to/queue.mp    the record
+    file:///path/to/queue.mp    16 random bytes, others with each write, and the record
     queue.mp.lock               locked by the process that reads or writes the record
 
-Limits: POSIX, one machine. Each step reads and writes the whole file, so it is for hundreds of
-tasks, not for millions. A waiter for a message or a result looks at the file every 20 ms.
+A transaction loads the record if another process has changed it, and writes it anew.
+
+Limits: POSIX, one machine. Each step handles the whole file, so it is for hundreds of tasks, not
+for millions. A waiter for a message or a result looks at the file every 20 ms. A process that is
+stopped (SIGSTOP) inside a transaction holds up all others. Time is the clock's on the wall: one
+that is set ahead expires rows early.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime as dt
 import fcntl
+import io
+import json
 import os
-import threading
+import secrets
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import msgspec
 
 from machinery_py.backends.base import BackendFeatures
-from machinery_py.backends.mappings import MappingBackend, Tables
-from machinery_py.brokers.base import (
-    Broker,
-    BrokerFeatures,
-    Consumer,
-    DeadLetter,
-    Delivery,
-    Disposal,
-    Fate,
-    Message,
-    QueueStats,
-    WorkerInfo,
-)
-from machinery_py.brokers.entries import Entry, new_letter, new_worker
+from machinery_py.backends.rows import RowsBackend
+from machinery_py.brokers.base import BrokerFeatures
+from machinery_py.brokers.rows import RowsBroker
 from machinery_py.clock import SYSTEM_CLOCK, Clock, micros
 from machinery_py.config.options import Section, option
-from machinery_py.fences import Fence, fence_after
-from machinery_py.stores.open import Family, FamilyOptions
-from machinery_py.stores.transactional import OneStore
+from machinery_py.connections.forks import ForkLock
+from machinery_py.errors import MachineryError, PublishUnknown, StoreUnusable
+from machinery_py.rows.memory import MemoryRows, Tables
+from machinery_py.rows.memory_messages import KeptHold, MemoryHold, MemoryTopicListener
+from machinery_py.rows.messages import ClaimReceipt
+from machinery_py.stores.open import FamilyOptions
+from machinery_py.stores.rows import RowsFamily
 
 PAUSE = 0.02  # seconds between two looks at the file
-TOKEN_LIFE = dt.timedelta(minutes=10)
+MARK = 16  # bytes, by which a write is known
+NEWS = 1000  # topics
 
 
-class Kept(Entry):
-    """Message until it is done: waiting, delayed until its eta, or held by consumer `holder`."""
+class Record(msgspec.Struct):
+    """All that the file holds. `told`: how many topics were, ever; `news`: the last of them."""
 
-    number: int = 0  # its place in its queue
-    holder: str = ""
-    receipt: int = 0
-    running: bool = False
-
-    def where(self, now: dt.datetime) -> str:
-        if self.holder:
-            return "running"
-        return "delayed" if self.message.eta and self.message.eta > now else "waiting"
-
-    def release(self) -> None:
-        self.holder, self.running = "", False
-
-
-class Content(msgspec.Struct):
-    """All that the file holds. Lists and dicts, no sets: equal content must be equal bytes."""
-
-    number: int = 0  # the last one that a message or a delivery got
-    fence: Fence = Fence(0)  # the last one
-    entries: list[Kept] = []
-    queues: dict[str, None] = {}
-    consumers: dict[str, WorkerInfo] = {}
-    tokens: dict[str, dt.datetime] = {}
-    dead: dict[str, DeadLetter] = {}
-    results: Tables = msgspec.field(default_factory=Tables)
-
-    def held(self, session: str) -> list[Kept]:
-        return [entry for entry in self.entries if entry.holder == session]
-
-    def waiting(self, queue: str, now: dt.datetime) -> list[Kept]:
-        found = [one for one in self.entries if one.message.queue == queue]
-        found = [one for one in found if one.where(now) == "waiting"]
-        return sorted(found, key=lambda one: (-one.message.priority, one.number))
+    tables: Tables = msgspec.field(default_factory=Tables)
+    told: int = 0
+    news: list[str] = []
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Content).decode
+_decode = msgspec.msgpack.Decoder(Record).decode
 
 
-class File:
-    """The file. Broker and backend share one, and any threads may use it."""
+class FileUnusable(StoreUnusable, PublishUnknown):
+    """The file cannot be read or written. Of a step that wrote, nobody knows."""
+
+
+class FileRows(MemoryRows):
+    """Tables in a file, under a lock that is these rows: inside of it they are as the file is.
+
+    What has changed is written at its end, and nothing after an error. A thread may enter it again.
+    Any threads may use the rows, and forked children.
+    """
 
     def __init__(self, path: Path, clock: Clock = SYSTEM_CLOCK, *, fsync: bool = True) -> None:
+        super().__init__(clock)
         self.path = path
-        self.clock = clock
-        self.fsync = fsync
-        self._mutex = threading.RLock()
-        self.content: Content | None = None  # of the transaction that is open
+        self.lock = self
+        self._fsync = fsync
+        self._mutex = ForkLock(reentrant=True)
+        self._entered: list[contextlib.AbstractContextManager[None]] = []
+        self._mark: bytes | None = None  # of the write that the tables are as of; None: unknown
+        self._body = b""  # of the same
+        self._record = Record()
+
+    def now(self) -> int:
+        return micros(self.clock.now())  # all processes see the same, also after a reboot
+
+    def is_entered(self) -> bool:
+        return self._mutex.is_mine()
+
+    def together(self) -> FileRows:
+        return self
+
+    def hold_of(self, id: str, kept: KeptHold) -> FileHold:
+        return FileHold(self, id, kept)
+
+    def listen(self) -> FileTopicListener:
+        return FileTopicListener(self)
+
+    def tell(self, topics: set[str]) -> None:
+        self._record.told += len(topics)
+        self._record.news = [*self._record.news, *topics][-NEWS:]
+        super().tell(topics)
+
+    def look(self) -> None:
+        """Load what another process has written, if it has."""
+        with self._our_errors(), self._opened() as file:
+            is_behind = file.read(MARK) != self._mark
+        if is_behind:
+            with self:
+                pass
+
+    # Transactions
+
+    def __enter__(self) -> None:
+        transaction = self._transact()
+        transaction.__enter__()
+        self._entered.append(transaction)
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
 
     @contextlib.contextmanager
-    def transaction(self) -> Iterator[Content]:
-        """The content, whose changes are written at the end; after an error none is."""
+    def _transact(self) -> Iterator[None]:
+        is_inner = self.is_entered()
         with self._mutex:
-            if self.content is not None:
-                yield self.content  # the transaction around this one writes it
+            if is_inner:
+                yield
                 return
-            with open(f"{self.path}.lock", "ab") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, or this process dies
-                before = self.path.read_bytes() if self.path.exists() else b""
-                self.content = _decode(before) if before else Content()
+            with self._our_errors(), open(f"{self.path}.lock", "ab") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # until the end of this process at most
+                pid = os.getpid()
                 try:
-                    yield self.content
-                    after = _encode(self.content)
+                    known, self._mark = self._mark, None  # unknown after an error, and in a child
+                    mark = self._load(known)
+                    yield
+                    if (body := self._encode()) != self._body:
+                        mark, self._body = self._save(body), body
+                    self._mark = mark
                 finally:
-                    self.content = None
-                if after != before:
-                    self._write(after)
+                    if pid == os.getpid():
+                        fcntl.flock(file, fcntl.LOCK_UN)  # a child may have the file open, too
 
-    def _write(self, body: bytes) -> None:
-        new = self.path.with_name(f"{self.path.name}.new")
-        with open(new, "wb") as file:
-            file.write(body)
-            file.flush()
-            if self.fsync:
-                os.fsync(file.fileno())
+    def _load(self, known: bytes | None) -> bytes:
+        """Take over the record, unless it is known, and tell what others have told since then."""
+        with self._opened() as file:
+            mark, body = file.read(MARK), file.read()
+        if mark != known:
+            before, self._record, self._body = self._record.told, _record(body), body
+            self.load(self._record.tables)
+            new, news = self._record.told - before, self._record.news
+            if known is not None and 0 <= new <= len(news):
+                super().tell(set(news[len(news) - new :]))
+            else:
+                for listener in tuple(self.listeners):
+                    listener.wake()
+        return mark
+
+    def _encode(self) -> bytes:
+        self._record.tables = self.dump()
+        try:
+            return _encode(self._record)
+        except UnicodeEncodeError:  # half a surrogate pair in a name: JSON can write it
+            return json.dumps(msgspec.to_builtins(self._record, str_keys=True)).encode()
+
+    def _save(self, body: bytes) -> bytes:
+        mark, new = secrets.token_bytes(MARK), Path(f"{self.path}.new")
+        new.write_bytes(mark + body)
+        self._sync(new)
         os.replace(new, self.path)  # so that a crash leaves the old content or the new one
+        self._sync(self.path.parent)
+        return mark
 
-    def version(self) -> object:
-        """Another one after each write."""
-        return self.path.exists() and (self.path.stat().st_ino, self.path.stat().st_mtime_ns)
+    def _sync(self, path: Path) -> None:
+        if self._fsync:
+            file = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(file)
+            finally:
+                os.close(file)
+
+    def _opened(self) -> BinaryIO:
+        return open(self.path, "rb") if self.path.exists() else io.BytesIO()
+
+    @contextlib.contextmanager
+    def _our_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except MachineryError:
+            raise
+        except (OSError, msgspec.MsgspecError, json.JSONDecodeError) as error:
+            raise FileUnusable(f"file store {str(self.path)!r}: {error}") from error
 
 
-class FileBroker(Broker):
+def _record(body: bytes) -> Record:
+    if body.startswith(b"{"):
+        return msgspec.convert(json.loads(body), Record, strict=False, str_keys=True)
+    return _decode(body) if body else Record()
+
+
+class FileHold(MemoryHold):
+    """A hold that writes down what runs: whoever gives its messages back is another process."""
+
+    def set_runs(self, receipt: ClaimReceipt, runs: bool) -> None:
+        with contextlib.suppress(FileUnusable), self.rows.lock:  # else the next death counts
+            super().set_runs(receipt, runs)
+
+
+class FileTopicListener(MemoryTopicListener):
+    """A listener that looks for what other processes have told."""
+
+    def __init__(self, rows: FileRows) -> None:
+        super().__init__(rows)
+        self._file = rows
+
+    def wait(self, timeout: float) -> None:
+        end = time.monotonic() + timeout
+        while (left := end - time.monotonic()) > 0 and not self.event.wait(min(left, PAUSE)):
+            self._file.look()
+        self.event.clear()
+
+
+class FileBroker(RowsBroker):
     features = BrokerFeatures(
-        name="file", embedded=True, peeking=False, pausing=False, keeps_turns=False
+        name="file", embedded=True, exact_limits=True, fair=True, forgets_queues=True
     )
 
-    def __init__(self, file: File, *, lease: float = 10.0) -> None:
-        self.file = file
-        self.lease = lease
 
-    def put(self, messages: Sequence[Message], *, token: str) -> bool:
-        now = self.file.clock.now()
-        with self.file.transaction() as content:
-            if token in content.tokens:
-                return False
-            if token:
-                content.tokens[token] = now
-            for message in messages:
-                content.number += 1
-                content.entries.append(Kept(message, now, number=content.number))
-                content.queues.setdefault(message.queue)
-            return True
-
-    def was_put(self, token: str) -> bool:
-        with self.file.transaction() as content:
-            return token in content.tokens
-
-    def consume(self, queues: Sequence[str], *, worker: str) -> FileConsumer:
-        return FileConsumer(self, queues, worker)
-
-    def tend(self) -> float:
-        now = self.file.clock.now()
-        with self.file.transaction() as content:
-            content.tokens = {t: at for t, at in content.tokens.items() if at > now - TOKEN_LIFE}
-            for session, info in list(content.consumers.items()):
-                if (now - info.beat_at).total_seconds() > self.lease:
-                    del content.consumers[session]
-                    for entry in content.held(session):
-                        entry.strikes += entry.running
-                        entry.release()
-            etas = [one.message.eta for one in content.entries if one.where(now) == "delayed"]
-            return min([self.lease / 4, *((eta - now).total_seconds() for eta in etas if eta)])
-
-    def waiting(self, queue: str) -> int:
-        return sum(one.waiting for one in self.stats() if one.queue == queue)
-
-    def stats(self) -> list[QueueStats]:
-        now = self.file.clock.now()
-        with self.file.transaction() as content:
-            counts = Counter((one.message.queue, one.where(now)) for one in content.entries)
-            counts.update((letter.queue, "dead") for letter in content.dead.values())
-            return [
-                QueueStats(
-                    queue=queue,
-                    oldest_at=min((e.sent_at for e in content.waiting(queue, now)), default=None),
-                    waiting=counts[queue, "waiting"],
-                    running=counts[queue, "running"],
-                    delayed=counts[queue, "delayed"],
-                    dead=counts[queue, "dead"],
-                )
-                for queue in sorted(content.queues)
-            ]
-
-    def workers(self) -> list[WorkerInfo]:
-        with self.file.transaction() as content:
-            return [
-                msgspec.structs.replace(info, holding=len(content.held(session)))
-                for session, info in content.consumers.items()
-            ]
-
-    def purge(self, queue: str) -> int:
-        with self.file.transaction() as content:
-            before = len(content.entries)
-            content.entries = [e for e in content.entries if e.holder or e.message.queue != queue]
-            return before - len(content.entries)
-
-    def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
-        with self.file.transaction() as content:
-            found = [one for one in content.dead.values() if queue in ("", one.queue)]
-            return found[::-1][:limit]
-
-    def take_dead(self, ids: Sequence[str]) -> list[DeadLetter]:
-        with self.file.transaction() as content:
-            return [content.dead.pop(id) for id in ids if id in content.dead]
-
-    def bury(self, message: Message, *, queue: str, reason: str, error: str) -> None:
-        now = self.file.clock.now()
-        letter = new_letter(message, now, queue=queue, reason=reason, error=error)
-        with self.file.transaction() as content:
-            content.dead[letter.id] = letter
-            content.queues.setdefault(queue)
-
-
-class FileConsumer(Consumer):
-    def __init__(self, broker: FileBroker, queues: Sequence[str], worker: str) -> None:
-        self._broker = broker
-        self._file = broker.file
-        self._queues = tuple(queues)
-        self._worker = worker
-        self._woken = threading.Event()
-        self._closed = False
-        self._register()
-
-    def _register(self) -> None:
-        info = new_worker(self._worker, self._queues, self._file.clock.now())
-        self._session = info.session
-        with self._file.transaction() as content:
-            content.consumers[info.session] = info
-            for queue in self._queues:
-                content.queues.setdefault(queue)
-
-    def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
-        deadline = time.monotonic() + (min(timeout, self._broker.tend()) if timeout else 0.0)
-        while True:
-            version = self._file.version()
-            queues = [queue for queue in order or self._queues if queue in self._queues]
-            found = self._claim(limit, queues)
-            while time.monotonic() < deadline and not found and not self._woken.wait(PAUSE):
-                if self._file.version() != version:
-                    break
-            else:
-                self._woken.clear()
-                return found
-
-    def _claim(self, limit: int, queues: Sequence[str]) -> list[Delivery]:
-        now = self._file.clock.now()
-        with self._file.transaction() as content:
-            if self._session not in content.consumers:
-                return []
-            found = [entry for queue in queues for entry in content.waiting(queue, now)]
-            deliveries = []
-            for entry in found[:limit]:
-                content.number += 1
-                content.fence = fence_after(content.fence, micros(now))
-                entry.holder, entry.receipt = self._session, content.number
-                deliveries.append(entry.deliver(entry.receipt, content.fence))
-            return deliveries
-
-    def serve(self, queues: Sequence[str]) -> None:
-        self._queues = tuple(queues)
-        with self._file.transaction() as content:
-            if info := content.consumers.get(self._session):
-                served = msgspec.structs.replace(info, queues=self._queues)
-                content.consumers[self._session] = served
-            for queue in queues:
-                content.queues.setdefault(queue)
-        self.wake()
-
-    def dispose(self, disposals: Sequence[Disposal]) -> list[bool]:
-        with self._file.transaction() as content:
-            held = {entry.receipt: entry for entry in content.held(self._session)}
-            return [self._dispose(content, held, disposal) for disposal in disposals]
-
-    def _dispose(self, content: Content, held: dict[int, Kept], disposal: Disposal) -> bool:
-        entry = held.pop(disposal.delivery.receipt, None)
-        if entry is None:
-            return False
-        entry.release()
-        match disposal.fate:
-            case Fate.DONE:
-                content.entries.remove(entry)
-            case Fate.LATER:
-                entry.put_off(disposal)
-                content.number += 1
-                entry.number = content.number  # to the end: it must not keep others from their turn
-            case Fate.DEAD:
-                content.entries.remove(entry)
-                letter = entry.letter(disposal, self._file.clock.now())
-                content.dead[letter.id] = letter
-        return True
-
-    def holds(self, deliveries: Sequence[Delivery]) -> list[bool]:
-        with self._file.transaction() as content:
-            held = {entry.receipt for entry in content.held(self._session)}
-            return [delivery.receipt in held for delivery in deliveries]
-
-    def run_begins(self, delivery: Delivery) -> None:
-        self._set_running(delivery, True)
-
-    def run_ends(self, delivery: Delivery) -> None:
-        self._set_running(delivery, False)
-
-    def _set_running(self, delivery: Delivery, running: bool) -> None:
-        with self._file.transaction() as content:
-            for entry in content.held(self._session):
-                if entry.receipt == delivery.receipt:
-                    entry.running = running
-
-    def beat(self) -> bool:
-        with self._file.transaction() as content:
-            info = content.consumers.get(self._session)
-            if info is not None:
-                now = self._file.clock.now()
-                content.consumers[self._session] = msgspec.structs.replace(info, beat_at=now)
-            elif not self._closed:
-                self._register()
-                return False
-            return True
-
-    def wake(self) -> None:
-        self._woken.set()
-
-    def close(self) -> None:
-        self._closed = True
-        with self._file.transaction() as content:
-            content.consumers.pop(self._session, None)
-            for entry in content.held(self._session):
-                entry.release()
-        self.wake()
-
-
-class FileBackend(MappingBackend):
+class FileBackend(RowsBackend):
     features = BackendFeatures(name="file", embedded=True, claims=True)
-
-    def __init__(self, file: File, *, expire_in: float = 3600.0) -> None:
-        super().__init__(file.clock, expire_in=expire_in)
-        self._file = file
-
-    def _transaction(self) -> contextlib.AbstractContextManager[object]:
-        return self._file.transaction()
-
-    @property
-    def _tables(self) -> Tables:
-        assert self._file.content is not None, "called outside a transaction"
-        return self._file.content.results
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,22 +237,14 @@ class FileOptions(Section):
     fsync: bool = option(True, "a write survives a power cut, and not the end of the process alone")
 
 
-class FileFamily(Family):
+class FileFamily(RowsFamily):
     """What a URL opens: file:///absolute/path, or file://relative/path."""
 
-    roles = ("broker", "result backend")
     section = FileOptions
+    broker_type = FileBroker
+    backend_type = FileBackend
 
     def __init__(self, url: str, options: FamilyOptions) -> None:
         super().__init__(url, options)
         own = options.own if isinstance(options.own, FileOptions) else FileOptions()
-        self._file = File(Path(url.partition("://")[2]), options.clock, fsync=own.fsync)
-
-    def broker(self) -> FileBroker:
-        return FileBroker(self._file, lease=self.options.lease)
-
-    def backend(self) -> FileBackend:
-        return FileBackend(self._file, expire_in=self.options.expire_in)
-
-    def together(self) -> OneStore:
-        return OneStore(self.broker(), self.backend(), self._file.transaction)
+        self.rows = FileRows(Path(url.partition("://")[2]), options.clock, fsync=own.fsync)

@@ -44,7 +44,7 @@ from machinery_py.backends.base import (
     Verdict,
 )
 from machinery_py.backends.listings import Count, Listing, Place, counts_of
-from machinery_py.backends.transactional import Row, decide, is_over
+from machinery_py.backends.transactional import decide, is_over
 from machinery_py.clock import micros
 from machinery_py.fences import fence_after
 from machinery_py.rows.contract import NO_ROW, PAGE, Facts, Key, StoredRow, Write
@@ -52,7 +52,7 @@ from machinery_py.rows.draft import Draft, carry_out, read
 from machinery_py.rows.messages import Join, MessageRows, MessageStep, TopicListener
 from machinery_py.tasks.signature import RunNumber
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
-from machinery_py.wire.bodies import decode_task, encode, encode_task
+from machinery_py.wire.bodies import StoredTask, decode_task, encode, encode_task
 
 EXPIRE_IN = 3600.0  # seconds that a finished task is kept
 CHORD_LIFE = 7 * 86400.0  # seconds without an arrival until a chord's results may expire
@@ -95,7 +95,7 @@ class RowsBackend(Backend, OutboxBackend):
         keys = [key for change in changes for key in keys_of(change)]
 
         def plan(draft: Draft) -> list[Verdict]:
-            tasks: dict[str, _Task] = {}
+            tasks: dict[str, StoredTask] = {}
             return [self.plan(change, draft, tasks) for change in changes]
 
         return self._carry_out(keys, plan)
@@ -103,17 +103,21 @@ class RowsBackend(Backend, OutboxBackend):
     def _carry_out(self, keys: Iterable[Key], plan: Callable[[Draft], T]) -> T:
         return carry_out(self.rows, keys, plan)[0]
 
-    def plan(self, change: Change, draft: Draft, tasks: dict[str, _Task] | None = None) -> Verdict:
+    def plan(
+        self, change: Change, draft: Draft, tasks: dict[str, StoredTask] | None = None
+    ) -> Verdict:
         """Add a change to a draft that has read `keys_of(change)`.
 
         Args:
             tasks: those of earlier changes of the same draft.
         """
         rows = {} if tasks is None else tasks
+        keys: dict[str, Key] = {}
         for state in change.states:
             uuid = state.task_uuid
-            if uuid not in rows and (there := draft.row(Key(TASK, uuid))) is not None:
-                rows[uuid] = _task_in(there)
+            keys[uuid] = key = Key(TASK, uuid)
+            if uuid not in rows and (there := draft.row(key)) is not None:
+                rows[uuid] = decode_task(there.body)
         verdict, new = decide(change, rows)
         if verdict is not SETTLED:
             return verdict
@@ -130,50 +134,52 @@ class RowsBackend(Backend, OutboxBackend):
             uuid = state.task_uuid
             row = rows.get(uuid)
             if row is None:
-                row = rows[uuid] = _Task()
+                row = rows[uuid] = StoredTask()
             row.state = state
             if uuid == change.key and change.mark:
                 row.mark = change.mark
-            self._save(uuid, row, draft, chords.pop(uuid, ""))
+            self._save(keys[uuid], row, draft, chords.pop(uuid, ""))
         for meta in change.groups:
             self._add_group(meta, draft)
         for arrival in change.arrivals:
             self._arrive(arrival, draft)
         for uuid, group in chords.items():  # whose states were written before
             there = draft.row(Key(TASK, uuid))
-            if there is not None and Key(TASK, uuid) not in draft.step.write:
-                self._save(uuid, _task_in(there), draft, group)
+            if there is not None and there.key not in draft.write:
+                self._save(there.key, decode_task(there.body), draft, group)
         if change.outbox:
             write = Write(body=encode(change.outbox), facts=Facts(at=self._moment(draft)))
-            draft.step.write[Key(OUTBOX, change.key)] = write
+            draft.write[Key(OUTBOX, change.key)] = write
         return SETTLED
 
-    def _save(self, uuid: str, row: _Task, draft: Draft, chord: str = "") -> None:
+    def _save(self, key: Key, row: StoredTask, draft: Draft, chord: str = "") -> None:
         """Write a task whose row the draft has read."""
-        state = row.state
+        state, there = row.state, draft.found[key]
         life, name = self.expire_in, ""
         if state is not None:
             name = state.task_name
-            life = state.life(self.expire_in) if state.is_finished else 0.0
-        draft.step.write[Key(TASK, uuid)] = Write(
+            life = state.life(life) if state.is_finished else 0.0
+            if state.is_finished:
+                draft.tell += (key.id,)
+        kept_by = None if there is None else there.kept_by
+        draft.write[key] = Write(
             body=encode_task(state, row.mark, row.epoch),
             expires_in=round(life * 1e6) if life or state is None else None,
             facts=Facts(at=self._moment(draft), name=name),
-            kept_by=Key(OPEN, chord) if chord else row.kept_by,
+            kept_by=Key(OPEN, chord) if chord else kept_by,
         )
-        if state is not None and state.is_finished:
-            draft.step.tell += (uuid,)
 
     def _moment(self, draft: Draft) -> int:
         """Return a moment for the listings: never one twice, as they are ordered by it."""
-        self._latest = at = max(draft.read_at, self._latest + 1)
+        at = draft.read_at
+        self._latest = at = at if at > self._latest else self._latest + 1
         return at
 
     def _add_group(self, meta: GroupMeta, draft: Draft) -> None:
         key = Key(GROUP, meta.group_uuid)
         row = draft.row(key)
-        if key not in draft.step.write and (row is None or not _decode_group(row.body).task_uuids):
-            draft.step.write[key] = self._group(meta, draft)
+        if key not in draft.write and (row is None or not _decode_group(row.body).task_uuids):
+            draft.write[key] = self._group(meta, draft)
 
     def _group(self, meta: GroupMeta, draft: Draft) -> Write:
         return Write(body=encode(meta), facts=Facts(at=self._moment(draft)))
@@ -182,12 +188,12 @@ class RowsBackend(Backend, OutboxBackend):
         group = arrival.group_uuid
         # If a member was faster than the group, `_add_group` completes it.
         meta = self._group(GroupMeta(group_uuid=group), draft)
-        draft.step.create = {**draft.step.create, Key(GROUP, group): meta}
+        draft.create = {**draft.create, Key(GROUP, group): meta}
         if not arrival.callback:
             return
         failed = "" if arrival.ok else arrival.task_uuid
         life = round(max(CHORD_LIFE, self.expire_in) * 1e6)
-        draft.step.joins += (
+        draft.joins += (
             Join(
                 set=Key(CHORD, group),
                 member=arrival.task_uuid,
@@ -206,10 +212,10 @@ class RowsBackend(Backend, OutboxBackend):
         group, ready = draft.row(Key(GROUP, group_uuid)), draft.row(Key(READY, group_uuid))
         if group is None or _is_fired(_decode_group(group.body), ready):
             return False
-        if Key(READY, group_uuid) in draft.step.write:
+        if Key(READY, group_uuid) in draft.write:
             return False
-        draft.step.write[Key(READY, group_uuid)] = Write(body=b"")
-        draft.step.write[Key(CHORD, group_uuid)] = draft.step.write[Key(OPEN, group_uuid)] = None
+        draft.write[Key(READY, group_uuid)] = Write(body=b"")
+        draft.write[Key(CHORD, group_uuid)] = draft.write[Key(OPEN, group_uuid)] = None
         return True
 
     # Epochs and outboxes
@@ -219,19 +225,19 @@ class RowsBackend(Backend, OutboxBackend):
         fence = self.rows.fences(len(keys)) if keys else 0
 
         def plan(draft: Draft) -> list[Begun]:
-            rows: dict[str, _Task] = {}
+            rows: dict[str, StoredTask] = {}
             begun: list[Begun] = []
             for number, (uuid, run) in enumerate(keys):
                 if uuid not in rows:
                     there = draft.row(Key(TASK, uuid))
-                    rows[uuid] = _Task() if there is None else _task_in(there)
+                    rows[uuid] = StoredTask() if there is None else decode_task(there.body)
                 row = rows[uuid]
                 if is_over(row.state, run):
                     outbox = _outbox_in(draft.row(Key(OUTBOX, uuid)))
                     begun.append(Begun(epoch=row.epoch, finished=True, outbox=outbox))
                     continue
                 row.epoch = fence_after(row.epoch, fence + number)
-                self._save(uuid, row, draft)
+                self._save(Key(TASK, uuid), row, draft)
                 begun.append(Begun(epoch=row.epoch))
             return begun
 
@@ -244,7 +250,7 @@ class RowsBackend(Backend, OutboxBackend):
         def plan(draft: Draft) -> None:
             for key, bodies in sent:
                 if _outbox_in(draft.row(Key(OUTBOX, key))) == tuple(bodies):
-                    draft.step.write[Key(OUTBOX, key)] = None
+                    draft.write[Key(OUTBOX, key)] = None
 
         self._carry_out([Key(OUTBOX, key) for key, _ in sent], plan)
 
@@ -257,13 +263,13 @@ class RowsBackend(Backend, OutboxBackend):
 
     def settled_by(self, uuids: Sequence[str]) -> list[str]:
         rows = self.rows.read([Key(TASK, uuid) for uuid in uuids])
-        return ["" if row is None else _task_in(row).mark for row in rows]
+        return ["" if row is None else decode_task(row.body).mark for row in rows]
 
     # Records of schedules, claims of unique tasks
 
     def _ride(self, rider: Rider, draft: Draft) -> None:
         """Let the record hold what a rider brings."""
-        write, key = draft.step.write, _ridden(rider)
+        write, key = draft.write, _ridden(rider)
         if rider.body is None:
             write[key] = None
         elif rider.life:
@@ -289,7 +295,7 @@ class RowsBackend(Backend, OutboxBackend):
             for name, body in claims:
                 row = draft.row(Key(CLAIM, name))
                 if row is not None and row.body == body:
-                    draft.step.write[row.key] = None
+                    draft.write[row.key] = None
 
         self._carry_out([Key(CLAIM, name) for name, _ in claims], plan)
 
@@ -298,7 +304,7 @@ class RowsBackend(Backend, OutboxBackend):
     def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
         states: dict[str, TaskState] = {}
         for row in self.rows.read([Key(TASK, uuid) for uuid in uuids]):
-            if row is not None and (state := _task_in(row).state) is not None:
+            if row is not None and (state := decode_task(row.body).state) is not None:
                 states[row.key.id] = state
         return states
 
@@ -333,7 +339,7 @@ class RowsBackend(Backend, OutboxBackend):
                 return Listing(found=found, end=None, looked=looked)
             if len(found) >= limit or looked >= LOOK:
                 return Listing(found=found, end=end, looked=looked)
-            one, end, looked = _task_in(row).state, (_at(row), row.key.id), looked + 1
+            one, end, looked = decode_task(row.body).state, (_at(row), row.key.id), looked + 1
             fits = one is not None and one.state in (states or State)
             if one is not None and fits and name in ("", one.task_name):
                 found.append((end, one))
@@ -354,7 +360,7 @@ class RowsBackend(Backend, OutboxBackend):
         for row in self._listed(None):
             if _at(row) < micros(moment):
                 break
-            one = _task_in(row).state
+            one = decode_task(row.body).state
             if one is not None and one.is_finished:
                 second, failed = _at(row) // 1_000_000, one.state is State.FAILURE
                 rows.append((second - second % step, one.queue, not failed, failed))
@@ -380,7 +386,7 @@ class RowsBackend(Backend, OutboxBackend):
         chords = read(self.rows, [row.kept_by for row in there if row.kept_by is not None])
         steps: list[MessageStep] = []
         for row in there:
-            state = _task_in(row).state
+            state = decode_task(row.body).state
             if state is None or not state.is_finished:
                 continue
             expect = {row.key: row.version}
@@ -467,21 +473,8 @@ def _holds(rider: Rider, draft: Draft) -> bool:
     """Return whether the record holds what a rider expects, perhaps by an earlier change."""
     key = _ridden(rider)
     row = draft.row(key)
-    there = draft.step.write.get(key, row)
+    there = draft.write.get(key, row)
     return (None if there is None else there.body) == rider.expected
-
-
-class _Task(Row, kw_only=True, gc=False):
-    """A stored task, and the row that keeps it."""
-
-    kept_by: Key | None = None
-
-
-def _task_in(row: StoredRow) -> _Task:
-    state, mark, epoch = decode_task(row.body)
-    if state is not None and state.results:
-        force_setattr(state, "results", tuple(state.results))  # it is ours alone yet
-    return _Task(state=state, mark=mark, epoch=epoch, kept_by=row.kept_by)
 
 
 def _decode_group(body: bytes) -> GroupMeta:

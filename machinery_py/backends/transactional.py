@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -27,6 +28,14 @@ from machinery_py.clock import micros
 from machinery_py.fences import NO_FENCE, Fence, fence_after
 from machinery_py.tasks.signature import RunNumber
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState, advance
+
+
+class Stored(Protocol):
+    """What a change is decided by."""
+
+    state: TaskState | None
+    mark: str
+    epoch: int
 
 
 class Row(msgspec.Struct, kw_only=True):
@@ -164,7 +173,7 @@ def is_over(state: TaskState | None, run: RunNumber) -> bool:
     )
 
 
-def decide(change: Change, rows: Mapping[str, Row]) -> tuple[Verdict, Iterable[TaskState]]:
+def decide(change: Change, rows: Mapping[str, Stored]) -> tuple[Verdict, Iterable[TaskState]]:
     """Return whether the change may be made, and the states after it."""
     if change.epoch and (row := rows.get(change.key)) is not None and row.epoch != change.epoch:
         return (ALREADY if change.mark and row.mark == change.mark else FENCED), []

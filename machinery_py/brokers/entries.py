@@ -1,4 +1,4 @@
-"""Messages as a store keeps them, dead letters and workers: what several stores share."""
+"""Dead letters, workers and clocks: what several brokers share."""
 
 from __future__ import annotations
 
@@ -8,22 +8,10 @@ import os
 import secrets
 import socket
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-import msgspec
-
-from machinery_py.brokers.base import (
-    WAITING,
-    Consumer,
-    DeadLetter,
-    Delivery,
-    Disposal,
-    Message,
-    WorkerInfo,
-)
+from machinery_py.brokers.base import Consumer, DeadLetter, Message, WorkerInfo
 from machinery_py.clock import Clock
 from machinery_py.errors import MachineryError
-from machinery_py.fences import Fence
 from machinery_py.tasks.signature import HEADER_RUN
 
 SET_BACK = 60.0  # seconds; a smaller step of a clock delays retries by so much
@@ -69,50 +57,6 @@ def new_letter(
         strikes=strikes,
         died_at=died_at,
     )
-
-
-class Entry(msgspec.Struct):
-    """A message in the hands of a store, with what it counts, for stores that keep records."""
-
-    message: Message
-    sent_at: dt.datetime
-    count: int = 0
-    strikes: int = 0
-
-    def deliver(self, receipt: Any, fence: Fence) -> Delivery:
-        """Return the next handing-over of the message."""
-        self.count += 1
-        return Delivery(
-            body=self.message.body,
-            queue=self.message.queue,
-            receipt=receipt,
-            count=self.count,
-            fence=fence,
-            strikes=self.strikes,
-            parks=self.message.parks,
-            priority=self.message.priority,
-            sent_at=self.sent_at,
-        )
-
-    def put_off(self, disposal: Disposal) -> None:
-        """Let the message wait as Fate.LATER says.
-
-        Listings show it as it waits now, not as it was sent.
-        """
-        parks = self.message.parks + (disposal.reason != WAITING)
-        self.message = msgspec.structs.replace(self.message, eta=disposal.eta, parks=parks)
-
-    def letter(self, disposal: Disposal, died_at: dt.datetime) -> DeadLetter:
-        """Return the dead letter that Fate.DEAD makes of the message."""
-        return new_letter(
-            self.message,
-            died_at,
-            reason=disposal.reason,
-            error=disposal.error,
-            uuid=disposal.uuid,
-            name=disposal.name,
-            strikes=self.strikes,
-        )
 
 
 def new_worker(name: str, queues: Sequence[str], now: dt.datetime) -> WorkerInfo:

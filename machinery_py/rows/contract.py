@@ -170,6 +170,25 @@ StepResult = Committed | Conflict | Repeated | Gone | NoRoom
 Decision = Callable[[Sequence[StoredRow | None], int], tuple[Mapping[Key, Write | None], T]]
 
 
+class Patience:
+    """Pauses of somebody whose rows were changed by others."""
+
+    def __init__(self) -> None:
+        self._deadline = time.monotonic() + PATIENCE
+
+    def wait(self) -> None:
+        """Let others go on.
+
+        Raises:
+            BackendUnavailable: after PATIENCE.
+        """
+        if time.monotonic() > self._deadline:
+            raise BackendUnavailable(
+                f"rows were changed by others for {PATIENCE} s (too many processes change one row)"
+            )
+        time.sleep(random.uniform(*PAUSE))
+
+
 class Rows(ABC):
     """A store of rows. Any thread may call any method.
 
@@ -258,7 +277,7 @@ class Rows(ABC):
         Raises:
             BackendUnavailable: also if others change the rows all the time.
         """
-        deadline = time.monotonic() + PATIENCE
+        patience = Patience()
         while True:
             rows = self.read(keys)
             write, result = decide(rows, self.now())
@@ -269,12 +288,7 @@ class Rows(ABC):
             [done] = self.commit([RowStep(expect=expect, write=write, durable=durable)])
             if not isinstance(done, Conflict):
                 return result
-            if time.monotonic() > deadline:
-                raise BackendUnavailable(
-                    f"{keys[0].kind} {keys[0].id!r} was changed by others for {PATIENCE} s "
-                    "(too many processes change one row)"
-                )
-            time.sleep(random.uniform(*PAUSE))
+            patience.wait()
 
 
 class _HasBody(Protocol):

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
-import msgspec
-
 from machinery_py.clock import micros
-from machinery_py.errors import BackendUnavailable
 from machinery_py.rows.contract import (
     NO_ROW,
-    PATIENCE,
-    PAUSE,
     Conflict,
     Key,
+    Patience,
     StepResult,
     StoredRow,
 )
@@ -25,30 +19,27 @@ from machinery_py.rows.messages import MessageRows, MessageStep
 T = TypeVar("T")
 
 
-class Draft(msgspec.Struct, gc=False):
+class Draft(MessageStep, kw_only=True, gc=False):
     """A step that is being written, over rows that were read. Belongs to one thread.
 
     Attributes:
         found: the rows that were read.
         read_at: µs since 1970 by the clock on the wall, before the rows were read.
-        step: what is written so far.
     """
 
     found: Mapping[Key, StoredRow | None]
     read_at: int
-    step: MessageStep = msgspec.field(default_factory=MessageStep)
 
     def row(self, key: Key) -> StoredRow | None:
         """Return a row that was read; the step then holds only if it is the same."""
         row = self.found[key]
-        self.step.expect[key] = NO_ROW if row is None else row.version
+        self.expect[key] = NO_ROW if row is None else row.version
         return row
 
     def is_empty(self) -> bool:
         """Return whether the step would change nothing."""
-        step = self.step
         return not (
-            step.write or step.create or step.takes or step.pushes or step.joins or step.tell
+            self.write or self.create or self.takes or self.pushes or self.joins or self.tell
         )
 
 
@@ -56,25 +47,6 @@ def read(rows: MessageRows, keys: Iterable[Key]) -> dict[Key, StoredRow | None]:
     """Return the rows of these keys."""
     wanted = list(dict.fromkeys(keys))
     return dict(zip(wanted, rows.read(wanted), strict=True)) if wanted else {}
-
-
-class Patience:
-    """Pauses of somebody whose rows were changed by others."""
-
-    def __init__(self) -> None:
-        self._deadline = time.monotonic() + PATIENCE
-
-    def wait(self) -> None:
-        """Let others go on.
-
-        Raises:
-            BackendUnavailable: after PATIENCE.
-        """
-        if time.monotonic() > self._deadline:
-            raise BackendUnavailable(
-                f"rows were changed by others for {PATIENCE} s (too many processes change one row)"
-            )
-        time.sleep(random.uniform(*PAUSE))
 
 
 def carry_out(
@@ -96,11 +68,11 @@ def carry_out(
     while True:
         read_at = micros(rows.clock.now())
         found = dict.fromkeys(wanted) if new else read(rows, wanted)
-        draft = Draft(found, read_at)
+        draft = Draft(found=found, read_at=read_at)
         result = plan(draft)
         if draft.is_empty():
             return result, None
-        [done] = rows.commit([draft.step])
+        [done] = rows.commit([draft])
         if not isinstance(done, Conflict):
             return result, done
         if new:

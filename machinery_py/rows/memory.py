@@ -9,7 +9,8 @@ import bisect
 import heapq
 import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import msgspec
@@ -20,13 +21,8 @@ from machinery_py.fences import Fence, fence_after
 from machinery_py.rows.contract import (
     NO_ROW,
     PAGE,
-    Committed,
-    Conflict,
     Decision,
-    Gone,
     Key,
-    NoRoom,
-    Repeated,
     RowStep,
     StepResult,
     StoredRow,
@@ -36,10 +32,9 @@ from machinery_py.rows.contract import (
     check_writes,
     page_of,
 )
-from machinery_py.rows.memory_messages import MemoryHold, MemoryMessages, MemoryTopicListener
+from machinery_py.rows.memory_messages import MemoryMessages, MemoryTopicListener, MessageTables
 from machinery_py.rows.messages import (
     CLOSED,
-    Join,
     MessageRows,
     MessageStep,
     check_message_step,
@@ -51,30 +46,47 @@ AGAIN = 60_000_000  # µs until a row that another one keeps is looked at again
 T = TypeVar("T")
 
 
-class _Kept(msgspec.Struct, gc=False):
-    """A row, when it expires, and the moment that `_expiring` has for it."""
+class KeptRow(msgspec.Struct, gc=False):
+    """A row, when it expires, the moment that `_expiring` has for it, and the set that it is."""
 
     row: StoredRow
     ends: int | None
-    noted_at: int | None
+    noted_at: int | None = None
+    members: dict[str, None] | None = None
+
+
+class Tables(msgspec.Struct):
+    """All that the store keeps, as a record that msgspec can encode.
+
+    There are no sets: equal tables have equal bytes.
+
+    Attributes:
+        fence: the last one.
+        rows: by kind and id.
+        messages: all, their holds and the turns of their queues.
+    """
+
+    fence: Fence = Fence(0)
+    rows: dict[str, dict[str, KeptRow]] = {}
+    messages: MessageTables = msgspec.field(default_factory=MessageTables)
 
 
 class MemoryRows(MemoryMessages, MessageRows):
     """Dicts under one lock, whose holder may enter it again.
 
-    The time of rows goes at the pace of the monotonic clock.
+    The time of rows goes at the pace of the monotonic clock. A store that keeps the tables in one
+    record elsewhere replaces `lock` by one that loads and saves them: see examples/store.
     """
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         super().__init__()
         self.clock = clock
-        self.lock = threading.RLock()
-        self._last = Fence(0)
+        self.lock: AbstractContextManager[object] = threading.RLock()
+        self._last = self._next = 0
         self._began_at = micros(clock.now()) - round(clock.monotonic() * 1e6)
-        self._kinds: dict[str, dict[str, _Kept]] = {}  # by kind and id
+        self._kinds: dict[str, dict[str, KeptRow]] = {}  # by kind and id
         self._expiring: list[tuple[int, Key]] = []
         self._listed: dict[str, list[StoredRow]] = {}  # of a kind, rising, until it changes
-        self._sets: dict[Key, set[str]] = {}
 
     def is_entered(self) -> bool:
         return self.lock._is_owned()  # type: ignore[attr-defined,no-any-return]
@@ -85,19 +97,20 @@ class MemoryRows(MemoryMessages, MessageRows):
     def begin(self) -> None:
         """Note the time, once for each call: fences, and moments of messages, go on from it."""
         self.wall = micros(self.clock.now())
-        self._last = fence_after(self._last, self.wall)
+        self.moment = self.now()
+        self._next = fence_after(self._last, self.wall)
 
-    def next_fence(self) -> Fence:
-        """Return the next fence. Called after `begin`."""
-        self._last = Fence(self._last + 1)
-        return self._last
+    def next_fence(self, number: int = 1) -> Fence:
+        """Return the first of so many fences. Called after `begin`."""
+        fence = self._next
+        self._last = fence + number - 1
+        self._next = fence + number
+        return Fence(fence)
 
     def fences(self, number: int) -> Fence:
         with self.lock:
             self.begin()
-            first = Fence(self._last + 1)
-            self._last = Fence(self._last + number)
-            return first
+            return self.next_fence(number)
 
     def read(self, keys: Sequence[Key]) -> list[StoredRow | None]:
         check_keys(keys)
@@ -107,16 +120,17 @@ class MemoryRows(MemoryMessages, MessageRows):
 
     def _read(self, key: Key, now: int) -> StoredRow | None:
         there = self._kinds.get(key.kind)
-        kept = there.get(key.id) if there else None
-        if kept is None or kept.ends is None or kept.ends > now:
-            return None if kept is None else kept.row
+        if there is None or (kept := there.get(key.id)) is None:
+            return None
+        if kept.ends is None or kept.ends > now:
+            return kept.row
         by = kept.row.kept_by
         return kept.row if by is not None and self._read(by, now) is not None else None
 
     def is_closed(self, queue: str) -> bool:
         """Return whether nothing is to be claimed from the queue."""
         there = self._kinds.get(CLOSED)
-        return bool(there) and self._read(Key(CLOSED, queue), self.now()) is not None
+        return bool(there) and self._read(Key(CLOSED, queue), self.moment) is not None
 
     def commit(self, steps: Sequence[RowStep | MessageStep]) -> list[StepResult]:
         whole = [one if isinstance(one, MessageStep) else of_rows(one) for one in steps]
@@ -124,103 +138,64 @@ class MemoryRows(MemoryMessages, MessageRows):
             check_message_step(step)
         with self.lock:
             self.begin()
-            now = self.now()
-            told: set[str] = set()
-            done = [self._refusal(step, now) or self._carry_out(step, now, told) for step in whole]
-            self.tell(told)
+            done = [self.carry_out(step) for step in whole]
+            self.tell_news()
             return done
 
-    def _refusal(self, step: MessageStep, now: int) -> StepResult | None:
-        """Return why the step is not to be carried out."""
-        if step.once is not None and self._read(step.once, now) is not None:
-            return Repeated()
-        for key, version in step.expect.items():
-            row = self._read(key, now)
-            if (NO_ROW if row is None else row.version) != version:
-                return Conflict()
-        if not self.are_there(step.takes) or (step.held and not self.are_there(step.held)):
-            return Gone()
-        for room in step.room:
-            waiting = self.count_waiting(room.queue)
-            if waiting + room.adds > room.limit:
-                return NoRoom(room.queue, waiting)
-        return None
-
-    def _carry_out(self, step: MessageStep, now: int, told: set[str]) -> Committed:
-        for key, new in step.create.items():
-            if self._read(key, now) is None:
-                self._write(key, new, now)
-        given = self._write_all(step.write, now)
-        for join in step.joins:
-            self._join(join, now)
-        if step.takes or step.pushes:
-            self.move(step, told)
-        if step.tell:
-            told.update(step.tell)
-        return Committed(given, now)
+    def version_of(self, key: Key) -> Version:
+        row = self._read(key, self.moment)
+        return NO_ROW if row is None else row.version
 
     def change(self, keys: Sequence[Key], decide: Decision[T], *, durable: bool = True) -> T:
         """As the contract says, under the lock: nobody else writes meanwhile."""
         check_keys(keys)
         with self.lock:
             self.begin()
-            now = self.now()
+            now = self.moment
             write, result = decide([self._read(key, now) for key in keys], now)
             check_writes(write)
-            self._write_all(write, now)
+            self.carry_out(MessageStep(write=dict(write)))
             return result
 
-    def _write_all(self, write: Mapping[Key, Write | None], now: int) -> Version:
-        """Write the rows, and return the last version."""
-        if self._expiring and self._expiring[0][0] <= now:
-            self.expire(2 + len(write))  # faster than new rows come
-        given = NO_ROW
-        for key, one in write.items():
-            if one is None:
-                self._delete(key)
-            else:
-                given = self._write(key, one, now)
-        return given
-
-    def _write(self, key: Key, write: Write, now: int) -> Version:
-        self._last = fence = Fence(self._last + 1)
-        version = Version(fence)
+    def put(self, key: Key, write: Write) -> Version:
+        version = Version(self.next_fence())
         row = StoredRow(
             key=key, body=write.body, version=version, facts=write.facts, kept_by=write.kept_by
         )
-        ends = None if write.expires_in is None else now + write.expires_in
+        ends = None if write.expires_in is None else self.moment + write.expires_in
         kind = self._kinds.setdefault(key.kind, {})
-        before = kind.pop(key.id, None)  # so that the last written is the last, for the sorting
-        kind[key.id] = kept = _Kept(row, ends, None if before is None else before.noted_at)
+        kept = kind.get(key.id)
+        if kept is None:
+            kind[key.id] = kept = KeptRow(row, ends)
+        else:
+            kept.row, kept.ends = row, ends
         self._listed.pop(key.kind, None)
         if ends is not None:
             self._note(kept, ends)
+            if self._expiring[0][0] <= self.moment:
+                self.expire(2)  # faster than new rows come
         return version
 
-    def _note(self, kept: _Kept, ends: int) -> None:
+    def _note(self, kept: KeptRow, ends: int) -> None:
         """Note when to look whether the row has expired: once, however often it is written."""
         if kept.noted_at is None or ends < kept.noted_at:
             kept.noted_at = ends
             heapq.heappush(self._expiring, (ends, kept.row.key))
 
-    def _delete(self, key: Key) -> None:
+    def delete(self, key: Key) -> None:
         self._kinds.get(key.kind, {}).pop(key.id, None)
         self._listed.pop(key.kind, None)
-        self._sets.pop(key, None)
 
-    def _join(self, join: Join, now: int) -> None:
-        if self._read(join.ready, now) is not None:
-            return
-        if self._read(join.set, now) is None:
-            self._delete(join.set)
-        members = self._sets.setdefault(join.set, set())
-        if join.member not in members:
-            members.add(join.member)
-            self._write(join.set, Write(body=b""), now)
-            for key, write in join.beside.items():
-                self._write(key, write, now)
-            if len(members) >= join.whole:
-                self._write(join.ready, join.write, now)
+    def add_member(self, set: Key, member: str) -> int:
+        if set.id not in self._kinds.get(set.kind, ()):
+            self.put(set, Write(body=b""))
+        kept = self._kinds[set.kind][set.id]
+        if kept.members is None:
+            kept.members = {}
+        if member in kept.members:
+            return 0
+        kept.members[member] = None
+        return len(kept.members)
 
     def ids(self, kind: str, *, prefix: str = "", items: int = PAGE) -> list[str]:
         with self.lock:
@@ -248,16 +223,29 @@ class MemoryRows(MemoryMessages, MessageRows):
                     continue  # of a row that was deleted, or noted for earlier
                 kept.noted_at = None
                 if self._read(key, now) is None:
-                    self._delete(key)
+                    self.delete(key)
                 elif kept.ends is not None:
                     self._note(kept, max(kept.ends, now + AGAIN if kept.ends <= now else 0))
             return bool(self._expiring) and self._expiring[0][0] <= now
 
-    def open_hold(self, body: bytes, *, lease: float) -> MemoryHold:
-        return MemoryHold(self, body, lease)
-
     def listen(self) -> MemoryTopicListener:
         return MemoryTopicListener(self)
+
+    def dump(self) -> Tables:
+        """Return all that is kept, which goes on changing. Called with the lock held."""
+        return Tables(Fence(self._last), self._kinds, self.dump_messages())
+
+    def load(self, tables: Tables) -> None:
+        """Replace all that is kept by these tables, which become ours. Called with the lock held.
+
+        Holds that this process has opened live on in them, or are ended.
+        """
+        self._last, self._kinds = tables.fence, tables.rows
+        self._listed.clear()
+        kept = itertools.chain.from_iterable(map(dict.values, tables.rows.values()))
+        self._expiring = [(one.noted_at, one.row.key) for one in kept if one.noted_at is not None]
+        heapq.heapify(self._expiring)
+        self.load_messages(tables.messages)
 
     def list(
         self,

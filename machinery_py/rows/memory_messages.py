@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import secrets
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from machinery_py.bounds import STEP_BYTES
-from machinery_py.clock import Clock, micros
+from machinery_py.clock import Clock
 from machinery_py.fences import Fence
 from machinery_py.rows.contract import PAGE, page_of
 from machinery_py.rows.messages import (
@@ -29,11 +30,12 @@ from machinery_py.rows.messages import (
     TopicListener,
     queue_topic,
 )
+from machinery_py.rows.steps import StepTarget
 
 Order = tuple[int, int, int]  # priority, turn, number; the least is the next
 
 
-class _KeptMessage(msgspec.Struct, kw_only=True, gc=False):
+class KeptMessage(msgspec.Struct, kw_only=True, gc=False):
     """A message, and where it is. One that is taken from its queue stays in the heap, as gone."""
 
     id: int
@@ -56,7 +58,6 @@ class _KeptMessage(msgspec.Struct, kw_only=True, gc=False):
             queue=self.queue,
             body=self.body,
             put_at=self.put_at,
-            due=self.due,
             place=(self.due, self.order) if self.is_late else self.order,
         )
 
@@ -71,22 +72,47 @@ class _KeptMessage(msgspec.Struct, kw_only=True, gc=False):
         )
 
 
+class KeptHold(msgspec.Struct):
+    """A hold, and what it has claimed."""
+
+    body: bytes
+    lease: float
+    beat_at: int
+    is_ended: bool = False
+    messages: dict[int, KeptMessage] = {}
+
+
+#: By priority: the turn that is served, the last one of each tenant.
+Turns = dict[int, tuple[int, dict[str, int]]]
+
+
+class MessageTables(msgspec.Struct):
+    """All messages: those that wait or are late, and those in holds; and the turns of queues.
+
+    `number`: the last that a message got.
+    """
+
+    number: int = 0
+    waiting: dict[int, KeptMessage] = {}
+    holds: dict[str, KeptHold] = {}
+    turns: dict[str, Turns] = {}
+
+
 class _Queue:
     """The messages that wait: those that have waited before, whose turn is below 0, and others."""
 
     def __init__(self) -> None:
         self.size = 0
-        self._waited: list[tuple[Order, _KeptMessage]] = []
-        self._others: list[tuple[Order, _KeptMessage]] = []
-        #: By priority, if it is fair: the turn that is served, the last one of each tenant.
-        self.turns: dict[int, tuple[int, dict[str, int]]] = {}
+        self._waited: list[tuple[Order, KeptMessage]] = []
+        self._others: list[tuple[Order, KeptMessage]] = []
+        self.turns: Turns = {}  # if it is fair
 
-    def __iter__(self) -> Iterator[_KeptMessage]:
+    def __iter__(self) -> Iterator[KeptMessage]:
         for _, message in itertools.chain(self._waited, self._others):
             if not message.is_gone:
                 yield message
 
-    def add(self, message: _KeptMessage) -> None:
+    def add(self, message: KeptMessage) -> None:
         self.size += 1
         heap = self._waited if message.order[1] < 0 else self._others
         heapq.heappush(heap, (message.order, message))
@@ -97,7 +123,7 @@ class _Queue:
         last[tenant] = turn = max(served, last.get(tenant, 0) + 1)
         return turn
 
-    def take(self, items: int, size: int, claim: int, *, one: bool) -> Iterator[_KeptMessage]:
+    def take(self, items: int, size: int, claim: int, *, one: bool) -> Iterator[KeptMessage]:
         """Take the next ones. While others wait, half of them is theirs. `one`: of any size."""
         waited, others = self._waited, self._others
         room, left = (items + claim % 2) // 2, items
@@ -120,7 +146,7 @@ class _Queue:
             yield message
         self.end_turns()
 
-    def drop(self, message: _KeptMessage) -> None:
+    def drop(self, message: KeptMessage) -> None:
         """Let a message go that waits."""
         message.is_gone = True
         self.size -= 1
@@ -135,25 +161,26 @@ class _Queue:
                 self.turns = {one: (served, {}) for one, (served, _) in self.turns.items()}
 
 
-class MemoryMessages:
-    """Messages in heaps, by queue, and those that are late. `move` is called with the lock held.
+class MemoryMessages(StepTarget):
+    """Messages in heaps, by queue, and those that are late.
 
     Attributes:
         wall: µs by the clock on the wall, when the call of the store began.
     """
 
     clock: Clock
-    lock: threading.RLock
+    lock: contextlib.AbstractContextManager[object]
 
     def __init__(self) -> None:
         self.wall = 0
-        self._numbers = itertools.count(1)
+        self._number = 0
         self._claims = itertools.count(1)
-        self._waiting: dict[int, _KeptMessage] = {}  # and late
+        self._waiting: dict[int, KeptMessage] = {}  # and late
         self._queues: dict[str, _Queue] = {}
-        self._late: list[tuple[int, Order, _KeptMessage]] = []
+        self._late: list[tuple[int, Order, KeptMessage]] = []
         self.all_holds: dict[str, MemoryHold] = {}
         self.listeners: set[MemoryTopicListener] = set()
+        self._news: set[str] = set()  # topics to be told
 
     @abstractmethod
     def begin(self) -> None: ...
@@ -164,42 +191,73 @@ class MemoryMessages:
     @abstractmethod
     def is_closed(self, queue: str) -> bool: ...
 
+    @abstractmethod
+    def now(self) -> int: ...
+
+    def dump_messages(self) -> MessageTables:
+        """Return all that is kept, which goes on changing. Called with the lock held."""
+        holds = {id: hold.kept for id, hold in self.all_holds.items()}
+        turns = {name: queue.turns for name, queue in self._queues.items() if queue.turns}
+        return MessageTables(self._number, self._waiting, holds, turns)
+
+    def load_messages(self, tables: MessageTables) -> None:
+        """Replace all that is kept by these tables. Called with the lock held."""
+        self._number, self._waiting = tables.number, tables.waiting
+        self._late, self._queues = [], {}
+        for name, turns in tables.turns.items():
+            self._queues[name] = queue = _Queue()
+            queue.turns = turns
+        for message in tables.waiting.values():
+            if message.is_late:
+                heapq.heappush(self._late, (message.due, message.order, message))
+            else:
+                self._queues.setdefault(message.queue, _Queue()).add(message)
+        for id in self.all_holds.keys() - tables.holds:
+            self.all_holds.pop(id).kept = KeptHold(b"", 0.0, 0, is_ended=True)
+        for id, kept in tables.holds.items():
+            if id in self.all_holds:
+                self.all_holds[id].kept = kept
+            else:
+                self.all_holds[id] = self.hold_of(id, kept)
+
     def tell(self, topics: set[str]) -> None:
         """Wake those that listen. Called with the lock held."""
-        if topics:
-            for listener in tuple(self.listeners):
-                listener.tell(topics)
+        for listener in tuple(self.listeners):
+            listener.tell(topics)
+
+    def tell_news(self) -> None:
+        """Tell what was changed. Called with the lock held."""
+        if self._news:
+            news, self._news = self._news, set()
+            self.tell(news)
 
     # Steps
 
     def are_there(self, receipts: Sequence[ClaimReceipt]) -> bool:
-        """Return whether the messages are where these say."""
         for one in receipts:
             if not one.hold:
                 if one.id not in self._waiting:
                     return False
                 continue
             hold = self.all_holds.get(one.hold)
-            message = None if hold is None or hold.is_ended else hold.messages.get(one.id)
+            kept = None if hold is None or hold.kept.is_ended else hold.kept
+            message = None if kept is None else kept.messages.get(one.id)
             if message is None or message.count != one.count:
                 return False
         return True
 
-    def move(self, step: MessageStep, told: set[str]) -> None:
-        """Take and push what the step says."""
-        taken: dict[int, _KeptMessage] = {}
+    def move(self, step: MessageStep) -> None:
+        self._news.update(step.tell)
+        taken: dict[int, KeptMessage] = {}
         for receipt in step.takes:
             if receipt.hold:
-                taken[receipt.id] = self.all_holds[receipt.hold].messages.pop(receipt.id)
+                taken[receipt.id] = self.all_holds[receipt.hold].kept.messages.pop(receipt.id)
             else:
                 taken[receipt.id] = self._take(receipt.id)
         for push in step.pushes:
-            if push.id is None:
-                self._push(push, None, told)
-            else:
-                self._push(push, taken[push.id], told)
+            self._push(push, None if push.id is None else taken[push.id])
 
-    def _take(self, id: int) -> _KeptMessage:
+    def _take(self, id: int) -> KeptMessage:
         """Take a message that waits, or is late."""
         message = self._waiting.pop(id)
         if message.is_late:
@@ -208,10 +266,12 @@ class MemoryMessages:
             self._queues[message.queue].drop(message)
         return message
 
-    def _push(self, push: Push, old: _KeptMessage | None, told: set[str]) -> None:
-        told.add(queue_topic(push.queue))  # a sleeper may have to wake earlier than planned
-        number = next(self._numbers) if old is None or push.tenant is not None else old.order[2]
-        message = _KeptMessage(
+    def _push(self, push: Push, old: KeptMessage | None) -> None:
+        self._news.add(queue_topic(push.queue))  # a sleeper may have to wake earlier than planned
+        number = 0 if old is None else old.order[2]
+        if old is None or push.tenant is not None:
+            self._number = number = self._number + 1
+        message = KeptMessage(
             id=number if old is None else old.id,
             queue=push.queue,
             body=push.body if push.body is not None else b"" if old is None else old.body,
@@ -233,7 +293,7 @@ class MemoryMessages:
         else:
             self._enqueue(message, keeps=push.place is Place.SAME)
 
-    def _enqueue(self, message: _KeptMessage, *, keeps: bool = False) -> None:
+    def _enqueue(self, message: KeptMessage, *, keeps: bool = False) -> None:
         queue = self._queues.get(message.queue)
         if queue is None:
             queue = self._queues[message.queue] = _Queue()
@@ -249,19 +309,25 @@ class MemoryMessages:
             if not self._late:
                 return None
             self.begin()
-            told: set[str] = set()
             while self._late and (self._late[0][0] <= self.wall or self._late[0][2].is_gone):
                 _, _, message = heapq.heappop(self._late)
                 if not message.is_gone:
                     self._enqueue(message)
-                    told.add(queue_topic(message.queue))
-            self.tell(told)
+                    self._news.add(queue_topic(message.queue))
+            self.tell_news()
             return self._late[0][0] if self._late else None
 
     def claim(
-        self, hold: MemoryHold, queues: Sequence[str], items: int, size: int, claimed: list[Claimed]
+        self,
+        hold: MemoryHold,
+        queues: Sequence[str],
+        items: int,
+        size: int,
+        number: int,
+        claimed: list[Claimed],
     ) -> None:
         """Add to what a hold has claimed. Called with the lock held."""
+        held = hold.kept.messages
         turn = next(self._claims)
         for name in queues:
             queue = self._queues.get(name)
@@ -270,7 +336,8 @@ class MemoryMessages:
             for message in queue.take(items - len(claimed), size, turn, one=not claimed):
                 size -= len(message.body)
                 message.count += 1
-                hold.messages[message.id] = self._waiting.pop(message.id)
+                message.claim = number
+                held[message.id] = self._waiting.pop(message.id)
                 claimed.append(message.claimed(hold.id, self.next_fence()))
 
     # Looking
@@ -306,7 +373,7 @@ class MemoryMessages:
         with self.lock:
             self.promote()
             for hold in self.all_holds.values():
-                for message in hold.messages.values():
+                for message in hold.kept.messages.values():
                     counts.setdefault(message.queue, QueueCount()).held += 1
             for message in self._waiting.values():
                 count = counts.setdefault(message.queue, QueueCount())
@@ -319,9 +386,20 @@ class MemoryMessages:
 
     # Holds
 
+    def hold_of(self, id: str, kept: KeptHold) -> MemoryHold:
+        """Return a hold that this process has opened, or found in its tables."""
+        return MemoryHold(self, id, kept)
+
+    def open_hold(self, body: bytes, *, lease: float) -> MemoryHold:
+        with self.lock:
+            kept = KeptHold(body, lease, self.now())
+            hold = self.hold_of(secrets.token_hex(12), kept)
+            self.all_holds[hold.id] = hold
+            return hold
+
     def holds(self) -> list[HoldReport]:
         with self.lock:
-            return [hold.report() for hold in self.all_holds.values() if not hold.is_ended]
+            return [hold.report() for hold in self.all_holds.values() if not hold.kept.is_ended]
 
     def dead_holds(self) -> list[str]:
         """Return holds that have missed their beats, at the second look."""
@@ -333,55 +411,50 @@ class MemoryMessages:
             there = self.all_holds.get(hold)
             if there is None:
                 return 0
-            if not there.is_ended and not there.is_dead:
-                return None
-            return self.give_back(there, items)
+            return self.give_back(there, items) if there.is_dead() else None
 
     def give_back(self, hold: MemoryHold, items: int, *, struck: bool = True) -> int:
         """End a hold; return how many messages went back. Called with the lock held."""
-        hold.is_ended = True
-        told: set[str] = set()
-        back = list(itertools.islice(hold.messages.values(), items))
+        kept = hold.kept
+        kept.is_ended = True
+        back = list(itertools.islice(kept.messages.values(), items))
         for message in back:
-            del hold.messages[message.id]
+            del kept.messages[message.id]
             message.strikes += struck and message.runs
             message.runs = False
             self._enqueue(message, keeps=True)
-            told.add(queue_topic(message.queue))
-        if not hold.messages:
+            self._news.add(queue_topic(message.queue))
+        if not kept.messages:
             self.all_holds.pop(hold.id, None)
-        self.tell(told)
+        self.tell_news()
         return len(back)
 
 
 class MemoryHold(Hold):
     """A hold that lives while it beats."""
 
-    def __init__(self, rows: MemoryMessages, body: bytes, lease: float) -> None:
-        self.id = secrets.token_hex(12)
-        self.messages: dict[int, _KeptMessage] = {}
-        self.is_ended = self.is_dead = self._is_suspected = False
-        self._rows = rows
-        self._lease = lease
-        self._body = body
-        with rows.lock:
-            self._note_beat()
-            rows.all_holds[self.id] = self
-
-    def _note_beat(self) -> None:
-        self._last_beat = self._rows.clock.monotonic()
-        self._beat_at = micros(self._rows.clock.now())
-        self._is_suspected = self.is_dead = False
+    def __init__(self, rows: MemoryMessages, id: str, kept: KeptHold) -> None:
+        self.id = id
+        self.kept = kept
+        self.rows = rows
+        self._suspect = 0  # the beat that was the last one at two looks, or at one: below 0
 
     def _is_stalled(self) -> bool:
-        return self._rows.clock.monotonic() - self._last_beat > self._lease
+        return self.rows.now() - self.kept.beat_at > self.kept.lease * 1e6
 
     def looks_dead(self) -> bool:
         """Look whether it has missed its beats, a second time. Called with the lock held."""
-        stalled = self._is_stalled()
-        self.is_dead = stalled and self._is_suspected
-        self._is_suspected = stalled
-        return self.is_dead or self.is_ended
+        if not self._is_stalled():
+            self._suspect = 0
+        elif abs(self._suspect) == self.kept.beat_at:
+            self._suspect = self.kept.beat_at
+        else:
+            self._suspect = -self.kept.beat_at
+        return self.is_dead()
+
+    def is_dead(self) -> bool:
+        """Return whether it was ended, or looked dead and has not beaten since."""
+        return self.kept.is_ended or self._suspect == self.kept.beat_at
 
     def claim(
         self,
@@ -392,57 +465,60 @@ class MemoryHold(Hold):
         number: int = 0,
         lost: int | None = None,
     ) -> Claims:
-        rows = self._rows
+        rows = self.rows
         with rows.lock:
             rows.begin()
             next_due = rows.promote()
-            if self.is_ended:
+            if self.kept.is_ended:
                 return Claims([], next_due)
             found: list[Claimed] = []
             if lost is not None:
-                again = (one for one in self.messages.values() if one.claim >= lost)
-                found = [one.claimed(self.id, rows.next_fence()) for one in again]
-                size -= sum(len(one.body) for one in found)
-            rows.claim(self, queues, items, size, found)
-            for one in found:
-                self.messages[one.receipt.id].claim = number
+                for one in self.kept.messages.values():
+                    if one.claim >= lost:
+                        one.claim = number
+                        found.append(one.claimed(self.id, rows.next_fence()))
+                        size -= len(one.body)
+            rows.claim(self, queues, items, size, number, found)
             return Claims(found, next_due)
 
     def has(self, receipts: Sequence[ClaimReceipt]) -> list[bool]:
-        with self._rows.lock:
-            return [one.hold == self.id and self._rows.are_there((one,)) for one in receipts]
+        with self.rows.lock:
+            return [one.hold == self.id and self.rows.are_there((one,)) for one in receipts]
 
     # Without the lock, which would cost each task two turns of it.
 
     def begin_run(self, receipt: ClaimReceipt) -> None:
-        message = self.messages.get(receipt.id)
-        if message is not None and message.count == receipt.count:
-            message.runs = True
+        self.set_runs(receipt, True)
 
     def end_run(self, receipt: ClaimReceipt) -> None:
-        message = self.messages.get(receipt.id)
+        self.set_runs(receipt, False)
+
+    def set_runs(self, receipt: ClaimReceipt, runs: bool) -> None:
+        """Note whether the message runs."""
+        message = self.kept.messages.get(receipt.id)
         if message is not None and message.count == receipt.count:
-            message.runs = False
+            message.runs = runs
 
     def write(self, body: bytes) -> None:
-        self._body = body
+        with self.rows.lock:
+            self.kept.body = body
 
     def beat(self) -> bool:
-        with self._rows.lock:
-            self._note_beat()
-            return not self.is_ended
+        with self.rows.lock:
+            self.kept.beat_at = self.rows.now()
+            return not self.kept.is_ended
 
     def end(self) -> None:
-        with self._rows.lock:
-            self._rows.give_back(self, len(self.messages), struck=False)
+        with self.rows.lock:
+            self.rows.give_back(self, len(self.kept.messages), struck=False)
 
     def report(self) -> HoldReport:
         """Return it as listings show it. Called with the lock held."""
         return HoldReport(
             id=self.id,
-            body=self._body,
-            beat_at=self._beat_at,
-            holding=len(self.messages),
+            body=self.kept.body,
+            beat_at=self.kept.beat_at,
+            holding=len(self.kept.messages),
             stalled=self._is_stalled(),
         )
 
@@ -451,8 +527,8 @@ class MemoryTopicListener(TopicListener):
     """An event that is set when a watched topic is told."""
 
     def __init__(self, rows: MemoryMessages) -> None:
-        self._rows = rows
-        self._event = threading.Event()
+        self.rows = rows
+        self.event = threading.Event()
         self._watched: set[str] = set()
         self._changing = threading.Lock()
         with rows.lock:
@@ -470,14 +546,14 @@ class MemoryTopicListener(TopicListener):
         """Wake the waiter if it watches one of these."""
         with self._changing:
             if not self._watched.isdisjoint(topics):
-                self._event.set()
+                self.event.set()
 
     def wait(self, timeout: float) -> None:
-        self._event.wait(timeout)
-        self._event.clear()
+        self.event.wait(timeout)
+        self.event.clear()
 
     def wake(self) -> None:
-        self._event.set()
+        self.event.set()
 
     def close(self) -> None:
-        self._rows.listeners.discard(self)
+        self.rows.listeners.discard(self)

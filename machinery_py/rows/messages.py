@@ -211,7 +211,6 @@ class StoredMessage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     Attributes:
         put_at: when it was pushed first; µs since 1970, by the clock on the wall.
-        due: when it was, or is, due; 0: at once.
         place: in the order of its queue, or of all that are late; means something to the store.
     """
 
@@ -219,7 +218,6 @@ class StoredMessage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     queue: str
     body: bytes
     put_at: int
-    due: int = 0
     place: object = None
 
 

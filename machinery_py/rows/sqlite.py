@@ -11,7 +11,7 @@ import contextlib
 import functools
 import random
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from machinery_py.bounds import STEP_BYTES, pieces
@@ -24,14 +24,9 @@ from machinery_py.fences import Fence
 from machinery_py.rows.contract import (
     NO_ROW,
     PAGE,
-    Committed,
-    Conflict,
     Decision,
     Facts,
-    Gone,
     Key,
-    NoRoom,
-    Repeated,
     RowStep,
     StepResult,
     StoredRow,
@@ -40,8 +35,8 @@ from machinery_py.rows.contract import (
     check_keys,
     check_writes,
 )
-from machinery_py.rows.messages import Join, MessageRows, MessageStep, check_message_step, of_rows
-from machinery_py.rows.sqlite_messages import Moves, SQLiteMessages, count_waiting
+from machinery_py.rows.messages import MessageRows, MessageStep, check_message_step, of_rows
+from machinery_py.rows.sqlite_messages import Moves, SQLiteMessages
 from machinery_py.texts import printable
 
 LAST = 2**63 - 1  # µs
@@ -50,13 +45,6 @@ SWEEP = 0.01  # share of the transactions that delete expired rows
 SWEPT = 1000  # of them in one transaction
 AGAIN = 60_000_000  # µs until a row that another one keeps is looked at again
 T = TypeVar("T")
-
-# In: kind, id. Out: what it says, when the row expires, and what keeps it. Joined by UNION ALL,
-# this is the fastest way to a few rows: (kind, id) IN (VALUES …) costs twice as much.
-_VERSION = (
-    "SELECT kind, id, expires_at, kept_kind, kept_id, version FROM rows WHERE kind = ? AND id = ?"
-)
-_READ = _VERSION.replace("version", "version, body, at, name")
 
 _WRITE = (
     "INSERT INTO rows (kind, id, version, expires_at, at, name, body, kept_kind, kept_id, sweep_at)"
@@ -128,7 +116,7 @@ class SQLiteRows(SQLiteMessages, MessageRows):
         super().__init__(driver)
         self.clock = driver.clock
         self._unavailable = unavailable
-        self._seen: dict[Key, int] | None = None
+        self._seen: dict[Key, Version] | None = None
 
     def is_entered(self) -> bool:
         return self.driver.is_entered()
@@ -151,7 +139,7 @@ class SQLiteRows(SQLiteMessages, MessageRows):
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Return a transaction. The first commit in it knows the versions that were read in it."""
+        """Return a transaction, which knows the versions that were read in it."""
         with self._writing(durable=True):
             self._seen = {}
             try:
@@ -165,12 +153,16 @@ class SQLiteRows(SQLiteMessages, MessageRows):
             check_message_step(step)
         done: list[StepResult] = []
         for piece in pieces(whole, _size, most=MOST):
-            durable = any(step.durable for step in piece)
-            with self._writing(durable) as connection:
-                seen, self._seen = self._seen or {}, None
-                batch = _Batch(self.driver, connection, piece, seen)
-                done += [batch.refusal(step) or batch.carry_out(step) for step in piece]
-                batch.write()
+            with self._writing(any(step.durable for step in piece)) as connection:
+                done += self._carry_out(connection, piece)
+        return done
+
+    def _carry_out(
+        self, connection: sqlite3.Connection, steps: Sequence[MessageStep]
+    ) -> list[StepResult]:
+        batch = _Batch(self.driver, connection, steps, {} if self._seen is None else self._seen)
+        done = [batch.carry_out(step) for step in steps]
+        batch.write()
         return done
 
     def change(self, keys: Sequence[Key], decide: Decision[T], *, durable: bool = True) -> T:
@@ -181,10 +173,7 @@ class SQLiteRows(SQLiteMessages, MessageRows):
             write, result = decide(_read(connection, keys, now), now)
             check_writes(write)
             if write:
-                step = MessageStep(write=dict(write))
-                batch = _Batch(self.driver, connection, [step], {})
-                batch.carry_out(step)
-                batch.write()
+                self._carry_out(connection, [MessageStep(write=dict(write))])
             return result
 
     def ids(self, kind: str, *, prefix: str = "", items: int = PAGE) -> list[str]:
@@ -238,11 +227,14 @@ class SQLiteRows(SQLiteMessages, MessageRows):
         return begin(self._unavailable)
 
 
-class _Batch:
+class _Batch(Moves):
     """Steps of one transaction: read together, decided one after the other, written together.
 
     Each statement lets other threads run, perhaps for milliseconds, while all others wait for the
     transaction. So their number does not grow with that of the steps.
+
+    Args:
+        versions: those that are known; it is kept up to date.
     """
 
     def __init__(
@@ -250,75 +242,39 @@ class _Batch:
         driver: SQLiteDriver,
         connection: sqlite3.Connection,
         steps: Sequence[MessageStep],
-        seen: Mapping[Key, int],
+        versions: dict[Key, Version],
     ) -> None:
-        self._connection = connection
-        self._now = driver.now()
-        self._moves = Moves(driver, connection, steps, self._now)
-        asked: dict[Key, None] = {}
-        self._left = 0  # versions that are reserved
-        for step in steps:
-            self._left += len(step.write) + 4 * len(step.joins)
-            if step.once is not None:
-                asked[step.once] = None
-            if step.expect:
-                asked.update(dict.fromkeys(step.expect))
-            if step.create:
-                asked.update(dict.fromkeys(step.create))
-            for join in step.joins:
-                asked[join.set] = asked[join.ready] = None
-        self._versions = {key: version for key, version in seen.items() if version != NO_ROW}
-        if new := [key for key in asked if key not in seen]:
-            found = _ask(connection, _VERSION, new, self._now)
-            self._versions |= {key: found[at][0] for key in new if (at := _stored(key)) in found}
-        self._next = Fence(0)
-        if self._left:
-            self._next = next_fence(connection, self._now, self._left)
+        super().__init__(driver, connection, steps)
+        self._versions = versions
         self._rows: dict[Key, Cells | None] = {}
         self._sizes: dict[Key, int] = {}
+        written = 0
+        asked: dict[Key, None] = {}
+        for step in steps:
+            written += len(step.write) + len(step.create)
+            if step.once is not None:
+                asked[step.once] = None
+            asked.update(dict.fromkeys(step.expect))
+            asked.update(dict.fromkeys(step.create))
+            for join in step.joins:
+                written += 2 + len(join.beside)
+                asked[join.set] = asked[join.ready] = None
+        if new := [key for key in asked if key not in versions]:
+            found = _ask(connection, "version", new, self.moment)
+            for key in new:
+                there = found.get(_stored(key))
+                versions[key] = NO_ROW if there is None else there[0]
+        if written:
+            self._next = next_fence(connection, self.moment, written)
 
-    def refusal(self, step: MessageStep) -> StepResult | None:
-        """Return why the step is not to be carried out."""
-        versions = self._versions
-        if step.once is not None and step.once in versions:
-            return Repeated()
-        for key, version in step.expect.items():
-            if versions.get(key, NO_ROW) != version:
-                return Conflict()
-        if not (self._moves.are_there(step.takes) and self._moves.are_there(step.held)):
-            return Gone()
-        for room in step.room:
-            self._moves.write()
-            waiting = count_waiting(self._connection, room.queue)
-            if waiting + room.adds > room.limit:
-                return NoRoom(room.queue, waiting)
-        return None
+    def version_of(self, key: Key) -> Version:
+        return self._versions[key]
 
-    def carry_out(self, step: MessageStep) -> Committed:
-        for key, new in step.create.items():
-            if key not in self._versions:
-                self._put(key, new)
-        given = NO_ROW
-        for key, one in step.write.items():
-            if one is None:
-                self._versions.pop(key, None)
-                self._rows[key] = None
-            else:
-                given = self._put(key, one)
-        for join in step.joins:
-            self._join(join)
-        if step.takes or step.pushes or step.tell:
-            self._moves.add(step)
-        return Committed(given, self._now)
-
-    def _put(self, key: Key, write: Write) -> Version:
-        if not self._left:
-            self._left, self._next = 1, next_fence(self._connection, self._now)
-        version = self._next
-        self._left, self._next = self._left - 1, Fence(version + 1)
-        self._versions[key] = version
+    def put(self, key: Key, write: Write) -> Version:
+        self._versions[key] = version = Version(self._next)
+        self._next = Fence(version + 1)
         facts, kept = write.facts, write.kept_by
-        ends = None if write.expires_in is None else self._now + write.expires_in
+        ends = None if write.expires_in is None else self.moment + write.expires_in
         self._rows[key] = (
             *_stored(key),
             version,
@@ -329,30 +285,29 @@ class _Batch:
             *((None, None) if kept is None else _stored(kept)),
             ends,
         )
-        return Version(version)
+        return version
 
-    def _join(self, join: Join) -> None:
-        """Add a member to a set, whose row says how many there are."""
-        if join.ready in self._versions:
-            return
-        at, size = _stored(join.set), self._sizes.get(join.set, 0)
-        if join.set not in self._versions:
+    def delete(self, key: Key) -> None:
+        self._versions[key] = NO_ROW
+        self._rows[key] = None
+
+    def add_member(self, set: Key, member: str) -> int:
+        at = _stored(set)
+        size = self._sizes.get(set, 0)
+        if self._versions[set] == NO_ROW:
             self._connection.execute(_NO_MEMBERS, at)
             size = 0
         elif not size:
-            [row] = _read(self._connection, [join.set], self._now)
+            [row] = _read(self._connection, [set], self.moment)
             size = 0 if row is None else int(row.body)
-        if self._connection.execute(_JOIN, (*at, printable(join.member))).rowcount:
-            self._sizes[join.set] = size = size + 1
-            self._put(join.set, Write(body=b"%d" % size))
-            for key, write in join.beside.items():
-                self._put(key, write)
-            if size >= join.whole:
-                self._put(join.ready, join.write)
+        if not self._connection.execute(_JOIN, (*at, printable(member))).rowcount:
+            return 0
+        self._sizes[set] = size + 1
+        return size + 1
 
     def write(self) -> None:
         """Write what the steps came to."""
-        self._moves.write()
+        super().write()
         rows = [cells for cells in self._rows.values() if cells is not None]
         gone = [_stored(key) for key, cells in self._rows.items() if cells is None]
         if gone:
@@ -360,7 +315,7 @@ class _Batch:
         if rows and (len(rows) > 1 or not self._connection.execute(_UPDATE, rows[0]).rowcount):
             insert_rows(self._connection, _WRITE, rows, _OVER_IT)
         if random.random() < SWEEP:
-            _expire(self._connection, self._now, SWEPT)
+            _expire(self._connection, self.moment, SWEPT)
 
 
 def _expire(connection: sqlite3.Connection, now: int, items: int) -> int:
@@ -381,7 +336,7 @@ def _size(step: MessageStep) -> int:
 
 
 def _read(connection: sqlite3.Connection, keys: Sequence[Key], now: int) -> list[StoredRow | None]:
-    found = _ask(connection, _READ, keys, now)
+    found = _ask(connection, "version, body, at, name", keys, now)
     return [
         None if (cells := found.get(_stored(key))) is None else _row(key, *cells) for key in keys
     ]
@@ -410,20 +365,24 @@ def _stored(key: Key) -> tuple[str, str]:
 
 
 def _ask(
-    connection: sqlite3.Connection, sql: str, keys: Sequence[Key], now: int
+    connection: sqlite3.Connection, columns: str, keys: Sequence[Key], now: int
 ) -> dict[tuple[str, str], Sequence[Any]]:
-    """Run a statement for the keys, MOST of them at a time; leave out what has expired."""
+    """Return these columns of the rows, and what keeps each; leave out what has expired."""
     found: dict[tuple[str, str], Sequence[Any]] = {}
     for start in range(0, len(keys), MOST):
-        cells = [cell for key in keys[start : start + MOST] for cell in _stored(key)]
-        rows = connection.execute(_union(sql, len(cells) // 2), cells).fetchall()
-        for kind, id, expires_at, kept_kind, kept_id, *rest in rows:
+        kinds: dict[str, list[str]] = {}
+        for key in keys[start : start + MOST]:
+            kind, id = _stored(key)
+            kinds.setdefault(kind, [kind]).append(id)
+        sql = _select(columns, *map(len, kinds.values()))
+        rows = connection.execute(sql, [cell for cells in kinds.values() for cell in cells])
+        for kind, id, expires_at, kept_kind, kept_id, *rest in rows.fetchall():
             if (
                 expires_at is None
                 or expires_at > now
                 or (
                     kept_kind is not None
-                    and _ask(connection, _VERSION, [Key(kept_kind, kept_id)], now)
+                    and _ask(connection, "version", [Key(kept_kind, kept_id)], now)
                 )
             ):
                 found[kind, id] = (*rest, kept_kind, kept_id)
@@ -431,5 +390,9 @@ def _ask(
 
 
 @functools.lru_cache(maxsize=2 * MOST)
-def _union(sql: str, keys: int) -> str:
-    return " UNION ALL ".join([sql] * keys)
+def _select(columns: str, *sizes: int) -> str:
+    """Return a statement for rows of several kinds, which gets of each the kind and the ids."""
+    head = f"SELECT kind, id, expires_at, kept_kind, kept_id, {columns} FROM rows"
+    return " UNION ALL ".join(
+        f"{head} WHERE kind = ? AND id IN ({','.join('?' * (size - 1))})" for size in sizes
+    )

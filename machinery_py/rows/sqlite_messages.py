@@ -49,6 +49,7 @@ from machinery_py.rows.messages import (
     queue_topic,
 )
 from machinery_py.rows.sqlite_turns import forget_turns, give_turns, serve_turns
+from machinery_py.rows.steps import StepTarget
 from machinery_py.texts import printable
 
 WAITING, LATE = 0, 1  # states; held: 2
@@ -136,13 +137,13 @@ _RUNS = "UPDATE items SET runs = 1 WHERE id = ? AND state = 2 AND hold = ?"
 
 # In: queue, the place behind which they begin, how many.
 _WAIT = """
-SELECT id, queue, body, put_at, due, -priority, turn FROM items INDEXED BY items_waiting
+SELECT id, queue, body, put_at, -priority, turn FROM items INDEXED BY items_waiting
 WHERE state = 0 AND queue = ?1 AND priority <= -?2 AND (-priority, turn, id) > (?2, ?3, ?4)
     AND put_at >= ?6
 ORDER BY priority DESC, turn, id LIMIT ?5
 """
 _LATE = """
-SELECT id, queue, body, put_at, due, due, 0 FROM items INDEXED BY items_late
+SELECT id, queue, body, put_at, due, 0 FROM items INDEXED BY items_late
 WHERE state = 1 AND due >= ?2 AND (due, ?3, id) > (?2, ?3, ?4) AND ?1 IS NULL
     AND put_at >= ?6
 ORDER BY due, id LIMIT ?5
@@ -181,19 +182,15 @@ def where(connection: sqlite3.Connection, ids: Sequence[int]) -> dict[int, tuple
     return {id: (hold, count, queue) for id, hold, count, queue in found}
 
 
-class Moves:
+class Moves(StepTarget):
     """Messages that the steps of one transaction take and push: read and written at once."""
 
     def __init__(
-        self,
-        driver: SQLiteDriver,
-        connection: sqlite3.Connection,
-        steps: Sequence[MessageStep],
-        now: int,
+        self, driver: SQLiteDriver, connection: sqlite3.Connection, steps: Sequence[MessageStep]
     ) -> None:
+        self.moment = driver.now()
         self._driver = driver
         self._connection = connection
-        self._now = now
         ids = [one.id for step in steps for one in (*step.takes, *step.held)]
         self._where = where(connection, ids) if ids else {}
         self._taken: list[int] = []
@@ -203,15 +200,17 @@ class Moves:
         self._emptied: set[str] = set()
 
     def are_there(self, receipts: Sequence[ClaimReceipt]) -> bool:
-        """Return whether the messages are where these say."""
         for one in receipts:
             there = self._where.get(one.id)
             if there is None or one.hold != there[0] or (one.hold and one.count != there[1]):
                 return False
         return True
 
-    def add(self, step: MessageStep) -> None:
-        """Take and push what the step says."""
+    def count_waiting(self, queue: str) -> int:
+        Moves.write(self)
+        return count_waiting(self._connection, queue)
+
+    def move(self, step: MessageStep) -> None:
         if step.takes:
             gone = {receipt.id: self._where.pop(receipt.id) for receipt in step.takes}
             self._emptied.update(queue for hold, _, queue in gone.values() if not hold)
@@ -221,11 +220,12 @@ class Moves:
             self._taken += gone
         for push in step.pushes:
             self._fair |= push.tenant is not None
+            # Of late ones, too: a sleeper may have to wake earlier.
+            self._told.add(queue_topic(push.queue))
             if push.id is None:
-                late = push.due > self._now
-                self._new.append((*_cells(push, late), self._now, _text(push.tenant), push.body))
-        if step.pushes:  # of late ones, too: a sleeper may have to wake earlier
-            self._told.update([queue_topic(push.queue) for push in step.pushes])
+                late = push.due > self.moment
+                cells = (*_cells(push, late), self.moment, _text(push.tenant), push.body)
+                self._new.append(cells)
         self._told.update(step.tell)
 
     def _push(self, push: Push, id: int, count: int) -> None:
@@ -234,7 +234,7 @@ class Moves:
         if push.place is Place.SAME:
             self._connection.execute(_BACK, (printable(push.queue), push.body, id))
         else:
-            late = push.due > self._now
+            late = push.due > self.moment
             cells = (*_cells(push, late), _text(push.tenant), push.body, id)
             self._connection.execute(_PUSH, cells)
 
@@ -318,21 +318,13 @@ class SQLiteMessages(MessageQueues, HoldKeeper):
             rows = connection.execute(
                 _LATE if queue is None else _WAIT, (wanted, *behind, items, since)
             )
-            for number, name, body, put_at, due, *order in rows:
+            for id, name, body, put_at, *order in rows:
                 size -= len(body)
                 if found and size < 0:
                     rows.close()
                     break
-                found.append(
-                    StoredMessage(
-                        id=number,
-                        queue=name,
-                        body=body,
-                        put_at=put_at,
-                        due=due,
-                        place=(*order, number),
-                    )
-                )
+                at = (*order, id)
+                found.append(StoredMessage(id=id, queue=name, body=body, put_at=put_at, place=at))
         return found
 
     def count_messages(self) -> dict[str, QueueCount]:

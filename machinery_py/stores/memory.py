@@ -26,7 +26,7 @@ from machinery_py.locks.memory import MemoryLock
 from machinery_py.rows.memory import MemoryRows
 from machinery_py.stores.base import Firing, Mark, Session, Settlement, Submission
 from machinery_py.stores.open import Family, FamilyOptions
-from machinery_py.stores.rows import RowsSession, RowsStore
+from machinery_py.stores.rows import RowsFamily, RowsSession, RowsStore
 from machinery_py.threads import INSIDE
 
 
@@ -39,17 +39,14 @@ class _Shared:
         self.broker = MemoryBroker(self.rows, lease=options.lease)
         self.backend = MemoryBackend(self.rows, expire_in=options.expire_in)
         self.lock = MemoryLock(self.rows)
-        self.limits = RowsLimits(self.rows)
 
 
 _named: weakref.WeakValueDictionary[str, _Shared] = weakref.WeakValueDictionary()
 _naming = ForkLock()
 
 
-class MemoryFamily(Family):
+class MemoryFamily(RowsFamily):
     """Stores under one lock."""
-
-    keeps_time = True
 
     def __init__(self, url: str, options: FamilyOptions) -> None:
         super().__init__(url, options)
@@ -62,7 +59,7 @@ class MemoryFamily(Family):
                 shared = _Shared(options)
                 if name:
                     _named[name] = shared
-        self._shared = shared
+        self._shared, self.rows = shared, shared.rows
 
     def broker(self) -> MemoryBroker:
         return self._shared.broker
@@ -72,12 +69,6 @@ class MemoryFamily(Family):
 
     def lock(self) -> MemoryLock:
         return self._shared.lock
-
-    def limits(self) -> RowsLimits:
-        return self._shared.limits
-
-    def together(self) -> RowsStore:
-        return RowsStore(self._shared.broker, self._shared.backend)
 
 
 def _check(url: str, first: FamilyOptions, options: FamilyOptions) -> None:
@@ -166,7 +157,7 @@ class EagerFamily(MemoryFamily):
         self.url = url
 
     def limits(self) -> EagerLimits:
-        return EagerLimits(self._shared.rows)
+        return EagerLimits(self.rows)
 
     def together(self) -> EagerStore:
         return EagerStore(self._shared.broker, self._shared.backend)

@@ -7,6 +7,7 @@ written. This one condition serves as lease, acknowledgement and fence.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import msgspec
 
@@ -15,9 +16,11 @@ from machinery_py.backends.rows import RowsBackend, keys_of
 from machinery_py.brokers.base import Consumer, Delivery, Message, mark_of
 from machinery_py.brokers.rows import RowsBroker, raise_full
 from machinery_py.clock import micros
-from machinery_py.rows.contract import Conflict, Gone, NoRoom
-from machinery_py.rows.draft import Draft, Patience, carry_out, read
-from machinery_py.rows.messages import MessageStep
+from machinery_py.limits.rows import RowsLimits
+from machinery_py.locks.rows import RowsLock
+from machinery_py.rows.contract import Conflict, Gone, NoRoom, Patience
+from machinery_py.rows.draft import Draft, carry_out, read
+from machinery_py.rows.messages import MessageRows
 from machinery_py.stores.base import (
     Firing,
     Mark,
@@ -29,6 +32,37 @@ from machinery_py.stores.base import (
     change_in,
     change_of,
 )
+from machinery_py.stores.open import Family
+
+
+class RowsFamily(Family):
+    """All stores over the rows of a URL, which `__init__` of a subclass opens.
+
+    Attributes:
+        rows: their clock is that of the family.
+        broker_type, backend_type: with `features` that name the store.
+    """
+
+    keeps_time = True
+    roles = ("broker", "result backend", "lock")
+    rows: MessageRows
+    broker_type: ClassVar[type[RowsBroker]] = RowsBroker
+    backend_type: ClassVar[type[RowsBackend]] = RowsBackend
+
+    def broker(self) -> RowsBroker:
+        return self.broker_type(self.rows, lease=self.options.lease)
+
+    def backend(self) -> RowsBackend:
+        return self.backend_type(self.rows, expire_in=self.options.expire_in)
+
+    def lock(self) -> RowsLock:
+        return RowsLock(self.rows)
+
+    def limits(self) -> RowsLimits:
+        return RowsLimits(self.rows)
+
+    def together(self) -> RowsStore:
+        return RowsStore(self.broker(), self.backend())
 
 
 class RowsStore(Store):
@@ -44,11 +78,10 @@ class RowsStore(Store):
 
         def plan(draft: Draft) -> bool:
             if self._backend.plan(change, draft) is CONFLICT:
-                draft.step = MessageStep()
                 return False
             self._broker.plan_put(
                 submission.messages,
-                draft.step,
+                draft,
                 limits=submission.limits,
                 token="" if riders else submission.token,
             )
@@ -74,7 +107,7 @@ class RowsStore(Store):
         def plan(draft: Draft) -> bool:
             if self._backend.plan(change, draft) is not SETTLED:
                 return False
-            self._broker.plan_put(firing.send, draft.step)
+            self._broker.plan_put(firing.send, draft)
             return True
 
         self._name_queues(firing.send)
@@ -113,7 +146,9 @@ class RowsSession(Session):
             read_at = micros(rows.clock.now())
             with rows.together():
                 found = read(rows, [key for plan in left for key in keys_of(plan.change)])
-                steps = [self._step(plan, Draft(found, read_at)) for plan in left]
+                steps = [Draft(found=found, read_at=read_at) for _ in left]
+                for plan, step in zip(left, steps, strict=True):
+                    self._draft(plan, step)
                 results = rows.commit(steps)
             again: list[_Plan] = []
             for plan, done in zip(left, results, strict=True):
@@ -125,20 +160,17 @@ class RowsSession(Session):
                 patience.wait()
             left = again
 
-    def _step(self, plan: _Plan, draft: Draft) -> MessageStep:
+    def _draft(self, plan: _Plan, draft: Draft) -> None:
         """Write the step of a plan, and note its verdict if the delivery is ours."""
         store, session = self._store, self.consumer.session
         settlement = plan.settlement
         plan.verdict = verdict = store._backend.plan(plan.change, draft)
         if settlement is None or verdict is CONFLICT:
-            if verdict is CONFLICT:
-                draft.step = MessageStep(expect=draft.step.expect)
-            store._broker.plan_hold(plan.delivery, session, draft.step)
-            return draft.step
-        store._broker.plan_end(settlement, plan.delivery, session, draft.step)
+            store._broker.plan_hold(plan.delivery, session, draft)
+            return
+        store._broker.plan_end(settlement, plan.delivery, session, draft)
         if settlement.send and verdict is SETTLED:
-            store._broker.plan_put(settlement.send, draft.step)
-        return draft.step
+            store._broker.plan_put(settlement.send, draft)
 
     def _not_ours(self, plan: _Plan) -> Verdict:
         """Return the verdict of a plan whose delivery was not ours."""

@@ -93,7 +93,7 @@ _NEXT_RUN: dict[State, frozenset[State]] = {
 _read_notes = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-class TaskState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class TaskState(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
     """State of one task and what is known of it. Go sees the first seven fields; the rest is ours.
 
     The stores take our fields from here through EXTRA (`wire/states.py`). Add a new field at

@@ -6,8 +6,9 @@ import datetime as dt
 import json
 
 import msgspec
+from msgspec.structs import force_setattr
 
-from machinery_py.fences import Fence
+from machinery_py.fences import NO_FENCE, Fence
 from machinery_py.tasks.states import TaskState
 from machinery_py.texts import printable
 
@@ -35,21 +36,26 @@ def _readable(value: object) -> object:
             return value
 
 
-class _StoredTask(msgspec.Struct, array_like=True, gc=False):
-    """A task. `large`: by their place, results as JSON that have integers of more than 64 bits."""
+class StoredTask(msgspec.Struct, array_like=True, gc=False):
+    """A task as its row has it: its state, the mark that wrote it, the epoch of its last delivery.
 
-    state: TaskState | None
-    mark: str
-    epoch: Fence
+    `large`: by their place, results as JSON that have integers of more than 64 bits.
+    """
+
+    state: TaskState | None = None
+    mark: str = ""
+    epoch: Fence = NO_FENCE
     large: dict[int, str] = {}
 
 
-_decode_task = msgspec.msgpack.Decoder(_StoredTask).decode
+_decode_task = msgspec.msgpack.Decoder(StoredTask).decode
 
 
 def encode_task(state: TaskState | None, mark: str, epoch: Fence) -> bytes:
     """Return the body of a task's row."""
     try:
+        return _encode((state, mark, epoch))
+    except UnicodeEncodeError:
         return encode((state, mark, epoch))
     except OverflowError:
         assert state is not None
@@ -63,13 +69,12 @@ def encode_task(state: TaskState | None, mark: str, epoch: Fence) -> bytes:
         return encode((msgspec.structs.replace(state, results=results), mark, epoch, large))
 
 
-def decode_task(body: bytes) -> tuple[TaskState | None, str, Fence]:
+def decode_task(body: bytes) -> StoredTask:
     """Return what `encode_task` was given."""
     one = _decode_task(body)
-    state = one.state
-    if state is not None and one.large:
-        results = list(state.results)
+    if one.state is not None and one.state.results:
+        results = list(one.state.results)
         for number, text in one.large.items():
             results[number] = msgspec.structs.replace(results[number], value=json.loads(text))
-        state = msgspec.structs.replace(state, results=results)
-    return state, one.mark, one.epoch
+        force_setattr(one.state, "results", tuple(results))  # it is ours alone yet
+    return one

@@ -931,9 +931,9 @@ class _CountingBackend(MemoryBackend):
     def _arrive(self, arrival: Arrival, draft: Draft) -> None:
         super()._arrive(arrival, draft)
         self._counts[arrival.group_uuid] += 1
-        if draft.step.joins and self._counts[arrival.group_uuid] >= arrival.total:
-            *joins, last = draft.step.joins
-            draft.step.joins = (*joins, msgspec.structs.replace(last, whole=1))
+        if draft.joins and self._counts[arrival.group_uuid] >= arrival.total:
+            *joins, last = draft.joins
+            draft.joins = (*joins, msgspec.structs.replace(last, whole=1))
 
 
 class _OverwritingBackend(MemoryBackend):
@@ -962,7 +962,7 @@ class _TamperingBroker(MemoryBroker):
     def held(self, session: str) -> list[Any]:
         """Return the messages that a consumer holds."""
         hold = self.rows.all_holds.get(session)
-        return [] if hold is None else list(hold.messages.values())
+        return [] if hold is None else list(hold.kept.messages.values())
 
 
 class _LosingBroker(_TamperingBroker):
@@ -970,7 +970,7 @@ class _LosingBroker(_TamperingBroker):
 
     def tend(self) -> float:
         for hold in list(self.rows.all_holds.values()):
-            if hold._is_suspected:
+            if hold._suspect:
                 self.forget(hold.id)
         return super().tend()
 

@@ -98,7 +98,7 @@ def _rows(state: TaskState) -> bytes:
 
 
 def _read_rows(body: bytes) -> TaskState | None:
-    return bodies.decode_task(body)[0]
+    return bodies.decode_task(body).state
 
 
 WRITTEN: dict[str, Callable[[TaskState], object]] = {

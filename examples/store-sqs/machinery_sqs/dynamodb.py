@@ -41,7 +41,6 @@ from machinery_py.backends.base import (
     ReadyGroup,
     Verdict,
 )
-from machinery_py.backends.mappings import LONGEST_CHORD, GroupRow
 from machinery_py.backends.polling import PollingListener
 from machinery_py.backends.transactional import Row, TransactionalBackend
 from machinery_py.clock import SYSTEM_CLOCK, Clock
@@ -61,6 +60,7 @@ TRIES = 40  # of a transaction in which somebody else was faster
 TEND = 60.0  # seconds
 PAUSE = 0.1  # seconds at most between two tries
 GROUP_LIFE = dt.timedelta(days=366)
+LONGEST_CHORD = dt.timedelta(days=7)  # without an arrival, until its results may expire
 
 
 class Stored(msgspec.Struct):
@@ -69,6 +69,26 @@ class Stored(msgspec.Struct):
     row: Row
     changed_at: dt.datetime
     chord: str = ""
+
+
+class GroupRow(msgspec.Struct):
+    """A group and its members that have finished.
+
+    `touched_at`: when the last one came in, or the callback was settled.
+    """
+
+    meta: GroupMeta
+    touched_at: dt.datetime
+    members: dict[str, None] = {}
+    total: int = 0
+    callback: bytes = b""
+    failed_member: str = ""
+    fired: bool = False
+
+    @property
+    def ready(self) -> bool:
+        complete = bool(self.total) and len(self.members) >= self.total
+        return bool(self.callback) and not self.fired and (complete or bool(self.failed_member))
 
 
 class Outbox(msgspec.Struct):

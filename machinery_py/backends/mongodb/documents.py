@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 from bson.int64 import Int64
-from msgspec.structs import force_setattr
+from msgspec.structs import asdict, force_setattr
 
 from machinery_py.backends.base import Change
 from machinery_py.backends.transactional import Row
@@ -143,10 +143,10 @@ def fields_of(row: Row, *, version: int, now: int, expires_at: int) -> Document:
     if state is None:
         return {"version": version, "epoch": row.epoch, "mark": row.mark}
     try:
-        ours = _pack(state)
+        ours = _pack(asdict(state))  # all of it, as it ever was
     except UnicodeEncodeError:
         state = printable_state(state)
-        ours = _pack(state)
+        ours = _pack(asdict(state))
     return {
         "state": state.state._value_,
         "task_name": state.task_name,

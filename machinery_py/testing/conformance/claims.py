@@ -5,7 +5,7 @@ A claim has one holder and is taken in one step with the messages.
 class TestMyStore(ClaimConformance):
     @pytest.fixture
     def open_store(self, clock: ManualClock) -> OpenStore:
-        return lambda: OneStore(MyBroker(driver), MyBackend(driver), driver.transaction)
+        return lambda: RowsStore(RowsBroker(MyRows()), RowsBackend(MyRows()))
 """
 
 from __future__ import annotations

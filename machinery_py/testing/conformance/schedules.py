@@ -5,7 +5,7 @@ One writer succeeds, in one step with the messages.
 class TestMyStore(ScheduleConformance):
     @pytest.fixture
     def open_store(self, clock: ManualClock) -> OpenStore:
-        return lambda: OneStore(MyBroker(driver), MyBackend(driver), driver.transaction)
+        return lambda: RowsStore(RowsBroker(MyRows()), RowsBackend(MyRows()))
 """
 
 from __future__ import annotations

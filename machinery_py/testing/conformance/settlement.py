@@ -5,7 +5,7 @@ No task is lost, and none is completed twice.
     class TestMyStore(SettlementConformance):
         @pytest.fixture
         def open_store(self, clock: ManualClock) -> OpenStore:
-            return lambda: OneStore(MyBroker(driver), MyBackend(driver), driver.transaction)
+            return lambda: RowsStore(RowsBroker(MyRows()), RowsBackend(MyRows()))
 
 Tests of dying sessions are in fencing.py.
 """
