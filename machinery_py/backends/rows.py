@@ -55,8 +55,9 @@ from machinery_py.wire.bodies import decode_task, encode, encode_task
 EXPIRE_IN = 3600.0  # seconds that a finished task is kept
 CHORD_LIFE = 7 * 86400.0  # seconds without an arrival until a chord's results may expire
 LOOK = 10_000  # states that one step of a listing looks at
-SWEEP = 60.0  # seconds between two looks for what has expired
+SWEEP, SOON = 60.0, 0.05  # seconds between two looks for what has expired; if more is known
 SWEPT = 1000  # rows deleted in one step
+LOOKED = 500  # old groups in one step
 
 TASK, GROUP, OUTBOX, RECORD, CLAIM, REVOKED = (
     "task", "group", "outbox", "record", "claim", "revoked"
@@ -80,6 +81,7 @@ class RowsBackend(Backend, OutboxBackend):
         self.rows = rows
         self.expire_in = expire_in
         self._latest = 0  # of the moments in the listings
+        self._swept: StoredRow | None = None  # the last group that was looked at
 
     def is_entered(self) -> bool:
         return self.rows.is_entered()
@@ -396,29 +398,40 @@ class RowsBackend(Backend, OutboxBackend):
         return RowsListener(self.rows.listen())
 
     def tend(self) -> float:
-        while self.rows.expire(SWEPT):
-            pass
-        last = _placeholder(micros(self.now()) - round(self.expire_in * 1e6), "")
-        while page := self.rows.list(GROUP, after=last):
-            for row in page:
-                self._sweep_group(row)
-            last = page[-1]
-        return SWEEP
+        """As the contract says, a step each of what has expired and of old groups: others wait."""
+        more = self.rows.expire(SWEPT)
+        self._sweep_groups()
+        return SOON if more else SWEEP
 
-    def _sweep_group(self, row: StoredRow) -> None:
-        """Forget a group if no member has a state any more, and its callback is not to be sent."""
-        group = row.key.id
-        open_row, ready = self.rows.read([Key(OPEN, group), Key(READY, group)])
-        if open_row is not None or (ready is not None and ready.facts is not None):
-            return
-        members = _decode_group(row.body).task_uuids
-        for start in range(0, len(members), PAGE):
-            keys = [Key(TASK, uuid) for uuid in members[start : start + PAGE]]
-            if any(one is not None for one in self.rows.read(keys)):
-                return
-        seen = NO_ROW if ready is None else ready.version
-        expect = {row.key: row.version, Key(READY, group): seen, Key(OPEN, group): NO_ROW}
-        self.rows.commit([MessageStep(expect=expect, write=_no_group(group))])
+    def _sweep_groups(self) -> None:
+        """Look at the next old groups, and forget those that nobody needs."""
+        page = self.rows.list(GROUP, after=self._swept, items=LOOKED) if self._swept else []
+        if not page:
+            start = _placeholder(micros(self.now()) - round(self.expire_in * 1e6), "")
+            page = self.rows.list(GROUP, after=start, items=LOOKED)
+        self._swept = page[-1] if page else None
+        members = {row.key.id: _decode_group(row.body).task_uuids for row in page}
+        keys = [Key(kind, group) for group in members for kind in (OPEN, READY)]
+        # Where members have states, the first one mostly has, and all groups are asked at once.
+        keys += [Key(TASK, uuids[0]) for uuids in members.values() if uuids]
+        found = read(self.rows, keys)
+        for row in page:
+            group, uuids = row.key.id, members[row.key.id]
+            ready = found[Key(READY, group)]
+            if found[Key(OPEN, group)] is not None or (ready is not None and ready.facts):
+                continue  # its callback is to be sent
+            if any(found[Key(TASK, uuid)] for uuid in uuids[:1]) or self._has_states(uuids[1:]):
+                continue
+            seen = NO_ROW if ready is None else ready.version
+            expect = {row.key: row.version, Key(READY, group): seen, Key(OPEN, group): NO_ROW}
+            self.rows.commit([MessageStep(expect=expect, write=_no_group(group))])
+
+    def _has_states(self, uuids: Sequence[str]) -> bool:
+        """Return whether any of the tasks has a state."""
+        return any(
+            any(self.rows.read([Key(TASK, uuid) for uuid in uuids[start : start + PAGE]]))
+            for start in range(0, len(uuids), PAGE)
+        )
 
 
 class RowsListener(Listener):
