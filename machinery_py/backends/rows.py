@@ -144,7 +144,7 @@ class RowsBackend(Backend, OutboxBackend):
             if there is not None and Key(TASK, uuid) not in draft.step.write:
                 self._save(uuid, _task_in(there), draft, group)
         if change.outbox:
-            write = Write(body=encode(change.outbox), facts=Facts(at=self._moment(draft)))
+            write = Write(body=encode(change.outbox), facts=Facts(at=draft.read_at))
             draft.step.write[Key(OUTBOX, change.key)] = write
         return SETTLED
 
@@ -165,7 +165,10 @@ class RowsBackend(Backend, OutboxBackend):
             draft.step.tell += (uuid,)
 
     def _moment(self, draft: Draft) -> int:
-        """Return a moment for the listings: never one twice, as they are ordered by it."""
+        """Return a moment for the listings of tasks: never one twice, so that it never goes back.
+
+        What is looked at once it is old has the true one: a clock may have been ahead.
+        """
         self._latest = at = max(draft.read_at, self._latest + 1)
         return at
 
@@ -176,7 +179,7 @@ class RowsBackend(Backend, OutboxBackend):
             draft.step.write[key] = self._group(meta, draft)
 
     def _group(self, meta: GroupMeta, draft: Draft) -> Write:
-        return Write(body=encode(meta), facts=Facts(at=self._moment(draft)))
+        return Write(body=encode(meta), facts=Facts(at=draft.read_at))
 
     def _arrive(self, arrival: Arrival, draft: Draft) -> None:
         group = arrival.group_uuid
