@@ -385,6 +385,16 @@ class MessageRowsConformance:
         assert bodies(had + again) == [b"1", b"2", b"3"]
         assert hold.claim(["q"], 2, number=4, lost=4).found == []
 
+    @pytest.mark.parametrize("items", [1, 2, 3])
+    def test_lost_claim_counts_to_what_the_next_may_have(
+        self, rows: MessageRows, hold: Hold, items: int
+    ) -> None:
+        put(rows, *(b"%d" % number for number in range(5)))
+        hold.claim(["q"], 2, number=1)
+        again = hold.claim(["q"], items, number=2, lost=1).found
+
+        assert bodies(again) == [b"0", b"1", b"2"][: max(2, items)]
+
     def test_what_a_step_pushed_once_does_not_come_again(
         self, rows: MessageRows, hold: Hold
     ) -> None:
