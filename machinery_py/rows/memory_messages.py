@@ -50,6 +50,9 @@ class _KeptMessage(msgspec.Struct, kw_only=True, gc=False):
     is_gone: bool = False
     runs: bool = False
 
+    def __lt__(self, other: _KeptMessage) -> bool:
+        return False  # in a heap beside one that is gone from the same place
+
     def stored(self) -> StoredMessage:
         return StoredMessage(
             id=self.id,
