@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import islice, takewhile
 from typing import TypeVar
 
 import msgspec
@@ -144,7 +145,8 @@ class RowsBackend(Backend, OutboxBackend):
             if there is not None and Key(TASK, uuid) not in draft.step.write:
                 self._save(uuid, _task_in(there), draft, group)
         if change.outbox:
-            write = Write(body=encode(change.outbox), facts=Facts(at=draft.read_at))
+            # Below 0: the oldest is listed first.
+            write = Write(body=encode(change.outbox), facts=Facts(at=-draft.read_at))
             draft.step.write[Key(OUTBOX, change.key)] = write
         return SETTLED
 
@@ -255,8 +257,8 @@ class RowsBackend(Backend, OutboxBackend):
         self, limit: int, *, older_than: float, skip: int = 0
     ) -> list[tuple[str, Sequence[bytes]]]:
         before = micros(self.now()) - round(older_than * 1e6)
-        found = [row for row in self.rows.list_all(OUTBOX) if _at(row) <= before]
-        return [(row.key.id, _outbox_in(row)) for row in found[::-1][skip : skip + limit]]
+        old = takewhile(lambda row: -_at(row) <= before, self.rows.list_all(OUTBOX))
+        return [(row.key.id, _outbox_in(row)) for row in islice(old, skip, skip + limit)]
 
     def settled_by(self, uuids: Sequence[str]) -> list[str]:
         rows = self.rows.read([Key(TASK, uuid) for uuid in uuids])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from machinery_py.backends.base import Change
 from machinery_py.backends.rows import LOOKED, RowsBackend
-from machinery_py.rows.contract import Key, StoredRow
+from machinery_py.rows.contract import PAGE, Key, StoredRow
 from machinery_py.rows.memory import MemoryRows
 from machinery_py.tasks.states import GroupMeta, State, TaskState
 from machinery_py.testing.clocks import ManualClock
@@ -17,13 +18,18 @@ GROUPS = 2 * LOOKED + 1
 
 
 class CountedRows(MemoryRows):
-    """Counts the keys that are read."""
+    """Counts the keys that are read, and the rows that are listed."""
 
-    asked = 0
+    asked = listed = 0
 
     def read(self, keys: Sequence[Key]) -> list[StoredRow | None]:
         self.asked += len(keys)
         return super().read(keys)
+
+    def list(self, kind: str, **more: Any) -> list[StoredRow]:
+        found = super().list(kind, **more)
+        self.listed += len(found)
+        return found
 
 
 @pytest.fixture
@@ -61,3 +67,17 @@ def test_old_groups_without_members_are_forgotten_in_steps(backend: RowsBackend)
 
     there = [number for number in range(GROUPS) if backend.get_group(f"{number}") is not None]
     assert there == [0, GROUPS - 1]
+
+
+def test_outboxes_are_listed_from_the_oldest_page_by_page() -> None:
+    clock = ManualClock()
+    rows = CountedRows(clock)
+    backend = RowsBackend(rows)
+    for number in range(2 * PAGE):
+        backend.apply([Change(key=f"{number}", outbox=(b"1",))])
+        clock.advance(0.001)
+
+    found = backend.unsent(10, older_than=1.0, skip=5)
+    assert [key for key, _ in found] == [f"{number}" for number in range(5, 15)]
+    assert rows.listed <= PAGE
+    assert backend.unsent(10, older_than=1.0, skip=PAGE + 1) == []
