@@ -12,6 +12,8 @@
     claim          name         of a unique task
     revoked        UUID
 
+Outboxes and ready chords are listed by their time below 0: the oldest comes first.
+
 No arrival reads or writes the group's record: a chord of 10,000 members costs each one step of the
 same size.
 
@@ -145,7 +147,6 @@ class RowsBackend(Backend, OutboxBackend):
             if there is not None and Key(TASK, uuid) not in draft.step.write:
                 self._save(uuid, _task_in(there), draft, group)
         if change.outbox:
-            # Below 0: the oldest is listed first.
             write = Write(body=encode(change.outbox), facts=Facts(at=-draft.read_at))
             draft.step.write[Key(OUTBOX, change.key)] = write
         return SETTLED
@@ -200,7 +201,7 @@ class RowsBackend(Backend, OutboxBackend):
                 ready=Key(READY, group),
                 write=Write(
                     body=encode((arrival.callback, failed)),
-                    facts=Facts(at=self._moment(draft)),
+                    facts=Facts(at=-draft.read_at),
                 ),
                 beside={Key(OPEN, group): Write(body=b"", expires_in=life)},
             ),
@@ -316,8 +317,7 @@ class RowsBackend(Backend, OutboxBackend):
 
     def ready_groups(self, limit: int) -> list[ReadyGroup]:
         found: list[ReadyGroup] = []
-        rows = sorted(self.rows.list_all(READY), key=lambda row: row.key)
-        for row in rows[:limit]:
+        for row in islice(self.rows.list_all(READY), limit):
             callback, failed = _decode_ready(row.body)
             found.append(ReadyGroup(group_uuid=row.key.id, callback=callback, failed_member=failed))
         return found

@@ -11,7 +11,7 @@ from machinery_py.backends.base import Change
 from machinery_py.backends.rows import LOOKED, RowsBackend
 from machinery_py.rows.contract import PAGE, Key, StoredRow
 from machinery_py.rows.memory import MemoryRows
-from machinery_py.tasks.states import GroupMeta, State, TaskState
+from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.testing.clocks import ManualClock
 
 GROUPS = 2 * LOOKED + 1
@@ -81,3 +81,16 @@ def test_outboxes_are_listed_from_the_oldest_page_by_page() -> None:
     assert [key for key, _ in found] == [f"{number}" for number in range(5, 15)]
     assert rows.listed <= PAGE
     assert backend.unsent(10, older_than=1.0, skip=PAGE + 1) == []
+
+
+def test_chords_that_are_ready_are_listed_from_the_oldest_page_by_page() -> None:
+    clock = ManualClock()
+    rows = CountedRows(clock)
+    backend = RowsBackend(rows)
+    for number in range(2 * PAGE):
+        arrival = Arrival(group_uuid=f"{number}", task_uuid="t", total=1, ok=True, callback=b"{}")
+        backend.apply([Change(key="t", arrivals=(arrival,))])
+        clock.advance(0.001)
+
+    assert [one.group_uuid for one in backend.ready_groups(3)] == ["0", "1", "2"]
+    assert rows.listed <= PAGE

@@ -67,7 +67,7 @@ def test_members_of_several_groups_in_a_batch_are_counted_once(
     assert [ready.group_uuid for ready in backend.ready_groups(5)] == ["even"]
     assert backend.apply(changes[990:])[-1] == SETTLED
 
-    assert [ready.group_uuid for ready in backend.ready_groups(5)] == ["even", "odd"]
+    assert {ready.group_uuid for ready in backend.ready_groups(5)} == {"even", "odd"}
 
 
 def test_the_first_failed_member_of_a_batch_is_named(backend: SQLiteBackend) -> None:
