@@ -12,6 +12,8 @@
     claim          name         of a unique task
     revoked        UUID
 
+Outboxes and ready chords are listed by their time below 0: the oldest comes first.
+
 No arrival reads or writes the group's record: a chord of 10,000 members costs each one step of the
 same size.
 
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import islice, takewhile
 from typing import TypeVar
 
 import msgspec
@@ -57,8 +60,9 @@ from machinery_py.wire.bodies import StoredTask, decode_task, encode, encode_tas
 EXPIRE_IN = 3600.0  # seconds that a finished task is kept
 CHORD_LIFE = 7 * 86400.0  # seconds without an arrival until a chord's results may expire
 LOOK = 10_000  # states that one step of a listing looks at
-SWEEP = 60.0  # seconds between two looks for what has expired
+SWEEP, SOON = 60.0, 0.05  # seconds between two looks for what has expired; if more is known
 SWEPT = 1000  # rows deleted in one step
+LOOKED = 500  # old groups in one step
 
 TASK, GROUP, OUTBOX, RECORD, CLAIM, REVOKED = (
     "task", "group", "outbox", "record", "claim", "revoked"
@@ -82,6 +86,7 @@ class RowsBackend(Backend, OutboxBackend):
         self.rows = rows
         self.expire_in = expire_in
         self._latest = 0  # of the moments in the listings
+        self._swept: StoredRow | None = None  # the last group that was looked at
 
     def is_entered(self) -> bool:
         return self.rows.is_entered()
@@ -148,7 +153,7 @@ class RowsBackend(Backend, OutboxBackend):
             if there is not None and there.key not in draft.write:
                 self._save(there.key, decode_task(there.body), draft, group)
         if change.outbox:
-            write = Write(body=encode(change.outbox), facts=Facts(at=self._moment(draft)))
+            write = Write(body=encode(change.outbox), facts=Facts(at=-draft.read_at))
             draft.write[Key(OUTBOX, change.key)] = write
         return SETTLED
 
@@ -170,7 +175,10 @@ class RowsBackend(Backend, OutboxBackend):
         )
 
     def _moment(self, draft: Draft) -> int:
-        """Return a moment for the listings: never one twice, as they are ordered by it."""
+        """Return a moment for the listings of tasks: never one twice, so that it never goes back.
+
+        What is looked at once it is old has the true one: a clock may have been ahead.
+        """
         at = draft.read_at
         self._latest = at = at if at > self._latest else self._latest + 1
         return at
@@ -182,7 +190,7 @@ class RowsBackend(Backend, OutboxBackend):
             draft.write[key] = self._group(meta, draft)
 
     def _group(self, meta: GroupMeta, draft: Draft) -> Write:
-        return Write(body=encode(meta), facts=Facts(at=self._moment(draft)))
+        return Write(body=encode(meta), facts=Facts(at=draft.read_at))
 
     def _arrive(self, arrival: Arrival, draft: Draft) -> None:
         group = arrival.group_uuid
@@ -201,7 +209,7 @@ class RowsBackend(Backend, OutboxBackend):
                 ready=Key(READY, group),
                 write=Write(
                     body=encode((arrival.callback, failed)),
-                    facts=Facts(at=self._moment(draft)),
+                    facts=Facts(at=-draft.read_at),
                 ),
                 beside={Key(OPEN, group): Write(body=b"", expires_in=life)},
             ),
@@ -258,8 +266,8 @@ class RowsBackend(Backend, OutboxBackend):
         self, limit: int, *, older_than: float, skip: int = 0
     ) -> list[tuple[str, Sequence[bytes]]]:
         before = micros(self.now()) - round(older_than * 1e6)
-        found = [row for row in self.rows.list_all(OUTBOX) if _at(row) <= before]
-        return [(row.key.id, _outbox_in(row)) for row in found[::-1][skip : skip + limit]]
+        old = takewhile(lambda row: -_at(row) <= before, self.rows.list_all(OUTBOX))
+        return [(row.key.id, _outbox_in(row)) for row in islice(old, skip, skip + limit)]
 
     def settled_by(self, uuids: Sequence[str]) -> list[str]:
         rows = self.rows.read([Key(TASK, uuid) for uuid in uuids])
@@ -317,8 +325,7 @@ class RowsBackend(Backend, OutboxBackend):
 
     def ready_groups(self, limit: int) -> list[ReadyGroup]:
         found: list[ReadyGroup] = []
-        rows = sorted(self.rows.list_all(READY), key=lambda row: row.key)
-        for row in rows[:limit]:
+        for row in islice(self.rows.list_all(READY), limit):
             callback, failed = _decode_ready(row.body)
             found.append(ReadyGroup(group_uuid=row.key.id, callback=callback, failed_member=failed))
         return found
@@ -404,29 +411,40 @@ class RowsBackend(Backend, OutboxBackend):
         return RowsListener(self.rows.listen())
 
     def tend(self) -> float:
-        while self.rows.expire(SWEPT):
-            pass
-        last = _placeholder(micros(self.now()) - round(self.expire_in * 1e6), "")
-        while page := self.rows.list(GROUP, after=last):
-            for row in page:
-                self._sweep_group(row)
-            last = page[-1]
-        return SWEEP
+        """As the contract says, a step each of what has expired and of old groups: others wait."""
+        more = self.rows.expire(SWEPT)
+        self._sweep_groups()
+        return SOON if more else SWEEP
 
-    def _sweep_group(self, row: StoredRow) -> None:
-        """Forget a group if no member has a state any more, and its callback is not to be sent."""
-        group = row.key.id
-        open_row, ready = self.rows.read([Key(OPEN, group), Key(READY, group)])
-        if open_row is not None or (ready is not None and ready.facts is not None):
-            return
-        members = _decode_group(row.body).task_uuids
-        for start in range(0, len(members), PAGE):
-            keys = [Key(TASK, uuid) for uuid in members[start : start + PAGE]]
-            if any(one is not None for one in self.rows.read(keys)):
-                return
-        seen = NO_ROW if ready is None else ready.version
-        expect = {row.key: row.version, Key(READY, group): seen, Key(OPEN, group): NO_ROW}
-        self.rows.commit([MessageStep(expect=expect, write=_no_group(group))])
+    def _sweep_groups(self) -> None:
+        """Look at the next old groups, and forget those that nobody needs."""
+        page = self.rows.list(GROUP, after=self._swept, items=LOOKED) if self._swept else []
+        if not page:
+            start = _placeholder(micros(self.now()) - round(self.expire_in * 1e6), "")
+            page = self.rows.list(GROUP, after=start, items=LOOKED)
+        self._swept = page[-1] if page else None
+        members = {row.key.id: _decode_group(row.body).task_uuids for row in page}
+        keys = [Key(kind, group) for group in members for kind in (OPEN, READY)]
+        # Where members have states, the first one mostly has, and all groups are asked at once.
+        keys += [Key(TASK, uuids[0]) for uuids in members.values() if uuids]
+        found = read(self.rows, keys)
+        for row in page:
+            group, uuids = row.key.id, members[row.key.id]
+            ready = found[Key(READY, group)]
+            if found[Key(OPEN, group)] is not None or (ready is not None and ready.facts):
+                continue  # its callback is to be sent
+            if any(found[Key(TASK, uuid)] for uuid in uuids[:1]) or self._has_states(uuids[1:]):
+                continue
+            seen = NO_ROW if ready is None else ready.version
+            expect = {row.key: row.version, Key(READY, group): seen, Key(OPEN, group): NO_ROW}
+            self.rows.commit([MessageStep(expect=expect, write=_no_group(group))])
+
+    def _has_states(self, uuids: Sequence[str]) -> bool:
+        """Return whether any of the tasks has a state."""
+        return any(
+            any(self.rows.read([Key(TASK, uuid) for uuid in uuids[start : start + PAGE]]))
+            for start in range(0, len(uuids), PAGE)
+        )
 
 
 class RowsListener(Listener):

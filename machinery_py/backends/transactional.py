@@ -35,7 +35,7 @@ class Stored(Protocol):
 
     state: TaskState | None
     mark: str
-    epoch: int
+    epoch: Fence
 
 
 class Row(msgspec.Struct, kw_only=True):

@@ -52,6 +52,9 @@ class KeptMessage(msgspec.Struct, kw_only=True, gc=False):
     is_gone: bool = False
     runs: bool = False
 
+    def __lt__(self, other: _KeptMessage) -> bool:
+        return False  # in a heap beside one that is gone from the same place
+
     def stored(self) -> StoredMessage:
         return StoredMessage(
             id=self.id,
@@ -127,7 +130,7 @@ class _Queue:
         """Take the next ones. While others wait, half of them is theirs. `one`: of any size."""
         waited, others = self._waited, self._others
         room, left = (items + claim % 2) // 2, items
-        while left and self.size:
+        while left > 0 and self.size:
             first = bool(waited) and (not others or (room > 0 and waited[0] < others[0]))
             heap = waited if first else others
             order, message = heap[0]

@@ -287,7 +287,7 @@ class Hold(ABC):
             size: end before the bodies exceed so many bytes; one message at least.
             number: of this claim, rising.
             lost: first all that was claimed under this number and later ones: their replies did not
-                come. Such messages have the receipts that they had.
+                come. They have the receipts that they had, and may be more than `items`.
         """
 
     @abstractmethod

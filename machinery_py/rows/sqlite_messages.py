@@ -148,7 +148,12 @@ WHERE state = 1 AND due >= ?2 AND (due, ?3, id) > (?2, ?3, ?4) AND ?1 IS NULL
     AND put_at >= ?6
 ORDER BY due, id LIMIT ?5
 """
-_COUNTS = "SELECT queue, state, count(*), min(id) FROM items GROUP BY queue, state"
+# From the indexes: bodies are in the pages of the table.
+_COUNTS = " UNION ALL ".join(
+    f"SELECT queue, state, count(*), min(id) FROM items INDEXED BY items_{index}"
+    f" WHERE state = {state} GROUP BY queue"
+    for state, index in enumerate(("waiting", "late", "held"))
+)
 
 _REGISTER = "INSERT INTO holds (id, body, pid, place, beat_at, lease) VALUES (?, ?, ?, ?, ?, ?)"
 _HOLDS = "SELECT id, body, pid, place, beat_at, lease, ended FROM holds"
@@ -479,7 +484,7 @@ class SQLiteHold(Hold):
                 size -= sum(one.size for one in found)
             again = len(found)
             for name in names:
-                some = _take(connection, name, items + again - len(found), number)
+                some = _take(connection, name, items - len(found), number)
                 for one in some:
                     size -= one.size
                     if size < 0 and found:

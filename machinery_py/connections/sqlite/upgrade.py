@@ -62,9 +62,9 @@ CARRIED_OVER: tuple[str, ...] = (
     f" JOIN groups ON uuid = group_uuid WHERE group_members.arrived = 1 AND {_OPEN}",
     f"{_ROW} 'chord open', uuid, 1, v10_now() + {_WEEK}, v10_now() + {_WEEK}, NULL, NULL, x''"
     f" FROM groups WHERE {_OPEN}",
-    f"{_ROW} 'chord ready', uuid, 1, NULL, NULL, v10_now(), '', v10_ready(callback, failed_member)"
+    f"{_ROW} 'chord ready', uuid, 1, NULL, NULL, -v10_now(), '', v10_ready(callback, failed_member)"
     " FROM groups WHERE ready = 1",
-    f"{_ROW} 'outbox', key, 1, NULL, NULL, kept_at, '', bodies FROM outbox",
+    f"{_ROW} 'outbox', key, 1, NULL, NULL, -kept_at, '', bodies FROM outbox",
     f"{_ROW} 'record', name, 1, NULL, NULL, 0, '', body FROM records",
     f"{_ROW} 'records', '', 1, NULL, NULL, NULL, NULL, x''",
     f"{_ROW} 'claim', name, 1, expires_at, expires_at, NULL, NULL, body FROM claims",

@@ -100,6 +100,7 @@ class Notifier:
         self._folder = folder
         self.kind = kind
         self.heard: set[str] = set()
+        self._inside = False
         self._path = ""
         self._pipe = -1
         self._wake_read = self._wake_write = -1
@@ -117,10 +118,12 @@ class Notifier:
                 descriptors.keep(end)
 
     def __enter__(self) -> Notifier:
+        self._inside = True
         self._make_pipe()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._inside = False
         self._remove_pipe()
 
     def _make_pipe(self) -> None:
@@ -154,12 +157,13 @@ class Notifier:
     def wait(self, timeout: float) -> bool:
         """Wait until `notify`, `wake` or `timeout`; return True if it was `wake`.
 
-        Called inside `with notifier:`. May return early: look, and wait again.
+        Outside of `with notifier:` nothing is told. May return early: look, and wait again.
         """
         pipe = self._pipe
-        timeout = max(0.0, min(timeout, FALLBACK if pipe < 0 else RECHECK))
+        is_deaf = self._inside and pipe < 0
+        timeout = max(0.0, min(timeout, FALLBACK if is_deaf else RECHECK))
         if not _CAN_POLL:
-            self.heard.add(ANY)
+            self.heard = {ANY} if is_deaf else set()
             self._woken.wait(timeout)
             return self.woken()
         poll = select.poll()
@@ -173,7 +177,7 @@ class Notifier:
             self._remove_pipe()
             self._make_pipe()
             self.heard.add(ANY)
-        if pipe < 0:
+        if is_deaf:
             self.heard.add(ANY)
         return self.woken()
 

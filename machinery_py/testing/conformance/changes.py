@@ -171,6 +171,19 @@ class ChangeConformance(GroupConformance):
         outbox_of(backend).clear_outbox([("a", [b"1", b"2"]), ("nobody", [b"1"])])
         assert [key for key, _ in outbox_of(backend).unsent(9, older_than=0.0)] == ["b"]
 
+    def test_outbox_is_found_though_the_clock_was_ahead(
+        self, backend: Backend, clock: ManualClock
+    ) -> None:
+        clock.set_back(-86400.0)
+        backend.apply([Change(key="a", mark="m", states=(state_of("a", State.SUCCESS),))])
+        clock.set_back(86400.0)
+        backend.apply(
+            [Change(key="b", mark="m", states=(state_of("b", State.SUCCESS),), outbox=(b"1",))]
+        )
+        clock.advance(10.0)
+
+        assert [key for key, _ in outbox_of(backend).unsent(9, older_than=5.0)] == ["b"]
+
     def test_late_clear_leaves_the_outbox_of_the_next_run(
         self, backend: Backend, open_backend: OpenBackend, clock: ManualClock
     ) -> None:

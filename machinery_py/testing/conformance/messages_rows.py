@@ -385,6 +385,32 @@ class MessageRowsConformance:
         assert bodies(had + again) == [b"1", b"2", b"3"]
         assert hold.claim(["q"], 2, number=4, lost=4).found == []
 
+    def test_waiting_message_gets_another_body_at_its_place(
+        self, rows: MessageRows, hold: Hold, clock: ManualClock
+    ) -> None:
+        due = micros(clock.now()) + 1_000_000
+        put(rows, b"1", b"2")
+        put(rows, b"3", b"4", due=due)
+        for queue, place in (("q", Place.SAME), (None, Place.LAST)):
+            [first] = rows.messages(queue, items=1)
+            push = Push(queue="q", id=first.id, body=b"new", place=place, due=first.due)
+            step = MessageStep(takes=(waiting_at(first.id),), pushes=(push,))
+            assert isinstance(carry_out(rows, step), Committed)
+
+        assert bodies(claim(hold, 9)) == [b"new", b"2"]
+        clock.advance(2.0)
+        assert bodies(claim(hold, 9)) == [b"new", b"4"]
+
+    @pytest.mark.parametrize("items", [1, 2, 3])
+    def test_lost_claim_counts_to_what_the_next_may_have(
+        self, rows: MessageRows, hold: Hold, items: int
+    ) -> None:
+        put(rows, *(b"%d" % number for number in range(5)))
+        hold.claim(["q"], 2, number=1)
+        again = hold.claim(["q"], items, number=2, lost=1).found
+
+        assert bodies(again) == [b"0", b"1", b"2"][: max(2, items)]
+
     def test_what_a_step_pushed_once_does_not_come_again(
         self, rows: MessageRows, hold: Hold
     ) -> None:

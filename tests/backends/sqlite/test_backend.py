@@ -67,7 +67,7 @@ def test_members_of_several_groups_in_a_batch_are_counted_once(
     assert [ready.group_uuid for ready in backend.ready_groups(5)] == ["even"]
     assert backend.apply(changes[990:])[-1] == SETTLED
 
-    assert [ready.group_uuid for ready in backend.ready_groups(5)] == ["even", "odd"]
+    assert {ready.group_uuid for ready in backend.ready_groups(5)} == {"even", "odd"}
 
 
 def test_the_first_failed_member_of_a_batch_is_named(backend: SQLiteBackend) -> None:
@@ -117,9 +117,9 @@ def test_expiry_is_done_in_steps(backend: SQLiteBackend, clock: ManualClock) -> 
     backend.apply([ended(f"t{number}") for number in range(SWEPT + 10)])
     clock.advance(EXPIRE_IN + 1)
 
-    assert backend.rows.expire(SWEPT) is True
+    assert backend.tend() < 1.0
     assert count(backend, "task") == 10
-    backend.tend()
+    assert backend.tend() > 10.0
     assert count(backend, "task") == 0
 
 

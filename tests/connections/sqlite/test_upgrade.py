@@ -140,6 +140,16 @@ def test_all_that_version_10_kept_is_carried_over(former: Server) -> None:
     assert former.app.stores.lock.acquire("held", ttl=9.0) is None
 
 
+def test_outboxes_of_version_10_are_carried_over(former: Server) -> None:
+    with closing(sqlite3.connect(former.config.broker.removeprefix("sqlite:///"))) as old, old:
+        old.executemany(
+            "INSERT INTO outbox VALUES (?, ?, x'91c40131')", [("late", 2), ("early", 1)]
+        )
+    store = former.app.stores.store
+
+    assert store.backend.unsent(9, older_than=5.0) == [("early", (b"1",)), ("late", (b"1",))]
+
+
 def test_chord_that_version_10_began_is_ended(former: Server) -> None:
     ended: list[tuple[int, ...]] = []
     former.register_task("add", _add)

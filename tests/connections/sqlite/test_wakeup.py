@@ -80,6 +80,14 @@ def test_many_rings_are_one(folder: str) -> None:
         assert time.monotonic() - started >= 0.04
 
 
+def test_waiter_for_nothing_does_not_poll(folder: str) -> None:
+    notifier = Notifier(folder, "r")
+    started = time.monotonic()
+    notifier.wait(4 * wakeup.FALLBACK)
+    assert time.monotonic() - started >= 3 * wakeup.FALLBACK
+    assert notifier.heard == set()
+
+
 def test_wake_ends_this_wait_or_the_next(folder: str) -> None:
     notifier = Notifier(folder, "q")
     notifier.wake()
