@@ -1,7 +1,8 @@
 """States, groups and what else a result backend keeps, as rows: written once for stores of rows.
 
     kind           id           row
-    task           UUID         state, mark, epoch; kept by `chord open` while a chord wants it
+    task           UUID         state, mark, epoch; kept by `chord open` while a chord wants it.
+                                Listed, finished, by "S" or "F" for its state, and its queue
     group          UUID         its record, swept when no member has a state any more
     chord          group UUID   the set of members that have come in
     chord open     group UUID   from an arrival until the chord is settled, a week at most
@@ -151,15 +152,16 @@ class RowsBackend(Backend, OutboxBackend):
         state = row.state
         life, name = self.expire_in, ""
         if state is not None:
-            name = state.task_name
-            life = state.life(self.expire_in) if state.is_finished else 0.0
+            finished = state.is_finished
+            life = state.life(self.expire_in) if finished else 0.0
+            name = state.state[0] + state.queue if finished else ""  # for `finished_since`
         draft.step.write[Key(TASK, uuid)] = Write(
             body=encode_task(state, row.mark, row.epoch),
             expires_in=round(life * 1e6) if life or state is None else None,
             facts=Facts(at=self._moment(draft), name=name),
             kept_by=Key(OPEN, chord) if chord else row.kept_by,
         )
-        if state is not None and state.is_finished:
+        if name:
             draft.step.tell += (uuid,)
 
     def _moment(self, draft: Draft) -> int:
@@ -348,15 +350,12 @@ class RowsBackend(Backend, OutboxBackend):
         return self.rows.ids(TASK, prefix=prefix, items=limit)
 
     def finished_since(self, moment: dt.datetime, step: int = 3600) -> list[Count]:
-        rows: list[tuple[int, str, int, int]] = []
-        for row in self._listed(None):
-            if _at(row) < micros(moment):
-                break
-            one = _task_in(row).state
-            if one is not None and one.is_finished:
-                second, failed = _at(row) // 1_000_000, one.state is State.FAILURE
-                rows.append((second - second % step, one.queue, not failed, failed))
-        return counts_of(rows)
+        counts = self.rows.count(TASK, since=micros(moment), step=step * 1_000_000)
+        return counts_of(
+            (begun_at // 1_000_000, name[1:], number * (name[0] == "S"), number * (name[0] == "F"))
+            for (name, begun_at), number in counts.items()
+            if name
+        )
 
     # Forgetting
 

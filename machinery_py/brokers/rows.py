@@ -229,7 +229,8 @@ class RowsBroker(Broker):
             after, limit = page[-1], limit - len(page)
 
     def stats(self) -> list[QueueStats]:
-        counts, dead = self.rows.count_messages(), self.rows.count(DEAD)
+        counts = self.rows.count_messages()
+        dead = {queue: number for (queue, _), number in self.rows.count(DEAD).items()}
         paused = set(self.rows.ids(CLOSED, items=UNLIMITED))
         # A process that knew a queue when another one forgot it does not name it again.
         served = {queue for worker in self.workers() for queue in worker.queues}

@@ -63,6 +63,7 @@ from machinery_py.rows.contract import (
 
 #: A queue is closed, and nothing is claimed from it, while there is the row (CLOSED, its name).
 CLOSED = "closed"
+EVER = 2**62  # µs
 
 
 NONE: Mapping[Key, Write] = MappingProxyType({})
@@ -454,8 +455,13 @@ class MessageRows(Rows, MessageQueues, HoldKeeper):
         """Return the first ids of the kind that begin like this, in rising order."""
 
     @abstractmethod
-    def count(self, kind: str) -> dict[str, int]:
-        """Return how many rows of a kind that are listed bear each `Facts.name`."""
+    def count(self, kind: str, *, since: int = 0, step: int = EVER) -> dict[tuple[str, int], int]:
+        """Return how many listed rows of a kind bear each `Facts.name`, by steps of `Facts.at`.
+
+        Args:
+            since: only rows of this moment or later.
+            step: µs; a key has the moment at which its step begins.
+        """
 
     @abstractmethod
     def listen(self) -> TopicListener:

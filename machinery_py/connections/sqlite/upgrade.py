@@ -46,7 +46,8 @@ CARRIED_OVER: tuple[str, ...] = (
     f"{_ROW} 'closed', queue, 1, NULL, NULL, NULL, NULL, x'' FROM paused",
     f"{_ROW} 'token', token, 1, used_at + {_TOKEN_LIFE}, used_at + {_TOKEN_LIFE}, NULL, NULL, x''"
     " FROM tokens",
-    f"{_ROW} 'task', uuid, 1, expires_at, expires_at, changed_at, name,"
+    f"{_ROW} 'task', uuid, 1, expires_at, expires_at, changed_at,"
+    f" iif(state IN ('SUCCESS', 'FAILURE'), substr(state, 1, 1) || queue, ''),"
     f" v10_task({', '.join(TASK)}) FROM tasks",
     f"UPDATE rows SET kept_kind = 'chord open', kept_id = g.uuid FROM group_members AS m"
     f" JOIN groups AS g ON g.uuid = m.group_uuid"

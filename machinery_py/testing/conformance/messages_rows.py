@@ -318,6 +318,27 @@ class MessageRowsConformance:
         assert rows.ids("k", prefix="a") == ["a", "aa", "ab"]
         assert rows.ids("k", prefix="a", items=1) == ["a"]
 
+    def test_listed_rows_are_counted_by_name_and_time(
+        self, rows: MessageRows, clock: ManualClock
+    ) -> None:
+        def listed(name: str, at: int, seconds: int = 60) -> Write:
+            return Write(body=b"", expires_in=seconds * SECOND, facts=Facts(at=at, name=name))
+
+        write: dict[Key, Write | None] = {
+            Key("k", "a"): listed("x", 11),
+            Key("k", "b"): listed("y", 12),
+            Key("k", "c"): listed("x", 19),
+            Key("k", "d"): listed("x", 20),
+            Key("k", "over"): listed("x", 12, seconds=1),
+            Key("k", "not listed"): Write(body=b""),
+            Key("other", "a"): listed("x", 12),
+        }
+        carry_out(rows, MessageStep(write=write))
+        clock.advance(2.0)
+
+        assert rows.count("k") == {("x", 0): 3, ("y", 0): 1}
+        assert rows.count("k", since=12, step=10) == {("y", 10): 1, ("x", 10): 1, ("x", 20): 1}
+
     def test_fences_grow_with_those_of_claims_and_rows(self, rows: MessageRows, hold: Hold) -> None:
         first = rows.fences(3)
         put(rows, b"1")

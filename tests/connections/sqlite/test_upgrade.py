@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from machinery_py import Config, Server
+from machinery_py.clock import moment_of
 from machinery_py.limits import Rule
 from machinery_py.locks.base import LockHolding
 from machinery_py.testing.waiting import wait_until
@@ -136,6 +137,8 @@ def test_all_that_version_10_kept_is_carried_over(former: Server) -> None:
     assert backend.claims(["key"]) == [b"claimed"]
     assert backend.records().bodies == {"nightly": b"{}"}
     assert broker.workers() == []
+    counts = backend.finished_since(moment_of(0), step=10**10)
+    assert [(one.queue, one.succeeded, one.failed) for one in counts] == [("machinery_tasks", 2, 1)]
     assert former.app.stores.lock.acquire("held", ttl=9.0) is None
 
 
