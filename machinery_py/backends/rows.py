@@ -22,6 +22,8 @@ Limits: a chord of which no member arrives for a week may lose results.
 from __future__ import annotations
 
 import datetime as dt
+import heapq
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -252,8 +254,9 @@ class RowsBackend(Backend, OutboxBackend):
         self, limit: int, *, older_than: float, skip: int = 0
     ) -> list[tuple[str, Sequence[bytes]]]:
         before = micros(self.now()) - round(older_than * 1e6)
-        found = [row for row in self.rows.list_all(OUTBOX) if _at(row) <= before]
-        return [(row.key.id, _outbox_in(row)) for row in found[::-1][skip : skip + limit]]
+        old = (row for row in self.rows.list_all(OUTBOX) if _at(row) <= before)
+        oldest = deque(old, maxlen=skip + limit)  # the listing ends with the oldest
+        return [(row.key.id, _outbox_in(row)) for row in list(oldest)[::-1][skip:]]
 
     def settled_by(self, uuids: Sequence[str]) -> list[str]:
         rows = self.rows.read([Key(TASK, uuid) for uuid in uuids])
@@ -311,8 +314,7 @@ class RowsBackend(Backend, OutboxBackend):
 
     def ready_groups(self, limit: int) -> list[ReadyGroup]:
         found: list[ReadyGroup] = []
-        rows = sorted(self.rows.list_all(READY), key=lambda row: row.key)
-        for row in rows[:limit]:
+        for row in heapq.nsmallest(limit, self.rows.list_all(READY), key=lambda row: row.key):
             callback, failed = _decode_ready(row.body)
             found.append(ReadyGroup(group_uuid=row.key.id, callback=callback, failed_member=failed))
         return found

@@ -301,6 +301,9 @@ class MemoryMessages:
             found = [one for one in found if one.place > after.place]  # type: ignore[operator]  # tuples
         return page_of(heapq.nsmallest(items, found, key=lambda one: one.place), size)  # type: ignore[arg-type,return-value]
 
+    def newest_id(self) -> int:
+        return next(self._numbers)
+
     def count_messages(self) -> dict[str, QueueCount]:
         counts: dict[str, QueueCount] = {}
         with self.lock:

@@ -107,7 +107,8 @@ class Push(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A message that comes to a queue.
 
     Attributes:
-        id: of a message that the step takes; None: it is a new one, and the store gives the id.
+        id: of a message that the step takes; None: it is a new one, and the store gives the id,
+            which is greater than all that were given before.
         body: None: as it was.
         priority: the higher first.
         tenant: whose turn it takes in its queue; None: it takes none.
@@ -366,6 +367,10 @@ class MessageQueues(ABC):
             after: begin behind this one of an earlier page, which may be gone by now.
             items, size: as in `list`.
         """
+
+    @abstractmethod
+    def newest_id(self) -> int:
+        """Return an id: those of messages that are yet to be pushed are greater."""
 
     @abstractmethod
     def count_messages(self) -> dict[str, QueueCount]:

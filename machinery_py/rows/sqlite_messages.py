@@ -134,19 +134,30 @@ _LOST = f"""{_FOUND} INDEXED BY items_held WHERE state = 2 AND hold = ? AND clai
 _CLAIM = f"UPDATE items SET state = 2, hold = ?2, claim = ?3, count = count + ?4 WHERE id {_IDS}"
 _RUNS = "UPDATE items SET runs = 1 WHERE id = ? AND state = 2 AND hold = ?"
 
-# In: queue, the place behind which they begin, how many.
-_WAIT = """
-SELECT id, queue, body, put_at, due, -priority, turn FROM items INDEXED BY items_waiting
-WHERE state = 0 AND queue = ?1 AND priority <= -?2 AND (-priority, turn, id) > (?2, ?3, ?4)
-    AND put_at >= ?6
-ORDER BY priority DESC, turn, id LIMIT ?5
-"""
-_LATE = """
-SELECT id, queue, body, put_at, due, due, 0 FROM items INDEXED BY items_late
-WHERE state = 1 AND due >= ?2 AND (due, ?3, id) > (?2, ?3, ?4) AND ?1 IS NULL
-    AND put_at >= ?6
-ORDER BY due, id LIMIT ?5
-"""
+# In: queue, the place behind which they begin, how many, since. In parts, or each page would look
+# through all that is before it.
+_WAIT = (
+    "SELECT id, queue, body, put_at, due, -priority, turn FROM items INDEXED BY items_waiting "
+    "WHERE state = 0 AND queue = ?1 AND put_at >= ?6 AND {} ORDER BY priority DESC, turn, id",
+    "priority = -?2 AND turn = ?3 AND id > ?4",
+    "priority = -?2 AND turn > ?3",
+    "priority < -?2",
+)
+_LATE = (
+    "SELECT id, queue, body, put_at, due, due, 0 FROM items INDEXED BY items_late "
+    "WHERE state = 1 AND ?1 IS NULL AND put_at >= ?6 AND {} ORDER BY due, id",
+    "due = ?2 AND id > ?4",
+    "due > ?2",
+)
+
+
+def _page(sql: str, *parts: str) -> str:
+    some = (f"SELECT * FROM ({sql.format(part)} LIMIT ?5)" for part in parts)
+    return " UNION ALL ".join(some) + " LIMIT ?5"
+
+
+_WAIT_PAGE, _LATE_PAGE = _page(*_WAIT), _page(*_LATE)
+_NEWEST = "SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = 'items'"
 _COUNTS = "SELECT queue, state, count(*), min(id) FROM items GROUP BY queue, state"
 
 _REGISTER = "INSERT INTO holds (id, body, pid, place, beat_at, lease) VALUES (?, ?, ?, ?, ?, ?)"
@@ -316,7 +327,7 @@ class SQLiteMessages(MessageQueues, HoldKeeper):
         found: list[StoredMessage] = []
         with self.driver.reading() as connection:
             rows = connection.execute(
-                _LATE if queue is None else _WAIT, (wanted, *behind, items, since)
+                _LATE_PAGE if queue is None else _WAIT_PAGE, (wanted, *behind, items, since)
             )
             for number, name, body, put_at, due, *order in rows:
                 size -= len(body)
@@ -334,6 +345,10 @@ class SQLiteMessages(MessageQueues, HoldKeeper):
                     )
                 )
         return found
+
+    def newest_id(self) -> int:
+        with self.driver.reading() as connection:
+            return int(connection.execute(_NEWEST).fetchone()[0])
 
     def count_messages(self) -> dict[str, QueueCount]:
         self.promote()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import datetime as dt
 import threading
 import time
+from collections.abc import Sequence
 
 import pytest
 
@@ -505,6 +506,37 @@ class BrokerConformance(
         assert consumer.dispose(back(held)) == [True]
         assert bodies(consumer.receive(5, 0)) == [b"held"]
         assert bodies(broker.consume(["r"], worker="w").receive(5, 0)) == [b"r"]
+
+    def test_purge_looks_at_one_step_at_a_time(self, broker: Broker, consumer: Consumer) -> None:
+        if not broker.features.peeking:
+            return
+        put(broker, *[b"%d" % number for number in range(3 * PURGE_STEP)])
+        seen: list[Message] = []
+        steps = broker.purge_each("q", seen.extend)
+        next(steps)
+        claimed = bodies(consumer.receive(3 * PURGE_STEP, 1.0))
+        gone = [one.body for step in steps for one in step]
+
+        assert claimed
+        assert not {one.body for one in seen}.intersection(claimed)
+        assert set(gone).isdisjoint(claimed)
+
+    def test_what_is_sent_during_a_purge_stays(self, broker: Broker, clock: ManualClock) -> None:
+        if not broker.features.peeking:
+            return
+        put(broker, *[b"old"] * (PURGE_STEP + 1))
+        eta = seconds(clock.now(), 5.0)
+        broker.put([message(b"old", eta=eta)], token="")
+
+        def send(messages: Sequence[Message]) -> None:
+            assert {one.body for one in messages} == {b"old"}
+            new = [message(b"new %d" % number) for number, _ in enumerate(messages)]
+            broker.put([*new, message(b"new, late", eta=eta)], token="")
+
+        gone = [one for step in broker.purge_each("q", send) for one in step]
+
+        assert len(gone) == PURGE_STEP + 2
+        assert broker.purge("q") > len(gone)
 
     def test_queue_that_is_over_is_forgotten(
         self, open_broker: OpenBroker, clock: ManualClock

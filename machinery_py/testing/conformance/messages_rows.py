@@ -227,6 +227,47 @@ class MessageRowsConformance:
         assert [one.body for one in rows.messages("q", after=second)] == [b"3"]
         assert len(rows.messages("q", size=1)) == 1
 
+    def test_pages_of_messages_follow_each_other(
+        self, rows: MessageRows, hold: Hold, clock: ManualClock
+    ) -> None:
+        due = micros(clock.now()) + SECOND
+        put(rows, b"waits")
+        [claimed] = claim(hold, 1)
+        waited = Push(queue="q", id=claimed.receipt.id, due=due, place=Place.WAITED)
+        carry_out(rows, MessageStep(takes=(claimed.receipt,), pushes=(waited,)))
+        put(rows, b"late 1", b"late 2", due=due)
+        put(rows, b"later", due=due + SECOND)
+
+        def paged(queue: str | None) -> list[bytes]:
+            found: list[bytes] = []
+            last = None
+            while page := rows.messages(queue, after=last, items=1):
+                last = page[0]
+                found.append(last.body)
+            return found
+
+        assert paged(None) == [b"waits", b"late 1", b"late 2", b"later"]
+        clock.advance(1.0)
+        put(rows, b"a", b"b", tenant="one")
+        put(rows, b"c", b"d", tenant="two", priority=3)
+        put(rows, b"e", b"f")
+        listed = paged("q")
+        assert listed == [one.body for one in rows.messages("q")]
+        assert listed[:3] == [b"c", b"d", b"waits"]
+        assert len(listed) == 9
+
+    def test_ids_of_messages_rise(self, rows: MessageRows, hold: Hold) -> None:
+        put(rows, b"1", b"2")
+        first = [one.id for one in rows.messages("q")]
+        for one in claim(hold, 2):
+            carry_out(rows, MessageStep(takes=(one.receipt,)))
+        newest = rows.newest_id()
+        put(rows, b"3")
+        [third] = rows.messages("q")
+
+        assert first == sorted(first)
+        assert first[-1] <= newest < third.id
+
     def test_end_of_a_hold_gives_back_without_a_strike(self, rows: MessageRows, hold: Hold) -> None:
         put(rows, b"1")
         [claimed] = claim(hold, 1)
