@@ -100,11 +100,11 @@ WHERE id {_IDS} AND (hold IS NULL OR EXISTS (
 _COUNT_WAITING = "SELECT count(*) FROM items INDEXED BY items_waiting WHERE state = 0 AND queue = ?"
 
 # In: now. The oldest first.
-_PROMOTE = f"""
-UPDATE items SET state = 0 WHERE id IN (
-    SELECT id FROM items INDEXED BY items_late WHERE state = 1 AND due <= ?
-    ORDER BY due LIMIT {PROMOTED})
+_DUE = f"""
+SELECT id, queue FROM items INDEXED BY items_late WHERE state = 1 AND due <= ?
+ORDER BY due LIMIT {PROMOTED}
 """
+_PROMOTE = f"UPDATE items SET state = 0 WHERE id IN (SELECT id FROM ({_DUE}))"
 _NEXT_DUE = "SELECT min(due) FROM items INDEXED BY items_late WHERE state = 1"
 
 _OPEN = f"NOT EXISTS (SELECT 1 FROM rows WHERE kind = '{CLOSED}' AND rows.id = queue)"
@@ -174,6 +174,7 @@ UPDATE items SET state = 0, hold = NULL, claim = NULL, runs = 0,
     strikes = strikes + iif(?1 IS NULL, runs, id {_IDS})
 WHERE id IN (SELECT id FROM items INDEXED BY items_held WHERE state = 2 AND hold = ?2 LIMIT ?3)
 """
+_HELD = "SELECT queue FROM items INDEXED BY items_held WHERE state = 2 AND hold = ?"
 _HOLDING = "SELECT hold, count(*) FROM items INDEXED BY items_held WHERE state = 2 GROUP BY hold"
 
 _decode_next = msgspec.json.Decoder(list[Next]).decode
@@ -307,9 +308,17 @@ class SQLiteMessages(MessageQueues, HoldKeeper):
 
     def promote_due(self, connection: sqlite3.Connection) -> None:
         """Move a step of what is due, inside a transaction."""
-        if connection.execute(_PROMOTE, (self.driver.now(),)).rowcount:
+        now = self.driver.now()
+        if self._tell_queues(connection, _DUE, now):
+            connection.execute(_PROMOTE, (now,))
             give_turns(connection)
-            self.driver.notify("q")
+
+    def _tell_queues(self, connection: sqlite3.Connection, sql: str, *cells: object) -> bool:
+        """Wake the listeners to the queues of these messages; return whether there are any."""
+        found = connection.execute(f"SELECT DISTINCT queue FROM ({sql})", cells).fetchall()
+        if found:
+            self.driver.notify("q", [queue_topic(queue) for (queue,) in found])
+        return bool(found)
 
     def messages(
         self,
@@ -448,9 +457,8 @@ class SQLiteMessages(MessageQueues, HoldKeeper):
     ) -> tuple[int, bool]:
         """End a hold; return how many messages went back, and whether these were the last."""
         connection.execute(_END, (hold,))
+        self._tell_queues(connection, _HELD, hold)
         back = connection.execute(_RELEASE, (struck, hold, items)).rowcount
-        if back:
-            self.driver.notify("q")
         return back, connection.execute(_FORGET, (hold,)).rowcount > 0
 
 
