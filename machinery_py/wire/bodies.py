@@ -35,40 +35,44 @@ def _readable(value: object) -> object:
 
 
 class _StoredTask(msgspec.Struct, array_like=True, gc=False):
-    """A task. `large`: by their place, results as JSON that have integers of more than 64 bits."""
+    """A task. `odd`: by their place, results as JSON that msgpack cannot hold."""
 
     state: TaskState | None
     mark: str
     epoch: int
-    large: dict[int, str] = {}
+    odd: dict[int, str] = {}
 
 
 _decode_task = msgspec.msgpack.Decoder(_StoredTask).decode
 
 
 def encode_task(state: TaskState | None, mark: str, epoch: int) -> bytes:
-    """Return the body of a task's row."""
+    """Return the body of a task's row.
+
+    Results with integers of more than 64 bits, or half a surrogate pair, are kept as they are.
+    """
     try:
-        return encode((state, mark, epoch))
-    except OverflowError:
-        assert state is not None
-        results, large = list(state.results), dict[int, str]()
+        return _encode((state, mark, epoch))
+    except (OverflowError, UnicodeEncodeError):
+        if state is None or not state.results:
+            return encode((state, mark, epoch))
+        results, odd = list(state.results), dict[int, str]()
         for number, arg in enumerate(results):
             try:
-                encode(arg.value)
-            except OverflowError:
-                large[number] = json.dumps(arg.value)
+                _encode(arg.value)
+            except (OverflowError, UnicodeEncodeError):
+                odd[number] = json.dumps(arg.value)
                 results[number] = msgspec.structs.replace(arg, value=None)
-        return encode((msgspec.structs.replace(state, results=results), mark, epoch, large))
+        return encode((msgspec.structs.replace(state, results=results), mark, epoch, odd))
 
 
 def decode_task(body: bytes) -> tuple[TaskState | None, str, int]:
     """Return what `encode_task` was given."""
     one = _decode_task(body)
     state = one.state
-    if state is not None and one.large:
+    if state is not None and one.odd:
         results = list(state.results)
-        for number, text in one.large.items():
+        for number, text in one.odd.items():
             results[number] = msgspec.structs.replace(results[number], value=json.loads(text))
         state = msgspec.structs.replace(state, results=results)
     return state, one.mark, one.epoch

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from machinery_py.brokers.base import (
@@ -506,6 +507,27 @@ class BrokerConformance(
         assert consumer.dispose(back(held)) == [True]
         assert bodies(consumer.receive(5, 0)) == [b"held"]
         assert bodies(broker.consume(["r"], worker="w").receive(5, 0)) == [b"r"]
+
+    def test_half_a_surrogate_pair_in_a_name_stops_no_message(
+        self, broker: Broker, consumer: Consumer
+    ) -> None:
+        half, body = "\ud800", b"\xff\xed\xa0\x80"
+        one = msgspec.structs.replace(message(body), uuid=half, name=half, tenant=half)
+        assert broker.put([one], token="")
+        following = msgspec.structs.replace(message(b"next"), tenant=half)
+        assert broker.put([following], token="")
+        (delivery,) = consumer.receive(1, 1.0)
+        assert delivery.body == body
+
+        dead = Disposal(
+            delivery=delivery, fate=Fate.DEAD, reason=half, error=half, uuid=half, name=half
+        )
+        assert consumer.dispose([dead]) == [True]
+        [letter] = broker.dead_letters(limit=9)
+        assert letter.body == body
+        written_out = (r"\ud800",) * 4
+        assert (letter.uuid, letter.name, letter.reason, letter.error) == written_out
+        assert bodies(consumer.receive(9, 1.0)) == [b"next"]
 
     def test_purge_looks_at_one_step_at_a_time(self, broker: Broker, consumer: Consumer) -> None:
         if not broker.features.peeking:

@@ -8,6 +8,7 @@ class TestMyRows(MessageRowsConformance):
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -567,6 +568,46 @@ class MessageRowsConformance:
             carry_out(handles[0], MessageStep(write={Key(CLOSED, "q"): None}))
             while claim(holds[0], 9):
                 pass
+
+    def test_claims_that_lose_replies_beside_others_lose_no_message(
+        self, open_rows: OpenMessageRows
+    ) -> None:
+        handles = [open_rows() for _ in range(4)]
+        put(handles[0], *(b"%d" % number for number in range(100)))
+
+        def work(index: int) -> list[bytes]:
+            rows, source = handles[index], random.Random(index)
+            hold = rows.open_hold(b"", lease=LEASE)
+            settled: list[bytes] = []
+            held: list[Claimed] = []
+            missed: set[ClaimReceipt] = set()
+            lost: int | None = None
+            for number in range(1, 60):
+                found = hold.claim(["q"], 3, number=number, lost=lost).found
+                receipts = {one.receipt for one in found}
+                assert len(receipts) == len(found)
+                assert receipts.isdisjoint(one.receipt for one in held)
+                assert missed <= receipts
+                if source.random() < 0.3:  # as if the reply had not come
+                    lost, missed = number if lost is None else lost, receipts
+                    continue
+                lost, missed = None, set()
+                for one in held:
+                    goes = source.random() < 0.7
+                    pushes = () if goes else (back(one),)
+                    done = carry_out(rows, MessageStep(takes=(one.receipt,), pushes=pushes))
+                    assert isinstance(done, Committed)
+                    settled += [one.body] * goes
+                held = found
+                if source.random() < 0.1:
+                    hold.end()
+                    hold, held = rows.open_hold(b"", lease=LEASE), []
+            hold.end()
+            return settled
+
+        settled = [body for some in together(4, work) for body in some]
+        left = bodies(claim(handles[0].open_hold(b"", lease=LEASE), 100))
+        assert sorted(map(int, settled + left)) == list(range(100))
 
     def test_last_two_of_a_set_who_come_together_make_it_whole_once(
         self, open_rows: OpenMessageRows
