@@ -1,7 +1,8 @@
 """States, groups and what else a result backend keeps, as rows: written once for stores of rows.
 
     kind           id           row
-    task           UUID         state, mark, epoch; kept by `chord open` while a chord wants it
+    task           UUID         state, mark, epoch; kept by `chord open` while a chord wants it.
+                                Listed, finished, by "S" or "F" for its state, and its queue
     group          UUID         its record, swept when no member has a state any more
     chord          group UUID   the set of members that have come in
     chord open     group UUID   from an arrival until the chord is settled, a week at most
@@ -162,9 +163,10 @@ class RowsBackend(Backend, OutboxBackend):
         state, there = row.state, draft.found[key]
         life, name = self.expire_in, ""
         if state is not None:
-            name = state.task_name
-            life = state.life(life) if state.is_finished else 0.0
-            if state.is_finished:
+            finished = state.is_finished
+            life = state.life(life) if finished else 0.0
+            if finished:
+                name = state.state[0] + state.queue  # for `finished_since`
                 draft.tell += (key.id,)
         kept_by = None if there is None else there.kept_by
         draft.write[key] = Write(
@@ -363,15 +365,12 @@ class RowsBackend(Backend, OutboxBackend):
         return self.rows.ids(TASK, prefix=prefix, items=limit)
 
     def finished_since(self, moment: dt.datetime, step: int = 3600) -> list[Count]:
-        rows: list[tuple[int, str, int, int]] = []
-        for row in self._listed(None):
-            if _at(row) < micros(moment):
-                break
-            one = decode_task(row.body).state
-            if one is not None and one.is_finished:
-                second, failed = _at(row) // 1_000_000, one.state is State.FAILURE
-                rows.append((second - second % step, one.queue, not failed, failed))
-        return counts_of(rows)
+        counts = self.rows.count(TASK, since=micros(moment), step=step * 1_000_000)
+        return counts_of(
+            (begun_at // 1_000_000, name[1:], number * (name[0] == "S"), number * (name[0] == "F"))
+            for (name, begun_at), number in counts.items()
+            if name
+        )
 
     # Forgetting
 

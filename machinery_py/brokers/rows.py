@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import NoReturn
 
 import msgspec
 
-from machinery_py.bounds import PURGE_STEP, TOKEN_LIFE, pieces
+from machinery_py.bounds import PURGE_STEP, TOKEN_LIFE
 from machinery_py.brokers.base import (
     UNLIMITED,
     WAITING,
@@ -220,15 +221,20 @@ class RowsBroker(Broker):
         self, queue: str | None, limit: int = UNLIMITED, *, since: int = 0
     ) -> Iterator[StoredMessage]:
         """Yield what waits in a queue, or all that is late, page by page."""
+        pages = self._pages(queue, min(limit, PAGE), since=since)
+        return islice(chain.from_iterable(pages), limit)
+
+    def _pages(
+        self, queue: str | None, items: int, *, since: int = 0
+    ) -> Iterator[list[StoredMessage]]:
         after: StoredMessage | None = None
-        while limit > 0 and (
-            page := self.rows.messages(queue, since=since, after=after, items=min(limit, PAGE))
-        ):
-            yield from page
-            after, limit = page[-1], limit - len(page)
+        while page := self.rows.messages(queue, since=since, after=after, items=items):
+            yield page
+            after = page[-1]
 
     def stats(self) -> list[QueueStats]:
-        counts, dead = self.rows.count_messages(), self.rows.count(DEAD)
+        counts = self.rows.count_messages()
+        dead = {queue: number for (queue, _), number in self.rows.count(DEAD).items()}
         paused = set(self.rows.ids(CLOSED, items=UNLIMITED))
         # A process that knew a queue when another one forgot it does not name it again.
         served = {queue for worker in self.workers() for queue in worker.queues}
@@ -272,17 +278,20 @@ class RowsBroker(Broker):
     def purge_each(
         self, queue: str, before: Callable[[Sequence[Message]], object]
     ) -> Iterator[Sequence[Message]]:
-        # All is listed first: what `before` sends to this queue, error callbacks perhaps, stays.
-        late = (one for one in self._all(None) if one.queue == queue)
-        found = [(one.id, _decode_message(one.body)) for one in (*self._all(queue), *late)]
-        for some in pieces(found, lambda one: len(one[1].body), most=PURGE_STEP):
-            before([message for _, message in some])
-            done = self.rows.commit([MessageStep(takes=(waiting_at(id),)) for id, _ in some])
-            yield [
-                message
-                for (_, message), one in zip(some, done, strict=True)
-                if isinstance(one, Committed)
-            ]
+        newest = self.rows.newest_id()  # what `before` sends, error callbacks perhaps, is newer
+        for source in (None, queue):  # what is late first: if it gets due meanwhile it is found yet
+            for page in self._pages(source, PURGE_STEP):
+                some = [one for one in page if one.queue == queue and one.id <= newest]
+                messages = [_decode_message(one.body) for one in some]
+                if not messages:
+                    continue
+                before(messages)
+                done = self.rows.commit([MessageStep(takes=(waiting_at(one.id),)) for one in some])
+                yield [
+                    message
+                    for message, one in zip(messages, done, strict=True)
+                    if isinstance(one, Committed)
+                ]
 
     def pause(self, queue: str) -> None:
         self.name_queues([queue])

@@ -9,6 +9,7 @@ import bisect
 import heapq
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
@@ -35,6 +36,7 @@ from machinery_py.rows.contract import (
 from machinery_py.rows.memory_messages import MemoryMessages, MemoryTopicListener, MessageTables
 from machinery_py.rows.messages import (
     CLOSED,
+    EVER,
     MessageRows,
     MessageStep,
     check_message_step,
@@ -124,8 +126,13 @@ class MemoryRows(MemoryMessages, MessageRows):
             return None
         if kept.ends is None or kept.ends > now:
             return kept.row
+        return kept.row if self._is_there(kept, now) else None
+
+    def _is_there(self, kept: KeptRow, now: int) -> bool:
+        if kept.ends is None or kept.ends > now:
+            return True
         by = kept.row.kept_by
-        return kept.row if by is not None and self._read(by, now) is not None else None
+        return by is not None and self._read(by, now) is not None
 
     def is_closed(self, queue: str) -> bool:
         """Return whether nothing is to be claimed from the queue."""
@@ -204,11 +211,14 @@ class MemoryRows(MemoryMessages, MessageRows):
             there = (id for id in sorted(found) if self._read(Key(kind, id), now) is not None)
             return list(itertools.islice(there, items))
 
-    def count(self, kind: str) -> dict[str, int]:
-        counts: dict[str, int] = {}
-        for row in self.list_all(kind):
-            name = row.facts.name if row.facts is not None else ""
-            counts[name] = counts.get(name, 0) + 1
+    def count(self, kind: str, *, since: int = 0, step: int = EVER) -> dict[tuple[str, int], int]:
+        counts: Counter[tuple[str, int]] = Counter()
+        with self.lock:
+            now = self.now()
+            for kept in self._kinds.get(kind, {}).values():
+                facts = kept.row.facts
+                if facts is not None and facts.at >= since and self._is_there(kept, now):
+                    counts[facts.name, facts.at - facts.at % step] += 1
         return counts
 
     def expire(self, items: int) -> bool:

@@ -52,7 +52,7 @@ class KeptMessage(msgspec.Struct, kw_only=True, gc=False):
     is_gone: bool = False
     runs: bool = False
 
-    def __lt__(self, other: _KeptMessage) -> bool:
+    def __lt__(self, other: KeptMessage) -> bool:
         return False  # in a heap beside one that is gone from the same place
 
     def stored(self) -> StoredMessage:
@@ -370,6 +370,10 @@ class MemoryMessages(StepTarget):
         if after is not None:
             found = [one for one in found if one.place > after.place]  # type: ignore[operator]  # tuples
         return page_of(heapq.nsmallest(items, found, key=lambda one: one.place), size)  # type: ignore[arg-type,return-value]
+
+    def newest_id(self) -> int:
+        with self.lock:
+            return self._number
 
     def count_messages(self) -> dict[str, QueueCount]:
         counts: dict[str, QueueCount] = {}

@@ -63,6 +63,7 @@ from machinery_py.rows.contract import (
 
 #: A queue is closed, and nothing is claimed from it, while there is the row (CLOSED, its name).
 CLOSED = "closed"
+EVER = 2**62  # µs
 
 
 NONE: Mapping[Key, Write] = MappingProxyType({})
@@ -106,7 +107,8 @@ class Push(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A message that comes to a queue.
 
     Attributes:
-        id: of a message that the step takes; None: it is a new one, and the store gives the id.
+        id: of a message that the step takes; None: it is a new one, and the store gives the id,
+            which is greater than all that were given before.
         body: None: as it was.
         priority: the higher first.
         tenant: whose turn it takes in its queue; None: it takes none.
@@ -365,6 +367,10 @@ class MessageQueues(ABC):
         """
 
     @abstractmethod
+    def newest_id(self) -> int:
+        """Return an id: those of messages that are yet to be pushed are greater."""
+
+    @abstractmethod
     def count_messages(self) -> dict[str, QueueCount]:
         """Return the counts of each queue that has a message."""
 
@@ -452,8 +458,13 @@ class MessageRows(Rows, MessageQueues, HoldKeeper):
         """Return the first ids of the kind that begin like this, in rising order."""
 
     @abstractmethod
-    def count(self, kind: str) -> dict[str, int]:
-        """Return how many rows of a kind that are listed bear each `Facts.name`."""
+    def count(self, kind: str, *, since: int = 0, step: int = EVER) -> dict[tuple[str, int], int]:
+        """Return how many listed rows of a kind bear each `Facts.name`, by steps of `Facts.at`.
+
+        Args:
+            since: only rows of this moment or later.
+            step: µs; a key has the moment at which its step begins.
+        """
 
     @abstractmethod
     def listen(self) -> TopicListener:

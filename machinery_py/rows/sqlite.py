@@ -35,7 +35,7 @@ from machinery_py.rows.contract import (
     check_keys,
     check_writes,
 )
-from machinery_py.rows.messages import MessageRows, MessageStep, check_message_step, of_rows
+from machinery_py.rows.messages import EVER, MessageRows, MessageStep, check_message_step, of_rows
 from machinery_py.rows.sqlite_messages import Moves, SQLiteMessages
 from machinery_py.texts import printable
 
@@ -83,10 +83,10 @@ _IDS = f"""
 SELECT id FROM rows WHERE kind = ?1 AND id >= ?2 AND id < ?3 AND {_THERE.format("?4")}
 ORDER BY id LIMIT ?5
 """
-# In: kind, now.
+# In: kind, now, since, step.
 _COUNT = f"""
-SELECT name, count(*) FROM rows INDEXED BY rows_listed
-WHERE kind = ?1 AND at IS NOT NULL AND {_THERE.format("?2")} GROUP BY name
+SELECT name, at - at % ?4 AS step, count(*) FROM rows INDEXED BY rows_listed
+WHERE kind = ?1 AND at IS NOT NULL AND at >= ?3 AND {_THERE.format("?2")} GROUP BY step, name
 """
 
 # In: now, how many, when to look again.
@@ -182,9 +182,10 @@ class SQLiteRows(SQLiteMessages, MessageRows):
             what = (kind, begin, begin + chr(0x10FFFF), self.now(), items)
             return [id for (id,) in connection.execute(_IDS, what)]
 
-    def count(self, kind: str) -> dict[str, int]:
+    def count(self, kind: str, *, since: int = 0, step: int = EVER) -> dict[tuple[str, int], int]:
         with self.driver.reading() as connection:
-            return dict(connection.execute(_COUNT, (kind, self.now())).fetchall())
+            found = connection.execute(_COUNT, (kind, self.now(), since, step))
+            return {(name, begun_at): number for name, begun_at, number in found}
 
     def expire(self, items: int) -> bool:
         now = self.now()

@@ -101,11 +101,11 @@ WHERE id {_IDS} AND (hold IS NULL OR EXISTS (
 _COUNT_WAITING = "SELECT count(*) FROM items INDEXED BY items_waiting WHERE state = 0 AND queue = ?"
 
 # In: now. The oldest first.
-_PROMOTE = f"""
-UPDATE items SET state = 0 WHERE id IN (
-    SELECT id FROM items INDEXED BY items_late WHERE state = 1 AND due <= ?
-    ORDER BY due LIMIT {PROMOTED})
+_DUE = f"""
+SELECT id, queue FROM items INDEXED BY items_late WHERE state = 1 AND due <= ?
+ORDER BY due LIMIT {PROMOTED}
 """
+_PROMOTE = f"UPDATE items SET state = 0 WHERE id IN (SELECT id FROM ({_DUE}))"
 _NEXT_DUE = "SELECT min(due) FROM items INDEXED BY items_late WHERE state = 1"
 
 _OPEN = f"NOT EXISTS (SELECT 1 FROM rows WHERE kind = '{CLOSED}' AND rows.id = queue)"
@@ -135,19 +135,30 @@ _LOST = f"""{_FOUND} INDEXED BY items_held WHERE state = 2 AND hold = ? AND clai
 _CLAIM = f"UPDATE items SET state = 2, hold = ?2, claim = ?3, count = count + ?4 WHERE id {_IDS}"
 _RUNS = "UPDATE items SET runs = 1 WHERE id = ? AND state = 2 AND hold = ?"
 
-# In: queue, the place behind which they begin, how many.
-_WAIT = """
-SELECT id, queue, body, put_at, -priority, turn FROM items INDEXED BY items_waiting
-WHERE state = 0 AND queue = ?1 AND priority <= -?2 AND (-priority, turn, id) > (?2, ?3, ?4)
-    AND put_at >= ?6
-ORDER BY priority DESC, turn, id LIMIT ?5
-"""
-_LATE = """
-SELECT id, queue, body, put_at, due, 0 FROM items INDEXED BY items_late
-WHERE state = 1 AND due >= ?2 AND (due, ?3, id) > (?2, ?3, ?4) AND ?1 IS NULL
-    AND put_at >= ?6
-ORDER BY due, id LIMIT ?5
-"""
+# In: queue, the place behind which they begin, how many, since. In parts, or each page would look
+# through all that is before it.
+_WAIT = (
+    "SELECT id, queue, body, put_at, -priority, turn FROM items INDEXED BY items_waiting "
+    "WHERE state = 0 AND queue = ?1 AND put_at >= ?6 AND {} ORDER BY priority DESC, turn, id",
+    "priority = -?2 AND turn = ?3 AND id > ?4",
+    "priority = -?2 AND turn > ?3",
+    "priority < -?2",
+)
+_LATE = (
+    "SELECT id, queue, body, put_at, due, 0 FROM items INDEXED BY items_late "
+    "WHERE state = 1 AND ?1 IS NULL AND put_at >= ?6 AND {} ORDER BY due, id",
+    "due = ?2 AND id > ?4",
+    "due > ?2",
+)
+
+
+def _page(sql: str, *parts: str) -> str:
+    some = (f"SELECT * FROM ({sql.format(part)} LIMIT ?5)" for part in parts)
+    return " UNION ALL ".join(some) + " LIMIT ?5"
+
+
+_WAIT_PAGE, _LATE_PAGE = _page(*_WAIT), _page(*_LATE)
+_NEWEST = "SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = 'items'"
 # From the indexes: bodies are in the pages of the table.
 _COUNTS = " UNION ALL ".join(
     f"SELECT queue, state, count(*), min(id) FROM items INDEXED BY items_{index}"
@@ -169,6 +180,7 @@ UPDATE items SET state = 0, hold = NULL, claim = NULL, runs = 0,
     strikes = strikes + iif(?1 IS NULL, runs, id {_IDS})
 WHERE id IN (SELECT id FROM items INDEXED BY items_held WHERE state = 2 AND hold = ?2 LIMIT ?3)
 """
+_HELD = "SELECT queue FROM items INDEXED BY items_held WHERE state = 2 AND hold = ?"
 _HOLDING = "SELECT hold, count(*) FROM items INDEXED BY items_held WHERE state = 2 GROUP BY hold"
 
 _decode_next = msgspec.json.Decoder(list[Next]).decode
@@ -301,9 +313,17 @@ class SQLiteMessages(MessageQueues, HoldKeeper):
 
     def promote_due(self, connection: sqlite3.Connection) -> None:
         """Move a step of what is due, inside a transaction."""
-        if connection.execute(_PROMOTE, (self.driver.now(),)).rowcount:
+        now = self.driver.now()
+        if self._tell_queues(connection, _DUE, now):
+            connection.execute(_PROMOTE, (now,))
             give_turns(connection)
-            self.driver.notify("q")
+
+    def _tell_queues(self, connection: sqlite3.Connection, sql: str, *cells: object) -> bool:
+        """Wake the listeners to the queues of these messages; return whether there are any."""
+        found = connection.execute(f"SELECT DISTINCT queue FROM ({sql})", cells).fetchall()
+        if found:
+            self.driver.notify("q", [queue_topic(queue) for (queue,) in found])
+        return bool(found)
 
     def messages(
         self,
@@ -321,7 +341,7 @@ class SQLiteMessages(MessageQueues, HoldKeeper):
         found: list[StoredMessage] = []
         with self.driver.reading() as connection:
             rows = connection.execute(
-                _LATE if queue is None else _WAIT, (wanted, *behind, items, since)
+                _LATE_PAGE if queue is None else _WAIT_PAGE, (wanted, *behind, items, since)
             )
             for id, name, body, put_at, *order in rows:
                 size -= len(body)
@@ -331,6 +351,10 @@ class SQLiteMessages(MessageQueues, HoldKeeper):
                 at = (*order, id)
                 found.append(StoredMessage(id=id, queue=name, body=body, put_at=put_at, place=at))
         return found
+
+    def newest_id(self) -> int:
+        with self.driver.reading() as connection:
+            return int(connection.execute(_NEWEST).fetchone()[0])
 
     def count_messages(self) -> dict[str, QueueCount]:
         self.promote()
@@ -430,9 +454,8 @@ class SQLiteMessages(MessageQueues, HoldKeeper):
     ) -> tuple[int, bool]:
         """End a hold; return how many messages went back, and whether these were the last."""
         connection.execute(_END, (hold,))
+        self._tell_queues(connection, _HELD, hold)
         back = connection.execute(_RELEASE, (struck, hold, items)).rowcount
-        if back:
-            self.driver.notify("q")
         return back, connection.execute(_FORGET, (hold,)).rowcount > 0
 
 

@@ -39,34 +39,36 @@ def _readable(value: object) -> object:
 class StoredTask(msgspec.Struct, array_like=True, gc=False):
     """A task as its row has it: its state, the mark that wrote it, the epoch of its last delivery.
 
-    `large`: by their place, results as JSON that have integers of more than 64 bits.
+    `odd`: by their place, results as JSON that msgpack cannot hold.
     """
 
     state: TaskState | None = None
     mark: str = ""
     epoch: Fence = NO_FENCE
-    large: dict[int, str] = {}
+    odd: dict[int, str] = {}
 
 
 _decode_task = msgspec.msgpack.Decoder(StoredTask).decode
 
 
 def encode_task(state: TaskState | None, mark: str, epoch: Fence) -> bytes:
-    """Return the body of a task's row."""
+    """Return the body of a task's row.
+
+    Results with integers of more than 64 bits, or half a surrogate pair, are kept as they are.
+    """
     try:
         return _encode((state, mark, epoch))
-    except UnicodeEncodeError:
-        return encode((state, mark, epoch))
-    except OverflowError:
-        assert state is not None
-        results, large = list(state.results), dict[int, str]()
+    except (OverflowError, UnicodeEncodeError):
+        if state is None or not state.results:
+            return encode((state, mark, epoch))
+        results, odd = list(state.results), dict[int, str]()
         for number, arg in enumerate(results):
             try:
-                encode(arg.value)
-            except OverflowError:
-                large[number] = json.dumps(arg.value)
+                _encode(arg.value)
+            except (OverflowError, UnicodeEncodeError):
+                odd[number] = json.dumps(arg.value)
                 results[number] = msgspec.structs.replace(arg, value=None)
-        return encode((msgspec.structs.replace(state, results=results), mark, epoch, large))
+        return encode((msgspec.structs.replace(state, results=results), mark, epoch, odd))
 
 
 def decode_task(body: bytes) -> StoredTask:
@@ -74,7 +76,7 @@ def decode_task(body: bytes) -> StoredTask:
     one = _decode_task(body)
     if one.state is not None and one.state.results:
         results = list(one.state.results)
-        for number, text in one.large.items():
+        for number, text in one.odd.items():
             results[number] = msgspec.structs.replace(results[number], value=json.loads(text))
         force_setattr(one.state, "results", tuple(results))  # it is ours alone yet
     return one

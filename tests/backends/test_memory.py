@@ -7,7 +7,9 @@ import pytest
 from machinery_py import Config, Server
 from machinery_py.backends.memory import MemoryBackend
 from machinery_py.errors import ConfigError
+from machinery_py.rows.contract import Facts, Key, Write
 from machinery_py.rows.memory import MemoryRows
+from machinery_py.rows.messages import MessageStep
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 
@@ -17,6 +19,16 @@ class TestMemoryBackend(BackendConformance):
     def open_backend(self, clock: ManualClock) -> OpenBackend:
         backend = MemoryBackend(MemoryRows(clock), expire_in=self.expire_in)
         return lambda: backend
+
+
+def test_ended_tasks_are_counted_without_their_bodies() -> None:
+    clock = ManualClock()
+    rows = MemoryRows(clock)
+    facts = Facts(at=rows.now(), name="Fmail")
+    rows.commit([MessageStep(write={Key("task", "t"): Write(body=b"not read", facts=facts)})])
+
+    [count] = MemoryBackend(rows).finished_since(clock.now())
+    assert (count.queue, count.succeeded, count.failed) == ("mail", 0, 1)
 
 
 def test_servers_of_one_name_agree_on_how_their_store_works() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -10,17 +11,23 @@ from typing import NoReturn
 
 import pytest
 
+from machinery_py.clock import micros
 from machinery_py.connections import session_files
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.rows.contract import Key, RowStep, StoredRow, Write
 from machinery_py.rows.memory import MemoryRows
-from machinery_py.rows.messages import Hold, MessageRows
+from machinery_py.rows.messages import Hold, MessageRows, MessageStep, Push, queue_topic
 from machinery_py.rows.sqlite import SQLiteRows
 from machinery_py.rows.sqlite_messages import SQLiteHold
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.messages_rows import MessageRowsConformance, OpenMessageRows
 from machinery_py.testing.conformance.rows import SECOND, OpenRows, RowsConformance
 from machinery_py.testing.waiting import wait_until
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 class TestMemoryRows(RowsConformance):
@@ -110,6 +117,43 @@ class TestSQLiteMessageRows(MessageRowsConformance):
         assert isinstance(rows, SQLiteRows)
         self.let_die(hold)
         session_files.remove(rows.driver.sessions_folder, hold.id)
+
+
+@pytest.mark.parametrize("how", ["promoted", "given back", "condemned"])
+@pytest.mark.parametrize("store", ["memory", "sqlite"])
+def test_message_that_comes_wakes_listeners_of_its_queue_alone(
+    store: str, how: str, open_sqlite_rows: OpenMessageRows, clock: ManualClock
+) -> None:
+    rows = open_sqlite_rows() if store == "sqlite" else MemoryRows(clock)
+    due = micros(clock.now()) + SECOND if how == "promoted" else 0
+    rows.commit([MessageStep(pushes=(Push(queue="mail", body=b"", due=due),))])
+    hold = rows.open_hold(b"", lease=10.0)
+    hold.claim(["mail"], 1)
+    ours, other = rows.listen(), rows.listen()
+    ours.watch([queue_topic("mail")])
+    other.watch([queue_topic("other")])
+
+    match how:
+        case "promoted":
+            clock.advance(1.0)
+            rows.promote()
+        case "given back":
+            hold.end()
+        case _:
+            if isinstance(hold, SQLiteHold):
+                hold.abandon()
+            clock.advance(11.0)
+            rows.dead_holds()
+            rows.reap()
+
+    begun_at = time.monotonic()
+    ours.wait(30.0)
+    assert time.monotonic() - begun_at < 20.0
+    begun_at = time.monotonic()
+    other.wait(0.2)
+    assert time.monotonic() - begun_at >= 0.2
+    ours.close()
+    other.close()
 
 
 class TestSQLiteRows(RowsConformance):

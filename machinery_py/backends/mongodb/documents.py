@@ -31,7 +31,7 @@ from machinery_py.fences import Fence
 from machinery_py.tasks.signature import Arg
 from machinery_py.tasks.states import ZERO_TIME, State, TaskState
 from machinery_py.texts import printable, quoted
-from machinery_py.wire.states import printable_state
+from machinery_py.wire.states import encode_results, printable_state
 
 _pack = msgspec.msgpack.Encoder().encode
 _state = msgspec.msgpack.Decoder(TaskState).decode
@@ -144,7 +144,8 @@ def fields_of(row: Row, *, version: int, now: int, expires_at: int) -> Document:
         return {"version": version, "epoch": row.epoch, "mark": row.mark}
     try:
         ours = _pack(asdict(state))  # all of it, as it ever was
-    except UnicodeEncodeError:
+    except (UnicodeEncodeError, OverflowError):
+        encode_results(state.results)  # raises ArgumentError if it is one of these
         state = printable_state(state)
         ours = _pack(asdict(state))
     return {

@@ -93,17 +93,18 @@ class Inspection:
     ) -> Iterator[Sequence[Message]]:
         """Delete as `purge`; messages of each step are taken, shown to `before`, and deleted."""
         left = self.count(queue) or 0
-        while left > 0 and (found := self._drained(queue, min(left, PURGE_STEP))):
-            left -= len(found)
-            messages = [message_of(one) for one in found]
-            before(messages)
-            self.delete(found)
-            yield messages
+        # Before `before` sends others to it, late.
         delayed = [one for one in self.delayed() if one.text(QUEUE) == queue]
         for some in in_steps(delayed, PURGE_STEP):
             messages = [message_of(one, queue=queue) for one in some]
             before(messages)
             self.delete(some)
+            yield messages
+        while left > 0 and (found := self._drained(queue, min(left, PURGE_STEP))):
+            left -= len(found)
+            messages = [message_of(one) for one in found]
+            before(messages)
+            self.delete(found)
             yield messages
 
     def queues(self) -> tuple[list[str], list[str]]:

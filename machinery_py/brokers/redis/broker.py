@@ -342,13 +342,13 @@ class RedisBroker(Broker):
     ) -> Iterator[Sequence[Message]]:
         keys = queue_keys(queue)
         left, size = self.waiting(queue), FIRST_STEP
+        yield from self._purge_delayed(keys, before)  # before others are sent to it, late
         while left > 0 and (found := self.pending(queue, min(left, size))):
             left -= len(found)
             before(found)
             yield self._without(keys, found)
             weight = max(1, sum(len(one.body) for one in found))
             size = max(1, min(PURGE_STEP, len(found) * STEP_BYTES // weight))
-        yield from self._purge_delayed(keys, before)
 
     def _purge_delayed(
         self, keys: tuple[str, str], before: Callable[[Sequence[Message]], object]

@@ -58,10 +58,10 @@ def unusable(path: str, text: str) -> FileUnusable:
     return FileUnusable(f"SQLite file {path!r}: {text}")
 
 
-def busy(path: str, seconds: float, unavailable: Unavailable) -> MachineryError:
+def busy(path: str, seconds: float, unavailable: Unavailable, *, why: str = "") -> MachineryError:
     return unavailable(
         f"SQLite file {path!r}: another process has been writing for {seconds:g} s "
-        "(is one stopped in the middle? see busy_timeout)"
+        f"({why or 'is one stopped in the middle? see busy_timeout'})"
     )
 
 

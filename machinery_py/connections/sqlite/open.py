@@ -5,6 +5,7 @@ Limits: network file systems are known by their type in /proc/mounts, so on Linu
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import sqlite3
@@ -15,6 +16,8 @@ from machinery_py.connections.sqlite.errors import busy, is_busy, refuse_open, t
 from machinery_py.connections.sqlite.schema import APPLICATION_ID, TABLES, UPGRADES, VERSION
 from machinery_py.connections.sqlite.upgrade import add_functions
 from machinery_py.errors import BrokerUnavailable
+
+logger = logging.getLogger(__name__)
 
 CHECKPOINT = 4000  # pages of 4 KB in the log before they are copied into the file
 SMALL_LOG = 64  # the same on a small or full disk: a log that fills it cannot be copied any more
@@ -46,6 +49,7 @@ NETWORK = frozenset(
     }
 )
 
+OLDER = "perhaps it carries over the file of an older machinery_py: wait until it has"
 RETRY = 0.001, 0.01  # seconds between two tries while another process makes the file
 
 
@@ -76,7 +80,8 @@ def open_writer(path: str, *, synchronous: str, busy_timeout: float) -> sqlite3.
         try:
             while not _prepare(connection, path):
                 if time.monotonic() > deadline:
-                    raise busy(path, max(PATIENCE, busy_timeout), BrokerUnavailable)
+                    why = OLDER if _is_older(connection) else ""
+                    raise busy(path, max(PATIENCE, busy_timeout), BrokerUnavailable, why=why)
                 time.sleep(random.uniform(*RETRY))
             connection.executescript(f"PRAGMA synchronous = {synchronous}")
         except BaseException:
@@ -161,14 +166,19 @@ def _prepare(connection: sqlite3.Connection, path: str) -> bool:
         connection.execute("COMMIT")
         if not current:
             connection.execute("BEGIN IMMEDIATE")
-            version = _version(connection, path)
+            version, begun_at = _version(connection, path), time.monotonic()
+            what = f"SQLite file {path!r}, from schema {version} to {VERSION}"
             if version != VERSION:
+                if version:
+                    logger.info("%s: it is carried over; all others wait", what)
                 add_functions(connection)
                 for statement in steps_from(version):
                     connection.execute(statement)
                 connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
                 connection.execute(f"PRAGMA user_version = {VERSION}")
             connection.execute("COMMIT")
+            if 0 < version < VERSION:
+                logger.info("%s: done in %.1f s", what, time.monotonic() - begun_at)
     except sqlite3.Error as error:
         if connection.in_transaction:
             connection.execute("ROLLBACK")
@@ -176,6 +186,13 @@ def _prepare(connection: sqlite3.Connection, path: str) -> bool:
             return False
         raise translate(error, path) from error
     return True
+
+
+def _is_older(connection: sqlite3.Connection) -> bool:
+    try:
+        return 0 < int(connection.execute("PRAGMA user_version").fetchone()[0]) < VERSION
+    except sqlite3.Error:
+        return False  # nothing is known of it
 
 
 def steps_from(version: int) -> list[str]:

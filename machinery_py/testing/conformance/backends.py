@@ -18,6 +18,7 @@ import pytest
 
 from machinery_py.backends.base import FENCED, SETTLED, Backend, Change, outbox_of
 from machinery_py.clock import LONGEST
+from machinery_py.errors import MachineryError
 from machinery_py.tasks.signature import Arg, RunNumber, Signature
 from machinery_py.tasks.states import LEGAL, State, TaskState
 from machinery_py.testing.clocks import ManualClock
@@ -62,6 +63,17 @@ VALUES: list[tuple[str, Any]] = [
     ("json", []),
     ("json", "text"),
     ("py", {"$": "decimal", "v": "1.10"}),
+]
+
+ODD: list[Any] = [
+    2**64,
+    -(2**63) - 1,
+    10**30,
+    [10**30, "a"],
+    {"a": {"b": [-(10**30)]}},
+    "\ud800",
+    {"\udfff": ["\ud800"]},
+    [10**30, "\ud800"],
 ]
 
 MARGIN = 0.001  # seconds; some stores round to milliseconds
@@ -143,6 +155,24 @@ class BackendConformance(ListingConformance):
         assert [(arg.type, arg.value) for arg in kept] == VALUES
         assert [type(arg.value) for arg in kept] == [type(value) for _, value in VALUES]
         assert [repr(arg.value) for arg in kept] == [repr(value) for _, value in VALUES]
+
+    @pytest.mark.parametrize("value", ODD, ids=ascii)
+    def test_odd_result_is_kept_or_refused_in_words(self, backend: Backend, value: Any) -> None:
+        results = Arg(type="json", value=value), Arg(type="int64", value=1)
+        try:
+            write(backend, state_of("t", State.SUCCESS, results=results))
+        except MachineryError:
+            assert backend.get_states(["t"]) == {}
+        else:
+            assert [arg.value for arg in backend.get_state("t").results] == [value, 1]
+
+    @pytest.mark.parametrize("field", ["error", "error_type", "traceback", "worker", "root"])
+    def test_text_with_half_a_surrogate_pair_is_written_out(
+        self, backend: Backend, field: str
+    ) -> None:
+        write(backend, state_of("t", State.FAILURE, **{field: "\ud800 a"}))
+
+        assert getattr(backend.get_state("t"), field) == r"\ud800 a"
 
     def test_bytes_result_is_read_back_as_bytes(self, backend: Backend) -> None:
         value = bytes(range(256))

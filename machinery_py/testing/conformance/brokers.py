@@ -17,7 +17,9 @@ from __future__ import annotations
 import datetime as dt
 import threading
 import time
+from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from machinery_py.bounds import PURGE_STEP
@@ -505,6 +507,58 @@ class BrokerConformance(
         assert consumer.dispose(back(held)) == [True]
         assert bodies(consumer.receive(5, 0)) == [b"held"]
         assert bodies(broker.consume(["r"], worker="w").receive(5, 0)) == [b"r"]
+
+    def test_half_a_surrogate_pair_in_a_name_stops_no_message(
+        self, broker: Broker, consumer: Consumer
+    ) -> None:
+        half, body = "\ud800", b"\xff\xed\xa0\x80"
+        one = msgspec.structs.replace(message(body), uuid=half, name=half, tenant=half)
+        assert broker.put([one], token="")
+        following = msgspec.structs.replace(message(b"next"), tenant=half)
+        assert broker.put([following], token="")
+        (delivery,) = consumer.receive(1, 1.0)
+        assert delivery.body == body
+
+        dead = Disposal(
+            delivery=delivery, fate=Fate.DEAD, reason=half, error=half, uuid=half, name=half
+        )
+        assert consumer.dispose([dead]) == [True]
+        [letter] = broker.dead_letters(limit=9)
+        assert letter.body == body
+        written_out = (r"\ud800",) * 4
+        assert (letter.uuid, letter.name, letter.reason, letter.error) == written_out
+        assert bodies(consumer.receive(9, 1.0)) == [b"next"]
+
+    def test_purge_looks_at_one_step_at_a_time(self, broker: Broker, consumer: Consumer) -> None:
+        if not broker.features.peeking:
+            return
+        put(broker, *[b"%d" % number for number in range(3 * PURGE_STEP)])
+        seen: list[Message] = []
+        steps = broker.purge_each("q", seen.extend)
+        next(steps)
+        claimed = bodies(consumer.receive(3 * PURGE_STEP, 1.0))
+        gone = [one.body for step in steps for one in step]
+
+        assert claimed
+        assert not {one.body for one in seen}.intersection(claimed)
+        assert set(gone).isdisjoint(claimed)
+
+    def test_what_is_sent_during_a_purge_stays(self, broker: Broker, clock: ManualClock) -> None:
+        if not broker.features.peeking:
+            return
+        put(broker, *[b"old"] * (PURGE_STEP + 1))
+        eta = seconds(clock.now(), 5.0)
+        broker.put([message(b"old", eta=eta)], token="")
+
+        def send(messages: Sequence[Message]) -> None:
+            assert {one.body for one in messages} == {b"old"}
+            new = [message(b"new %d" % number) for number, _ in enumerate(messages)]
+            broker.put([*new, message(b"new, late", eta=eta)], token="")
+
+        gone = [one for step in broker.purge_each("q", send) for one in step]
+
+        assert len(gone) == PURGE_STEP + 2
+        assert broker.purge("q") > len(gone)
 
     def test_queue_that_is_over_is_forgotten(
         self, open_broker: OpenBroker, clock: ManualClock

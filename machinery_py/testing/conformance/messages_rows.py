@@ -8,6 +8,7 @@ class TestMyRows(MessageRowsConformance):
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -227,6 +228,47 @@ class MessageRowsConformance:
         assert [one.body for one in rows.messages("q", after=second)] == [b"3"]
         assert len(rows.messages("q", size=1)) == 1
 
+    def test_pages_of_messages_follow_each_other(
+        self, rows: MessageRows, hold: Hold, clock: ManualClock
+    ) -> None:
+        due = micros(clock.now()) + SECOND
+        put(rows, b"waits")
+        [claimed] = claim(hold, 1)
+        waited = Push(queue="q", id=claimed.receipt.id, due=due, place=Place.WAITED)
+        carry_out(rows, MessageStep(takes=(claimed.receipt,), pushes=(waited,)))
+        put(rows, b"late 1", b"late 2", due=due)
+        put(rows, b"later", due=due + SECOND)
+
+        def paged(queue: str | None) -> list[bytes]:
+            found: list[bytes] = []
+            last = None
+            while page := rows.messages(queue, after=last, items=1):
+                last = page[0]
+                found.append(last.body)
+            return found
+
+        assert paged(None) == [b"waits", b"late 1", b"late 2", b"later"]
+        clock.advance(1.0)
+        put(rows, b"a", b"b", tenant="one")
+        put(rows, b"c", b"d", tenant="two", priority=3)
+        put(rows, b"e", b"f")
+        listed = paged("q")
+        assert listed == [one.body for one in rows.messages("q")]
+        assert listed[:3] == [b"c", b"d", b"waits"]
+        assert len(listed) == 9
+
+    def test_ids_of_messages_rise(self, rows: MessageRows, hold: Hold) -> None:
+        put(rows, b"1", b"2")
+        first = [one.id for one in rows.messages("q")]
+        for one in claim(hold, 2):
+            carry_out(rows, MessageStep(takes=(one.receipt,)))
+        newest = rows.newest_id()
+        put(rows, b"3")
+        [third] = rows.messages("q")
+
+        assert first == sorted(first)
+        assert first[-1] <= newest < third.id
+
     def test_end_of_a_hold_gives_back_without_a_strike(self, rows: MessageRows, hold: Hold) -> None:
         put(rows, b"1")
         [claimed] = claim(hold, 1)
@@ -318,6 +360,27 @@ class MessageRowsConformance:
         assert rows.ids("k", prefix="a") == ["a", "aa", "ab"]
         assert rows.ids("k", prefix="a", items=1) == ["a"]
 
+    def test_listed_rows_are_counted_by_name_and_time(
+        self, rows: MessageRows, clock: ManualClock
+    ) -> None:
+        def listed(name: str, at: int, seconds: int = 60) -> Write:
+            return Write(body=b"", expires_in=seconds * SECOND, facts=Facts(at=at, name=name))
+
+        write: dict[Key, Write | None] = {
+            Key("k", "a"): listed("x", 11),
+            Key("k", "b"): listed("y", 12),
+            Key("k", "c"): listed("x", 19),
+            Key("k", "d"): listed("x", 20),
+            Key("k", "over"): listed("x", 12, seconds=1),
+            Key("k", "not listed"): Write(body=b""),
+            Key("other", "a"): listed("x", 12),
+        }
+        carry_out(rows, MessageStep(write=write))
+        clock.advance(2.0)
+
+        assert rows.count("k") == {("x", 0): 3, ("y", 0): 1}
+        assert rows.count("k", since=12, step=10) == {("y", 10): 1, ("x", 10): 1, ("x", 20): 1}
+
     def test_fences_grow_with_those_of_claims_and_rows(self, rows: MessageRows, hold: Hold) -> None:
         first = rows.fences(3)
         put(rows, b"1")
@@ -391,9 +454,9 @@ class MessageRowsConformance:
         due = micros(clock.now()) + 1_000_000
         put(rows, b"1", b"2")
         put(rows, b"3", b"4", due=due)
-        for queue, place in (("q", Place.SAME), (None, Place.LAST)):
+        for queue, place, moment in (("q", Place.SAME, 0), (None, Place.LAST, due)):
             [first] = rows.messages(queue, items=1)
-            push = Push(queue="q", id=first.id, body=b"new", place=place, due=first.due)
+            push = Push(queue="q", id=first.id, body=b"new", place=place, due=moment)
             step = MessageStep(takes=(waiting_at(first.id),), pushes=(push,))
             assert isinstance(carry_out(rows, step), Committed)
 
@@ -531,6 +594,46 @@ class MessageRowsConformance:
             carry_out(handles[0], MessageStep(write={Key(CLOSED, "q"): None}))
             while claim(holds[0], 9):
                 pass
+
+    def test_claims_that_lose_replies_beside_others_lose_no_message(
+        self, open_rows: OpenMessageRows
+    ) -> None:
+        handles = [open_rows() for _ in range(4)]
+        put(handles[0], *(b"%d" % number for number in range(100)))
+
+        def work(index: int) -> list[bytes]:
+            rows, source = handles[index], random.Random(index)
+            hold = rows.open_hold(b"", lease=LEASE)
+            settled: list[bytes] = []
+            held: list[Claimed] = []
+            missed: set[ClaimReceipt] = set()
+            lost: int | None = None
+            for number in range(1, 60):
+                found = hold.claim(["q"], 3, number=number, lost=lost).found
+                receipts = {one.receipt for one in found}
+                assert len(receipts) == len(found)
+                assert receipts.isdisjoint(one.receipt for one in held)
+                assert missed <= receipts
+                if source.random() < 0.3:  # as if the reply had not come
+                    lost, missed = number if lost is None else lost, receipts
+                    continue
+                lost, missed = None, set()
+                for one in held:
+                    goes = source.random() < 0.7
+                    pushes = () if goes else (back(one),)
+                    done = carry_out(rows, MessageStep(takes=(one.receipt,), pushes=pushes))
+                    assert isinstance(done, Committed)
+                    settled += [one.body] * goes
+                held = found
+                if source.random() < 0.1:
+                    hold.end()
+                    hold, held = rows.open_hold(b"", lease=LEASE), []
+            hold.end()
+            return settled
+
+        settled = [body for some in together(4, work) for body in some]
+        left = bodies(claim(handles[0].open_hold(b"", lease=LEASE), 100))
+        assert sorted(map(int, settled + left)) == list(range(100))
 
     def test_last_two_of_a_set_who_come_together_make_it_whole_once(
         self, open_rows: OpenMessageRows

@@ -10,8 +10,15 @@ from pathlib import Path
 import pytest
 
 from machinery_py import Config, Server
+from machinery_py.clock import moment_of
+from machinery_py.connections.sqlite import open as opening
+from machinery_py.connections.sqlite import schema
+from machinery_py.connections.sqlite.database import SQLiteDriver
+from machinery_py.connections.sqlite.schema import UPGRADES, VERSION
+from machinery_py.errors import BrokerUnavailable, StoreUnusable
 from machinery_py.limits import Rule
 from machinery_py.locks.base import LockHolding
+from machinery_py.rows.sqlite import SQLiteRows
 from machinery_py.testing.waiting import wait_until
 
 OLD = Path(__file__).with_name("version_9.sql")
@@ -137,6 +144,8 @@ def test_all_that_version_10_kept_is_carried_over(former: Server) -> None:
     assert backend.claims(["key"]) == [b"claimed"]
     assert backend.records().bodies == {"nightly": b"{}"}
     assert broker.workers() == []
+    counts = backend.finished_since(moment_of(0), step=10**10)
+    assert [(one.queue, one.succeeded, one.failed) for one in counts] == [("machinery_tasks", 2, 1)]
     assert former.app.stores.lock.acquire("held", ttl=9.0) is None
 
 
@@ -150,6 +159,16 @@ def test_outboxes_of_version_10_are_carried_over(former: Server) -> None:
     assert store.backend.unsent(9, older_than=5.0) == [("early", (b"1",)), ("late", (b"1",))]
 
 
+def test_members_of_a_chord_that_version_10_began_are_kept(former: Server) -> None:
+    with closing(SQLiteDriver(former.config.broker.removeprefix("sqlite:///"))) as driver:
+        tasks = list(SQLiteRows(driver).list_all("task"))
+    keepers = {row.key.id: row.kept_by for row in tasks if row.kept_by is not None}
+
+    assert len(keepers) == 2
+    [keeper] = set(keepers.values())
+    assert keeper.kind == "chord open" and keeper.id.startswith("group_")
+
+
 def test_chord_that_version_10_began_is_ended(former: Server) -> None:
     ended: list[tuple[int, ...]] = []
     former.register_task("add", _add)
@@ -158,6 +177,42 @@ def test_chord_that_version_10_began_is_ended(former: Server) -> None:
         wait_until(lambda: bool(ended))
 
     assert ended == [(3, 7)]
+
+
+def test_opener_of_an_older_file_is_told_why_it_waits(
+    former: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = former.config.broker.removeprefix("sqlite:///")
+    monkeypatch.setattr(opening, "PATIENCE", 0.0)
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with (
+            closing(SQLiteDriver(path, busy_timeout=0.0)) as driver,
+            pytest.raises(BrokerUnavailable, match="carries over the file of an older"),
+        ):
+            SQLiteRows(driver).fences(1)
+        other.execute("ROLLBACK")
+
+    caplog.set_level("INFO", "machinery_py.connections.sqlite")
+    former.app.stores.store.broker.stats()
+    told = [one.getMessage().partition("schema ")[2] for one in caplog.records]
+    assert told[0] == f"10 to {VERSION}: it is carried over; all others wait"
+    assert told[1].startswith(f"10 to {VERSION}: done in ")
+
+
+def test_upgrade_that_is_interrupted_is_made_by_the_next_program(
+    former: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = former.config.broker.removeprefix("sqlite:///")
+    steps = UPGRADES[10]
+    with monkeypatch.context() as context:
+        context.setitem(schema.UPGRADES, 10, (*steps[:-1], "SELECT no_such_function()"))
+        with closing(SQLiteDriver(path)) as driver, pytest.raises(StoreUnusable):
+            SQLiteRows(driver).fences(1)
+    with closing(sqlite3.connect(path)) as old:
+        assert old.execute("SELECT count(*) FROM messages").fetchone() == (5,)
+
+    assert sum(one.waiting for one in former.app.stores.store.broker.stats()) == 4
 
 
 def _add(a: int, b: int) -> int:
