@@ -46,6 +46,8 @@ def in_steps(items: Sequence[T], most: int = STEP_ITEMS) -> Iterator[Sequence[T]
 def size_of(value: object) -> int:
     """Return about how many bytes a JSON value takes, without encoding it."""
     match value:
+        case None | int() | float():
+            return 8
         case str() | bytes() | bytearray():
             return len(value) + 2
         case Mapping():

@@ -41,10 +41,8 @@ FORGOTTEN_ON_HOST = 3600.0
 #: Series of the numbers of a store that numbers all its messages alike.
 ALL = 2**64 - 1
 
-_run = struct.Struct("<QQ")
-_series = struct.Struct("<Q")
-_ENTRY = _run.size
-_SIZE = SLOTS * _ENTRY
+_run = struct.Struct("=QQ")
+_SIZE = SLOTS * _run.size
 
 
 Run = tuple[int, int]
@@ -96,7 +94,7 @@ class SessionFile:
         self.folder = folder
         self.key = secrets.token_hex(12)
         self.descriptor = -1
-        self._map: mmap.mmap | None = None
+        self._map: memoryview[int] | None = None
         self._free = list(range(SLOTS - 1, -1, -1))
         self._slots: dict[Run, int] = {}
         self._again: list[Run] = []  # noted already, by a twin of the message that runs beside it
@@ -125,7 +123,7 @@ class SessionFile:
             return
         self._slots[run] = slot
         # The series last: a process that is killed in between leaves a free slot.
-        _run.pack_into(self._map, slot * _ENTRY, *run)
+        self._map[2 * slot], self._map[2 * slot + 1] = run
 
     def ends(self, run: Run) -> None:
         """Note that this delivery is run no more."""
@@ -134,7 +132,7 @@ class SessionFile:
             return
         slot = self._slots.pop(run, None)
         if slot is not None and self._map is not None:
-            _series.pack_into(self._map, slot * _ENTRY + _series.size, 0)
+            self._map[2 * slot + 1] = 0
             self._free.append(slot)
 
     def running(self) -> set[Run] | None:
@@ -176,12 +174,12 @@ def _new_file(folder: str, key: str) -> int:
     return -1
 
 
-def _mapped(descriptor: int) -> mmap.mmap | None:
+def _mapped(descriptor: int) -> memoryview[int] | None:
     """Return the slots of a new file; None if the disk is full: then it proves life alone."""
     try:
         # Written, not only made longer: on a full disk the first note would kill the process.
         os.write(descriptor, bytes(_SIZE))
-        return mmap.mmap(descriptor, _SIZE)
+        return memoryview(mmap.mmap(descriptor, _SIZE)).cast("Q")
     except OSError:
         return None
 

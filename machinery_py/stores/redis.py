@@ -21,7 +21,7 @@ import redis as _redis  # noqa: F401 – the drivers load it when they connect, 
 from machinery_py.backends.base import Verdict
 from machinery_py.backends.redis.backend import VERDICTS, RedisBackend
 from machinery_py.backends.redis.cluster import ClusterBackend
-from machinery_py.backends.redis.documents import Changes, new_state, packed_states, size_of_packed
+from machinery_py.backends.redis.documents import Changes, new_state, packed_states
 from machinery_py.backends.redis.scripts import CONSTANTS as STATES
 from machinery_py.bounds import STEP_BYTES, STEP_ITEMS, TOKEN_LIFE
 from machinery_py.brokers.base import Delivery, Fate, Message, mark_of
@@ -237,19 +237,17 @@ class RedisSession(Session):
         return deliveries
 
     def prepare(self, settlement: Settlement) -> int:
-        backend, size = self._store.states, len(settlement.delivery.body)
+        states, size = settlement.states, len(settlement.delivery.body)
         if settlement.send or settlement.arrivals:
             size = carried_beside(settlement)
-        if settlement.states:
+        if states:
             try:
-                now = self._store.driver.clock.now()
-                packed = packed_states(settlement.states, now, backend.seconds)
+                moment, expire = states[0].created_at, self._store.states.seconds
+                packed, carried = packed_states(states, moment, expire)
             except Exception:  # `settle` raises it, where it is dealt with
                 return size
             self._prepared[id(settlement)] = settlement, packed
-            size += size_of_packed(packed)
-            for state in settlement.states:
-                size += len(state.message)
+            size += carried
         return size
 
     def settle(

@@ -74,7 +74,7 @@ CASES = {
 
 
 def _redis(state: TaskState) -> object:
-    packed = redis.packed_state(state, NOW, 60)
+    packed, _ = redis.packed_states((state,), NOW, 60)
     return [bytes(one) if isinstance(one, msgspec.Raw) else one for one in packed]
 
 

@@ -18,7 +18,7 @@ import msgspec
 
 from machinery_py.backends.base import Change, Rider, claim_of
 from machinery_py.backends.redis import cluster_scripts as scripts
-from machinery_py.backends.redis.documents import Changes, packed_state
+from machinery_py.backends.redis.documents import Changes, packed_states
 from machinery_py.connections.redis.client import raw
 from machinery_py.connections.redis.keys import CLAIM, encoded, outbox_key
 from machinery_py.connections.redis.scripts import Script, pack
@@ -191,5 +191,5 @@ def parts_with(rider: Rider, change: Change, now: dt.datetime, now_text: str, ex
 
 
 def _row(state: TaskState, now: dt.datetime, expire: int) -> tuple[object, ...]:
-    row = packed_state(state, now, expire)
+    row, _ = packed_states((state,), now, expire)
     return (name_of(state.task_uuid), *row[1:])

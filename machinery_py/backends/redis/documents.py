@@ -7,13 +7,13 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from operator import attrgetter, itemgetter
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import msgspec
 
 from machinery_py.backends.base import Records, Rider
 from machinery_py.backends.listings import Place
-from machinery_py.backends.redis.scripts import CHORD_LIFE, CONSTANTS
+from machinery_py.backends.redis.scripts import CHORD_LIFE
 from machinery_py.clock import micros, moment_of
 from machinery_py.connections.redis.client import raw
 from machinery_py.connections.redis.keys import companion_key, document_key, encoded
@@ -49,34 +49,9 @@ _packed_values: Callable[[TaskState], tuple[Any, ...]] = attrgetter(*_NAMES)
 
 _unpack = msgspec.msgpack.Decoder(list[Any]).decode
 decode_rows = msgspec.msgpack.Decoder(list[Row]).decode
-_CREATED = b'"CreatedAt":"'
+_CREATED = '"CreatedAt":"'
 _PLAIN: dict[tuple[object, ...], bytes] = {}  # by state and values, of those that many tasks share
-_HEAD, _WIDTH = cast("int", CONSTANTS["HEAD"]), cast("int", CONSTANTS["STATE"])  # of packed states
 _MOST = 2**31  # seconds; a longer expiry is refused by Redis
-
-
-def packed_state(state: TaskState, now: dt.datetime, expire: int) -> tuple[object, ...]:
-    """Pack a state as changes.lua says."""
-    state, document, lines = _written(state)
-    # The creation time is Go's last but one field, behind all that could hold such a text.
-    at = document.rindex(_CREATED) + len(_CREATED)
-    end = document.index(b'"', at)
-    word = state.state
-    # JSON is UTF-8, so the packer may take it as text, which is quicker than `raw`.
-    return (
-        state.task_uuid,
-        word._value_,
-        state.run,
-        document[:at].decode(),
-        document[at:end].decode(),
-        document[end:].decode(),
-        state.task_name != "",
-        raw(lines),
-        bool(state.started_at and state.queue and state.worker),
-        state.progress is not None,
-        line(state.queue),
-        str(expire if word in FINISHED and state.keep_for is None else _kept(state, now, expire)),
-    )
 
 
 def new_state(state: TaskState, now: dt.datetime, expire: int) -> tuple[bytes, ...]:
@@ -142,17 +117,38 @@ def _our_fields(state: TaskState) -> bytes:
     return plain
 
 
-def packed_states(states: Sequence[TaskState], now: dt.datetime, expire: int) -> list[object]:
-    """Pack states one after the other, as changes.lua says."""
-    return [value for state in states for value in packed_state(state, now, expire)]
-
-
-def size_of_packed(packed: Sequence[Any]) -> int:
-    """Return the bytes of the documents of packed states."""
+def packed_states(
+    states: Sequence[TaskState], now: dt.datetime, expire: int
+) -> tuple[list[object], int]:
+    """Pack states one after the other, as changes.lua says; return their bytes, too."""
+    packed: list[object] = []
     size = 0
-    for head in range(_HEAD, len(packed), _WIDTH):
-        size += len(packed[head]) + len(packed[head + 2])
-    return size
+    for one in states:
+        state, document, lines = _written(one)
+        size += len(document) + len(lines)
+        # JSON is UTF-8, so the packer may take it as text, which is quicker than `raw`.
+        text = document.decode()
+        # The creation time is Go's last but one field, behind all that could hold such a text.
+        at = text.rindex(_CREATED) + len(_CREATED)
+        end = text.index('"', at)
+        word = state.state
+        packed += (
+            state.task_uuid,
+            word._value_,
+            state.run,
+            text[:at],
+            text[at:end],
+            text[end:],
+            state.task_name != "",
+            raw(lines),
+            bool(state.started_at and state.queue and state.worker),
+            state.progress is not None,
+            line(state.queue),
+            str(
+                expire if word in FINISHED and state.keep_for is None else _kept(state, now, expire)
+            ),
+        )
+    return packed, size
 
 
 class Changes:
@@ -184,7 +180,9 @@ class Changes:
     ) -> int:
         """Add a `Change`; return its place. `packed`: its states, if they were packed before."""
         place, first = len(self.changes) + 1, len(self.states) + 1
-        self.states += packed_states(states, self._now, self._expire) if packed is None else packed
+        if packed is None:
+            packed, _ = packed_states(states, self._now, self._expire)
+        self.states += packed
         self.changes += (
             key,
             line(mark),

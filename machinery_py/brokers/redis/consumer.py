@@ -21,9 +21,9 @@ import math
 import os
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -344,7 +344,7 @@ class RedisConsumer(Consumer):
     ) -> list[Delivery]:
         if not bodies:
             return []
-        rest = enumerate(bodies, first_fence)
+        rest = cast("Iterator[tuple[Fence, bytes]]", enumerate(bodies, first_fence))
         packed = _rows(rows)
         for index, first, _, _, _, _, _, count in packed:
             queue = queues[index]
@@ -359,7 +359,7 @@ class RedisConsumer(Consumer):
                 queue=queues[index],
                 receipt=f"{session}.{number}",
                 count=deliveries,
-                fence=Fence(fence),
+                fence=fence,
                 strikes=strikes,
                 parks=parks,
                 priority=priority,
@@ -378,7 +378,7 @@ class RedisConsumer(Consumer):
         `session`: read once for all that goes to the store with it; a beat in another thread may
         start the next session at any moment, and a receipt means something in its own alone.
         """
-        its_session, _, number = str(delivery.receipt).partition(".")
+        its_session, _, number = delivery.receipt.partition(".")
         index = self._places.get(delivery.queue)
         return (index, number) if its_session == session and index is not None else (0, "")
 
