@@ -51,6 +51,9 @@ class KeptMessage(msgspec.Struct, kw_only=True, gc=False):
     is_gone: bool = False
     runs: bool = False
 
+    def __lt__(self, other: KeptMessage) -> bool:
+        return self.is_gone  # of two at one place the other one has been pushed again since
+
     def stored(self) -> StoredMessage:
         return StoredMessage(
             id=self.id,
