@@ -27,9 +27,7 @@ from typing import Any, BinaryIO, ClassVar
 
 import msgspec
 
-from machinery_py.backends.base import BackendFeatures
 from machinery_py.backends.rows import RowsBackend
-from machinery_py.brokers.base import BrokerFeatures
 from machinery_py.brokers.rows import RowsBroker
 from machinery_py.clock import SYSTEM_CLOCK, Clock, micros
 from machinery_py.config.options import Section, option
@@ -219,13 +217,11 @@ class FileTopicListener(MemoryTopicListener):
 
 
 class FileBroker(RowsBroker):
-    features = BrokerFeatures(
-        name="file", embedded=True, exact_limits=True, fair=True, forgets_queues=True
-    )
+    features = msgspec.structs.replace(RowsBroker.features, name="file", embedded=True)
 
 
 class FileBackend(RowsBackend):
-    features = BackendFeatures(name="file", embedded=True, claims=True)
+    features = msgspec.structs.replace(RowsBackend.features, name="file", embedded=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,13 +5,14 @@ Limits: nothing survives the process, and no other process sees it.
 
 from __future__ import annotations
 
-from machinery_py.backends.base import BackendFeatures
+from msgspec.structs import replace
+
 from machinery_py.backends.rows import RowsBackend
 
 
 class MemoryBackend(RowsBackend):
     """Rows in memory."""
 
-    features = BackendFeatures(
-        name="memory", durable=False, shared=False, embedded=True, claims=True
+    features = replace(
+        RowsBackend.features, name="memory", durable=False, shared=False, embedded=True
     )

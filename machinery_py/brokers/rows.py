@@ -35,6 +35,8 @@ from machinery_py.brokers.base import (
 )
 from machinery_py.brokers.entries import RETRY_MARK, SET_BACK, ClockWatch, new_letter, new_worker
 from machinery_py.brokers.queue_limits import QueueLimit
+from machinery_py.brokers.rows_topics import RowsSubscription, append_records
+from machinery_py.brokers.topics import Subscription
 from machinery_py.clock import micros, moment_of
 from machinery_py.fences import FenceSequence
 from machinery_py.rows.contract import PAGE, Committed, Facts, Key, NoRoom, Write
@@ -71,7 +73,14 @@ _decode_worker = msgspec.msgpack.Decoder(WorkerInfo).decode
 class RowsBroker(Broker):
     """Rows of a store, which belongs to whoever made it."""
 
-    features = BrokerFeatures(name="rows", exact_limits=True, fair=True, forgets_queues=True)
+    features = BrokerFeatures(
+        name="rows",
+        topics=True,
+        keeps_topics=True,
+        exact_limits=True,
+        fair=True,
+        forgets_queues=True,
+    )
 
     def __init__(self, rows: MessageRows, *, lease: float = LEASE) -> None:
         self.rows = rows
@@ -314,6 +323,14 @@ class RowsBroker(Broker):
         self.rows.commit([MessageStep(write={Key(QUEUE, queue): None})])
         self._queues.discard(queue)
         return True
+
+    # Topics
+
+    def append_records(self, topic: str, records: Sequence[bytes], ttl: float) -> None:
+        append_records(self.rows, topic, records, ttl)
+
+    def subscribe(self, topic: str, *, since: float = 0.0) -> Subscription:
+        return RowsSubscription(self.rows, topic, since)
 
     # Dead letters
 

@@ -53,7 +53,7 @@ class KeptMessage(msgspec.Struct, kw_only=True, gc=False):
     runs: bool = False
 
     def __lt__(self, other: KeptMessage) -> bool:
-        return False  # in a heap beside one that is gone from the same place
+        return self.is_gone  # of two at one place the other one has been pushed again since
 
     def stored(self) -> StoredMessage:
         return StoredMessage(

@@ -18,7 +18,8 @@ import pytest
 from machinery_py import Config, Context, Server, Signature
 from machinery_py.brokers.base import Broker
 from machinery_py.brokers.memory import MemoryBroker
-from machinery_py.brokers.topics import PushedSubscription
+from machinery_py.brokers.rows_topics import RowsSubscription
+from machinery_py.brokers.topics import Subscription
 from machinery_py.clock import SYSTEM_CLOCK, UTC, Clock
 from machinery_py.control import publisher
 from machinery_py.control import stream as stream_module
@@ -315,16 +316,16 @@ def test_thread_that_a_cancelled_read_left_behind_takes_nothing_away(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = fleet.server()
-    read_of_memory, reader = PushedSubscription.read, threading.Lock()
+    read_of_memory, reader = RowsSubscription.read, threading.Lock()
 
-    def read_alone(subscription: PushedSubscription, timeout: float) -> list[bytes]:
+    def read_alone(subscription: RowsSubscription, timeout: float) -> list[bytes]:
         assert reader.acquire(blocking=False)  # a subscription is for one thread
         try:
             return read_of_memory(subscription, timeout)
         finally:
             reader.release()
 
-    monkeypatch.setattr(PushedSubscription, "read", read_alone)
+    monkeypatch.setattr(RowsSubscription, "read", read_alone)
 
     async def read() -> str:
         async with server.events.stream(TaskSent) as stream:
@@ -374,7 +375,7 @@ class AwayBroker(MemoryBroker):
     fault: Exception = BrokerUnavailable("away")
     may_answer = threading.Event()
 
-    def subscribe(self, topic: str, *, since: float = 0.0) -> PushedSubscription:
+    def subscribe(self, topic: str, *, since: float = 0.0) -> Subscription:
         if self.is_away:
             raise BrokerUnavailable("away")
         return super().subscribe(topic, since=since)

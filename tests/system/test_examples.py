@@ -66,12 +66,12 @@ def worker(module: str, place: Path, folder: Path, *options: str, **more: str) -
             child.communicate()
 
 
-def python(*arguments: str, folder: Path, **more: str) -> str:
+def python(*arguments: str, folder: Path, patience: float = HANG, **more: str) -> str:
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
         env=environ(folder, **more),
-        timeout=HANG,
+        timeout=patience,
         capture_output=True,
         text=True,
         check=False,
@@ -322,12 +322,13 @@ def test_two_workers_are_polite_to_an_api(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_file_store_passes_the_conformance_suites(tmp_path: Path) -> None:
     pytest.importorskip("fcntl")
     place = EXAMPLES / "store"
-    assert len((place / "file_store.py").read_text().splitlines()) <= 391
+    assert len((place / "file_store.py").read_text().splitlines()) <= 250
 
     out = python(
         *("-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "files")),
         *("--rootdir", str(place), str(place)),
         folder=tmp_path,
+        patience=4 * HANG,  # hundreds of tests
     )
 
     assert re.search(r"^\d{3} passed", out, re.MULTILINE), out
@@ -342,6 +343,7 @@ def test_the_sqs_store_passes_the_conformance_suites(tmp_path: Path) -> None:
         *("-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "files")),
         *("--rootdir", str(place), str(place)),
         folder=tmp_path,
+        patience=4 * HANG,  # hundreds of tests
     )
 
     assert re.search(r"^\d{2,3} passed", out, re.MULTILINE), out

@@ -8,7 +8,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
-from machinery_py.brokers.base import BrokerFeatures
+from msgspec.structs import replace
+
 from machinery_py.brokers.entries import close_all
 from machinery_py.brokers.rows import LEASE, RowsBroker, RowsConsumer
 from machinery_py.brokers.sqlite.topics import SQLiteSubscription, append_records
@@ -24,15 +25,7 @@ LOOK = 0.5  # seconds between two looks for dead consumers
 class SQLiteBroker(RowsBroker):
     """Rows in the driver's file. The driver belongs to whoever made it."""
 
-    features = BrokerFeatures(
-        name="sqlite",
-        embedded=True,
-        topics=True,
-        keeps_topics=True,
-        exact_limits=True,
-        fair=True,
-        forgets_queues=True,
-    )
+    features = replace(RowsBroker.features, name="sqlite", embedded=True)
 
     def __init__(self, driver: SQLiteDriver, *, lease: float = LEASE) -> None:
         super().__init__(SQLiteRows(driver, unavailable=BrokerUnavailable), lease=lease)

@@ -427,6 +427,22 @@ class MessageRowsConformance:
         assert hold.claim(["q"], 1).found == []
         assert rows.promote() is None
 
+    @pytest.mark.parametrize("late", [False, True])
+    def test_message_that_was_not_claimed_is_pushed_again_as_it_was(
+        self, rows: MessageRows, clock: ManualClock, late: bool
+    ) -> None:
+        due = micros(clock.now()) + SECOND if late else 0
+        put(rows, b"1", b"2", due=due)
+        [first, _] = rows.messages(None if late else "q")
+        for body in (b"3", b"4"):
+            again = Push(queue="q", id=first.id, body=body, due=due)
+            step = MessageStep(takes=(waiting_at(first.id),), pushes=(again,))
+            assert isinstance(carry_out(rows, step), Committed)
+        clock.advance(1.0)
+
+        found = claim(rows.open_hold(b"one", lease=LEASE), 9)
+        assert sorted(bodies(found)) == [b"2", b"4"]
+
     def test_claim_ends_before_its_bodies_are_too_many_bytes(
         self, rows: MessageRows, hold: Hold
     ) -> None:
