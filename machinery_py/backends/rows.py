@@ -63,7 +63,7 @@ CHORD_LIFE = 7 * 86400.0  # seconds without an arrival until a chord's results m
 LOOK = 10_000  # states that one step of a listing looks at
 SWEEP, SOON = 60.0, 0.05  # seconds between two looks for what has expired; if more is known
 SWEPT = 1000  # rows deleted in one step
-LOOKED = 500  # old groups in one step
+LOOKED = 200  # old groups in one step
 
 TASK, GROUP, OUTBOX, RECORD, CLAIM, REVOKED = (
     "task", "group", "outbox", "record", "claim", "revoked"
@@ -411,12 +411,13 @@ class RowsBackend(Backend, OutboxBackend):
 
     def tend(self) -> float:
         """As the contract says, a step each of what has expired and of old groups: others wait."""
-        more = self.rows.expire(SWEPT)
-        self._sweep_groups()
-        return SOON if more else SWEEP
+        return SOON if self.rows.expire(SWEPT) or self._sweep_groups() else SWEEP
 
-    def _sweep_groups(self) -> None:
-        """Look at the next old groups, and forget those that nobody needs."""
+    def _sweep_groups(self) -> bool:
+        """Look at the next old groups, and forget those that nobody needs.
+
+        Returns whether there are more like them.
+        """
         page = self.rows.list(GROUP, after=self._swept, items=LOOKED) if self._swept else []
         if not page:
             start = _placeholder(micros(self.now()) - round(self.expire_in * 1e6), "")
@@ -427,6 +428,7 @@ class RowsBackend(Backend, OutboxBackend):
         # Where members have states, the first one mostly has, and all groups are asked at once.
         keys += [Key(TASK, uuids[0]) for uuids in members.values() if uuids]
         found = read(self.rows, keys)
+        steps: list[MessageStep] = []
         for row in page:
             group, uuids = row.key.id, members[row.key.id]
             ready = found[Key(READY, group)]
@@ -436,7 +438,9 @@ class RowsBackend(Backend, OutboxBackend):
                 continue
             seen = NO_ROW if ready is None else ready.version
             expect = {row.key: row.version, Key(READY, group): seen, Key(OPEN, group): NO_ROW}
-            self.rows.commit([MessageStep(expect=expect, write=_no_group(group))])
+            steps.append(MessageStep(expect=expect, write=_no_group(group)))
+        self.rows.commit(steps)
+        return bool(steps) and len(page) == LOOKED
 
     def _has_states(self, uuids: Sequence[str]) -> bool:
         """Return whether any of the tasks has a state."""
