@@ -365,7 +365,8 @@ class Server(TaskRegistrar):
             timeout: seconds (or a timedelta) to wait at most; then LockNotAcquired.
             blocking: False: do not wait at all.
         """
-        return NamedLock(self.app.locks, name, timeout=timeout, blocking=blocking)
+        outage = self.config.publish_timeout
+        return NamedLock(self.app.locks, name, timeout=timeout, blocking=blocking, outage=outage)
 
     def limiter(
         self,

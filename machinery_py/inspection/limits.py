@@ -175,4 +175,5 @@ def limiter_of(
     if not rules:
         raise ValueError(f"{name}: found no limit (expected a rate, max_running or min_interval)")
     scope = scope_of(name, owner=owner(app.config))
-    return Limiter(app.slots, scope, name, rules, timeout=timeout)
+    outage = app.config.publish_timeout
+    return Limiter(app.slots, scope, name, rules, timeout=timeout, outage=outage)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from machinery_py.clock import Seconds, timeout_of
 from machinery_py.errors import LimitNotAcquired, MachineryError
 from machinery_py.limits.base import Rule, slots_of
 from machinery_py.limits.keeper import SlotKeeper, SlotLease
-from machinery_py.locks.outage import AWAY, Outage
+from machinery_py.locks.waiting import AWAY, Acquiring
 from machinery_py.tasks.context import check_time
 
 SLICE = 0.5  # seconds of sleep, until it is looked again whether the time of the task is up
@@ -35,8 +34,11 @@ class Limiter:
         rules: Sequence[Rule],
         *,
         timeout: Seconds | None,
+        outage: float,
     ) -> None:
+        """See `Acquiring` for `outage`."""
         self.name = name
+        self._outage = outage
         self._keeper = keeper
         self._scope = scope
         self._rules = rules
@@ -48,20 +50,20 @@ class Limiter:
 
         Args:
             timeout: seconds to wait, or a timedelta, also for a store that is away; by default that
-                of the limiter.
+                of the limiter. Without any, a store may be away for `publish_timeout`.
 
         Raises:
             BackendUnavailable: the store was away when the time was up.
         """
-        deadline = self._deadline(timeout)
-        asking = self._asking(deadline)
+        waiting = self._acquiring(timeout)
+        asking = self._asking(waiting)
         try:
             while (wait := asking()) > 0:
-                left = deadline - time.monotonic()
-                if left <= 0:
+                pause = waiting.pause(wait)
+                if not pause:
                     asking(last=True)
                     return False
-                _sleep(min(wait, left))
+                _sleep(pause)
         except AWAY:
             raise  # the place could not be given back either, and lapses
         except BaseException:
@@ -73,8 +75,8 @@ class Limiter:
         """`acquire` for coroutines."""
         import asyncio  # loaded by now: we are in a coroutine
 
-        deadline = self._deadline(timeout)
-        asking = self._asking(deadline)
+        waiting = self._acquiring(timeout)
+        asking = self._asking(waiting)
 
         def give_back(wait: float) -> None:
             if wait > 0:
@@ -83,10 +85,10 @@ class Limiter:
                 self._leave()
 
         while (wait := await taking(asking, give_back)) > 0:
-            left = deadline - time.monotonic()
+            pause = waiting.pause(wait)
             try:
-                if left > 0:
-                    await asyncio.sleep(min(wait, left))
+                if pause:
+                    await asyncio.sleep(pause)
                     continue
             except asyncio.CancelledError:
                 await in_thread(lambda: give_back(wait), goes_on=True)
@@ -105,17 +107,16 @@ class Limiter:
 
     release_async = twin(release, goes_on=True)
 
-    def _deadline(self, timeout: Seconds | None) -> float:
+    def _acquiring(self, timeout: Seconds | None) -> Acquiring:
         length = self._timeout if timeout is None else timeout_of(timeout)
-        return time.monotonic() + (math.inf if length is None else length)
+        return Acquiring(f"limiter {self.name!r}", length, outage=self._outage)
 
-    def _asking(self, deadline: float) -> Callable[..., float]:
+    def _asking(self, waiting: Acquiring) -> Callable[..., float]:
         """Return a function that asks for one run, and says how long to wait; 0.0: it has it.
 
         `last`: it waits no more, and gives its place in line back.
         """
         who, again = secrets.token_hex(8), False
-        outage = Outage(f"limiter {self.name!r}", deadline)
 
         def ask(*, last: bool = False) -> float:
             nonlocal again
@@ -125,7 +126,8 @@ class Limiter:
             try:
                 answer, lease = self._keeper.enter(self._scope, who, who, self._rules, again=again)
             except AWAY as error:
-                return outage.pause(error)
+                return waiting.pause_of_outage(error)
+            waiting.answered()
             if lease is not None:
                 self._held.append(lease)
             again = answer.wait > 0

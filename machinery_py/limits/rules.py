@@ -143,7 +143,7 @@ def enter(records: Sequence[LimitRecord], asking: Asking, now: int) -> Admission
     """Let it run by all rules, or note that it waits. Changes the records, one for each rule."""
     waits: list[int] = []
     for record, rule in zip(records, asking.rules, strict=True):
-        _refresh(record, rule, now)
+        _refresh(record, rule, now, asking.ttl)
         waits.append(_wait(record, rule, asking, now))
     longest = max(waits, default=0)
     if not longest:
@@ -162,14 +162,19 @@ def enter(records: Sequence[LimitRecord], asking: Asking, now: int) -> Admission
     )
 
 
-def _refresh(record: LimitRecord, rule: Rule, now: int) -> None:
-    """Drop what is over, and take over the rule's numbers."""
+def _refresh(record: LimitRecord, rule: Rule, now: int, ttl: int = 0) -> None:
+    """Drop what is over, and take over the rule's numbers.
+
+    A moment that lies too far ahead is of a clock that was set back since. `ttl`: of who asks.
+    """
     record.limit, record.interval = rule.limit, micros_of(rule.interval)
-    if record.interval:
-        # A clock was set back, or the interval was longer: from now on it is this one.
+    if record.interval:  # it may have been longer, too
         record.tat = min(record.tat, now + EARLY + record.interval)
     record.tail = min(record.tail, now + LOOK_AGAIN)
     record.running = [one for one in record.running if one.ends_at > now]
+    for one in record.running:
+        one.ends_at = min(one.ends_at, now + max(ttl, LOOK_AGAIN))
+    record.back_at = [min(moment, now + LOOK_AGAIN) for moment in record.back_at]
     _know_orders(record)
     if min(record.back_at, default=now) <= now - OVERDUE:
         kept = [at for at, moment in enumerate(record.back_at) if moment > now - OVERDUE]

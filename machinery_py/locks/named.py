@@ -6,7 +6,6 @@ renewed in time is lost: `lost`, `check()` and the end of the `with` block say s
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from machinery_py.clock import Seconds, boottime, timeout_of
 from machinery_py.errors import LockLost, LockNotAcquired, MachineryError
 from machinery_py.locks.base import Lock, LockHolding
 from machinery_py.locks.keeper import Lease, LeaseKeeper
-from machinery_py.locks.outage import AWAY, Outage
+from machinery_py.locks.waiting import AWAY, Acquiring
 from machinery_py.names import check_lock
 from machinery_py.tasks.context import check_time
 
@@ -68,11 +67,18 @@ class NamedLock:
     """
 
     def __init__(
-        self, keeper: LockKeeper, name: str, *, timeout: Seconds | None, blocking: bool
+        self,
+        keeper: LockKeeper,
+        name: str,
+        *,
+        timeout: Seconds | None,
+        blocking: bool,
+        outage: float,
     ) -> None:
-        """Raises NameRefused: no lock may be called so."""
+        """See `Acquiring` for `outage`. Raises NameRefused: no lock may be called so."""
         check_lock(name)
         self.name = name
+        self._outage = outage
         self._keeper = keeper
         length = timeout_of(timeout)
         self._timeout = length if blocking else 0.0
@@ -113,54 +119,54 @@ class NamedLock:
         Args:
             blocking: False: do not wait.
             timeout: seconds to wait, or a timedelta, also for a store that is away; by default that
-                of the lock.
+                of the lock. Without any, a store may be away for `publish_timeout`.
 
         Raises:
             BackendUnavailable: the store was away when the time was up.
         """
-        deadline = self._deadline(timeout, blocking=blocking)
-        pause, outage = POLL[0], Outage(f"lock {self.name!r}", deadline)
+        wait, poll = self._acquiring(timeout, blocking=blocking), POLL[0]
         while True:
             try:
                 if self._try():
                     return True
             except AWAY as error:
                 check_time()
-                time.sleep(outage.pause(error))
+                time.sleep(wait.pause_of_outage(error))
                 continue
+            wait.answered()
             check_time()
-            left = deadline - time.monotonic()
-            if left <= 0:
+            pause = wait.pause(poll * random.uniform(0.5, 1.0))
+            if not pause:
                 return False
-            time.sleep(min(left, pause * random.uniform(0.5, 1.0)))
-            pause = min(POLL[1], pause * 1.5)
+            time.sleep(pause)
+            poll = min(POLL[1], poll * 1.5)
 
     async def acquire_async(self, *, blocking: bool = True, timeout: Seconds | None = None) -> bool:
         """`acquire` for coroutines."""
         import asyncio  # loaded by now: we are in a coroutine
 
-        deadline = self._deadline(timeout, blocking=blocking)
-        pause, outage = POLL[0], Outage(f"lock {self.name!r}", deadline)
+        wait, poll = self._acquiring(timeout, blocking=blocking), POLL[0]
         while True:
             try:
                 lease = await taking(lambda: self._keeper.take(self.name), self._give_back)
             except AWAY as error:
-                await asyncio.sleep(outage.pause(error))
+                await asyncio.sleep(wait.pause_of_outage(error))
                 continue
             if lease is not None:
                 self._held = lease
                 return True
-            left = deadline - time.monotonic()
-            if left <= 0:
+            wait.answered()
+            pause = wait.pause(poll * random.uniform(0.5, 1.0))
+            if not pause:
                 return False
-            await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.0)))
-            pause = min(POLL[1], pause * 1.5)
+            await asyncio.sleep(pause)
+            poll = min(POLL[1], poll * 1.5)
 
-    def _deadline(self, timeout: Seconds | None, *, blocking: bool) -> float:
+    def _acquiring(self, timeout: Seconds | None, *, blocking: bool) -> Acquiring:
         length = self._timeout if timeout is None else timeout_of(timeout)
         if not blocking:
             length = 0.0
-        return time.monotonic() + (math.inf if length is None else length)
+        return Acquiring(f"lock {self.name!r}", length, outage=self._outage)
 
     def _try(self) -> bool:
         lease = self._keeper.take(self.name)

@@ -176,9 +176,10 @@ class _Reader:
 
             return read
         if origin is collections.Counter:
-            items = (*items, int)
+            items = (*(items or (Any,)), int)
         if origin in (*_MAPPINGS, collections.OrderedDict, collections.Counter):
-            key, item = [self._or_any(one) for one in items] if items else [_as_it_is] * 2
+            pair = items if len(items) == 2 else (Any, Any)
+            key, item = map(self._or_any, pair)
             kind: Any = dict if origin in _MAPPINGS else origin
 
             def read_pairs(value: Any) -> Any:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from machinery_py.brokers.base import WAITING, Fate
+from machinery_py.brokers.base import Fate
 from machinery_py.errors import ArgumentError, DecodeError, NameRefused
 from machinery_py.names import REASON as REASON_NAME
 from machinery_py.names import check_call, check_message, is_made
@@ -28,8 +28,9 @@ from machinery_py.worker.once import end_if_begun
 
 logger = get_logger(__name__)
 
-FIRST_PAUSE = 1.0  # seconds an unknown task waits for a worker that knows it; doubled each time
+FIRST_PAUSE = 1.0  # seconds a message waits for a worker that can take it; doubled each time
 LONGEST_PAUSE = 60.0  # seconds
+MEMORY_TIMEOUT = 300.0  # seconds a message waits for a process with memory to decode it
 MAX_HOW = 200  # bytes of what a header says of a lost process
 
 REASON_UNDECODABLE = "undecodable"
@@ -153,15 +154,16 @@ def _reject(execution: Execution, reason: str, error: str) -> None:
 
 
 def _put_off(execution: Execution) -> str:
-    """Give back what this process has no room for: it is no fault of the message's."""
-    logger.warning(
-        "no memory to decode a message of %d bytes on %r; it waits %g s",
-        len(execution.delivery.body),
-        execution.delivery.queue,
-        FIRST_PAUSE,
-    )
-    eta = execution.app.now() + dt.timedelta(seconds=FIRST_PAUSE)
-    execution.settle(execution.end_of_delivery(Fate.LATER, eta=eta, reason=WAITING))
+    """Give back what this process has no room for: another may have, or this one later."""
+    delivery = execution.delivery
+    waited, pause = _parked_for(delivery.parks), _pause_after(delivery.parks)
+    text = f"no memory to decode a message of {len(delivery.body):,} bytes"
+    if waited >= MEMORY_TIMEOUT:
+        _reject(execution, REASON_UNDECODABLE, f"{text}, tried for {waited:,.0f} s")
+        return ""
+    logger.warning("%s on %r; it waits %g s", text, delivery.queue, pause)
+    eta = execution.app.now() + dt.timedelta(seconds=pause)
+    execution.settle(execution.end_of_delivery(Fate.LATER, eta=eta))
     return ""
 
 
@@ -184,8 +186,7 @@ def _unknown(execution: Execution) -> None:
     if signature.ignore_when_task_not_registered:
         execution.settle(execution.end_of_delivery())
         return
-    pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(delivery.parks, 10))
-    waited = _parked_for(delivery.parks)
+    waited, pause = _parked_for(delivery.parks), _pause_after(delivery.parks)
     if waited >= execution.app.config.unregistered_timeout:
         names = ", ".join(execution.app.registry.names()) or "none"
         error = (
@@ -211,9 +212,14 @@ def _unknown(execution: Execution) -> None:
     execution.settle(execution.end_of_delivery(Fate.LATER, eta=eta))
 
 
+def _pause_after(parks: int) -> float:
+    """Return the seconds of the next pause of a message that had so many."""
+    return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(parks, 10))
+
+
 def _parked_for(parks: int) -> float:
     """Return the seconds that a message has waited after so many pauses."""
-    return sum(min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**n) for n in range(min(parks, 100_000)))
+    return sum(map(_pause_after, range(min(parks, 100_000))))
 
 
 def _is_expired(signature: Signature[Any], now: dt.datetime) -> bool:

@@ -16,10 +16,12 @@ import pytest
 
 from machinery_py import Config, Server, TaskFailed
 from machinery_py.errors import BackendUnavailable, LockLost, LockNotAcquired
+from machinery_py.limits.limiter import Limiter
+from machinery_py.locks import waiting
 from machinery_py.locks.base import Lock, LockHolding
 from machinery_py.locks.keeper import Lease, LeaseKeeper
 from machinery_py.locks.named import LockKeeper, NamedLock
-from machinery_py.testing.waiting import together, wait_until
+from machinery_py.testing.waiting import HANG, together, wait_until
 
 LEASE = 0.4  # seconds
 
@@ -152,6 +154,32 @@ def steal(server: Server, lock: NamedLock) -> None:
     assert server.app.stores.lock.release(lock._held.held)
 
 
+@pytest.mark.parametrize("kind", ["lock", "limiter"])
+def test_long_wait_in_the_slot_of_a_task_is_warned_of_once(
+    server: Server, kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "WARN_AFTER", 0.1)
+    monkeypatch.setattr(waiting, "_told", set())
+
+    def guard() -> NamedLock | Limiter:
+        return server.lock("feed") if kind == "lock" else server.limiter("feed", max_running=1)
+
+    @server.task
+    def work() -> None:
+        with guard():
+            pass
+
+    with server.new_worker(concurrency=2), guard():
+        results = [work.send(), work.send()]
+        wait_until(lambda: "in its slot of the worker" in caplog.text)
+    for result in results:
+        result.get(timeout=HANG)
+
+    told = [text for text in caplog.messages if "in its slot of the worker" in text]
+    assert len(told) == 1
+    assert f"work has waited 0 s for {kind} '" in told[0]
+
+
 def test_a_loss_is_told(server: Server) -> None:
     with pytest.raises(LockLost, match="lock 'feed' is not held"), server.lock("feed") as lock:
         steal(server, lock)
@@ -243,7 +271,7 @@ def test_a_short_outage_loses_nothing_a_long_one_does() -> None:
     server = Server("memory://")
     store = Away(server.app.stores.lock)
     keeper = LockKeeper(lambda: store, lambda: 1.0)
-    lock = NamedLock(keeper, "feed", timeout=None, blocking=True)
+    lock = NamedLock(keeper, "feed", timeout=None, blocking=True, outage=5.0)
     with lock:
         store.away.set()
         before = store.asked

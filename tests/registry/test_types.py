@@ -390,6 +390,8 @@ TRAVELS: list[tuple[Any, Any]] = [
     (collections.deque[int], collections.deque([1, 2], 5)),
     (collections.OrderedDict[str, int], collections.OrderedDict(a=1)),
     (collections.Counter[str], collections.Counter("aab")),
+    (collections.Counter, collections.Counter("aab")),
+    (dict[str], {"a": 1}),  # type: ignore[type-arg]
     (frozenset[int], frozenset({1})),
     (set[pathlib.Path], {A}),
     (tuple[int, pathlib.Path], (1, A)),

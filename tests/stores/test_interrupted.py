@@ -17,7 +17,7 @@ import pytest
 
 import machinery_py
 from machinery_py import AsyncResult, Config, Server
-from machinery_py.errors import ConfigError, PublishRefused, Unsupported
+from machinery_py.errors import BackendUnavailable, ConfigError, PublishRefused, Unsupported
 from machinery_py.testing.waiting import wait_until
 
 PACKAGE = machinery_py.__path__[0]
@@ -123,6 +123,36 @@ def test_unique_send_on_top_of_a_send_is_made_or_refused(broker_url: str) -> Non
             assert isinstance(error, PublishRefused) and "finaliser" in str(error)
         if not call.was_interrupted:
             break
+    server.close()
+
+
+@pytest.mark.parametrize("kind", ["lock", "limiter"])
+def test_lock_on_top_of_a_send_is_taken_or_refused(broker_url: str, kind: str) -> None:
+    other = Server(broker_url)  # which keeps what is in memory
+    server, sent = Server(broker_url), 1
+    note = server.task("note")(abs)
+    note.send(0)
+    guard = server.lock("x") if kind == "lock" else server.limiter("x", max_running=9)
+    try:
+        guard.acquire(timeout=0)
+    except ConfigError:
+        pytest.skip("no locks")
+    guard.release()
+
+    def take() -> None:
+        assert guard.acquire(timeout=0)
+        guard.release()
+
+    is_slow = not broker_url.startswith(("memory", "sqlite"))
+    for at in range(0, MOST, 10 * LINES if is_slow else 1):
+        call = Interrupted(lambda: note.send(1), at, take)
+        for error in call.errors:
+            assert isinstance(error, BackendUnavailable) and "finaliser" in str(error)
+        sent += 1
+        if not call.was_interrupted:
+            break
+
+    assert waiting(other) == sent
     server.close()
 
 

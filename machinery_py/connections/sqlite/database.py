@@ -33,6 +33,7 @@ from machinery_py.connections.sqlite import wakeup
 from machinery_py.connections.sqlite.errors import (
     Unavailable,
     busy,
+    interrupting,
     is_busy,
     is_full,
     translate,
@@ -173,6 +174,8 @@ class SQLiteDriver:
         deadline = 0.0
         try:
             if handles.durable is not durable:
+                if writer.in_transaction:  # executescript() would commit it
+                    raise interrupting(self.path, unavailable)
                 # Not execute(): SQLite obeys this pragma when it is compiled, and Python would
                 # compile it once.
                 writer.executescript(
@@ -186,6 +189,8 @@ class SQLiteDriver:
                     writer.execute("BEGIN IMMEDIATE")
                     return writer
                 except sqlite3.OperationalError as error:
+                    if writer.in_transaction:
+                        raise interrupting(self.path, unavailable) from None
                     if not is_busy(error):
                         raise
                     now = time.monotonic()

@@ -65,6 +65,14 @@ def busy(path: str, seconds: float, unavailable: Unavailable, *, why: str = "") 
     )
 
 
+def interrupting(path: str, unavailable: Unavailable) -> MachineryError:
+    """Return the error for a call on top of another one of its thread, which has the writer."""
+    return unavailable(
+        f"SQLite file {path!r}: this thread is in a transaction of it (a finaliser or signal "
+        "handler interrupts it: make the call from a thread, or later)"
+    )
+
+
 def translate(
     error: sqlite3.Error,
     path: str,

@@ -15,9 +15,13 @@ local function refresh(one)
   local running, overdue = {}, false
   for _, run in ipairs(one.running) do
     if run[4] > now then running[#running + 1] = run end
+    run[4] = min(run[4], now + max(ttl, $LOOK_AGAIN))
   end
   one.running = running
-  for _, moment in ipairs(one.back_at) do overdue = overdue or moment <= now - $OVERDUE end
+  for at, moment in ipairs(one.back_at) do
+    one.back_at[at] = min(moment, now + $LOOK_AGAIN)
+    overdue = overdue or moment <= now - $OVERDUE
+  end
   if not overdue then return end
   local waiting, back_at = {}, {}
   for at, moment in ipairs(one.back_at) do

@@ -28,6 +28,7 @@ RATE = Rule(name="rate", interval=0.2)  # 5/s
 ONE = Rule(name="running")
 LEASE = 10.0
 OVER = OVERDUE / SECOND
+DAY = 86_400.0  # seconds
 
 
 def ask(limits: Limits, who: str, *rules: Rule, token: str = "1", again: bool = False) -> Admission:
@@ -346,6 +347,19 @@ class LimitsConformance:
         clock.advance(OVER + 6.0)
 
         assert ask(limits, "new", rule).wait == 0.0
+
+    def test_clock_that_was_a_day_ahead_keeps_no_slot_and_no_place(
+        self, limits: Limits, clock: ManualClock
+    ) -> None:
+        """A run and one in line have died before the clock was set back."""
+        clock.set_back(-DAY)
+        slot(limits, "dead", ONE)
+        ask(limits, "gone", ONE)
+        clock.set_back(DAY)
+
+        assert ask(limits, "new", ONE).wait > 0.0
+        clock.advance(LOOK_AGAIN / SECOND + OVER)
+        assert ask(limits, "new", ONE, again=True).wait == 0.0
 
     def test_who_gives_up_leaves_the_line(self, limits: Limits) -> None:
         ask(limits, "a", RATE)
