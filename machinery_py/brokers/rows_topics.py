@@ -35,13 +35,13 @@ def append_records(rows: MessageRows, topic: str, records: Sequence[bytes], ttl:
     head, life = _head(topic), round(ttl * 1e6)
 
     def plan(draft: Draft) -> None:
-        count, now, step = _count(draft.row(head)), rows.now(), draft.step
+        count, now = _count(draft.row(head)), rows.now()
         for number, body in enumerate(records, count + 1):
             write = Write(body=encode((number, now, body)), expires_in=life)
-            step.write[_place(topic, number)] = write
+            draft.write[_place(topic, number)] = write
         count += len(records)
-        step.write[head] = Write(body=b"%d" % count, expires_in=round(TOPIC_AGE * 1e6))
-        step.tell, step.durable = (_told(topic),), False
+        draft.write[head] = Write(body=b"%d" % count, expires_in=round(TOPIC_AGE * 1e6))
+        draft.tell, draft.durable = (_told(topic),), False
 
     carry_out(rows, [head], plan)
 
