@@ -205,6 +205,7 @@ class Rows(ABC):
     def read(self, keys: Sequence[Key]) -> list[StoredRow | None]:
         """Return the row of each key, or None; each as it was at some moment of the call.
 
+        An id that is too long has no row: whoever looks for any text is not refused.
         Whether they were so together is what a step says that expects them, and may write nothing.
         """
 

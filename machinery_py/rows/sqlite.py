@@ -32,7 +32,6 @@ from machinery_py.rows.contract import (
     StoredRow,
     Version,
     Write,
-    check_keys,
     check_writes,
 )
 from machinery_py.rows.messages import EVER, MessageRows, MessageStep, check_message_step, of_rows
@@ -129,7 +128,6 @@ class SQLiteRows(SQLiteMessages, MessageRows):
             return next_fence(connection, self.now(), number)
 
     def read(self, keys: Sequence[Key]) -> list[StoredRow | None]:
-        check_keys(keys)
         with self.driver.reading() as connection:
             rows = _read(connection, keys, self.now())
         if self._seen is not None and self.is_entered():
@@ -167,7 +165,6 @@ class SQLiteRows(SQLiteMessages, MessageRows):
 
     def change(self, keys: Sequence[Key], decide: Decision[T], *, durable: bool = True) -> T:
         """As the contract says, in one transaction: nobody else writes meanwhile."""
-        check_keys(keys)
         with self._writing(durable) as connection:
             now = self.now()
             write, result = decide(_read(connection, keys, now), now)
