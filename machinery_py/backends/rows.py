@@ -56,7 +56,7 @@ from machinery_py.rows.draft import Draft, carry_out, read
 from machinery_py.rows.messages import Join, MessageRows, MessageStep, TopicListener
 from machinery_py.tasks.signature import RunNumber
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
-from machinery_py.wire.bodies import StoredTask, decode_task, encode, encode_task
+from machinery_py.wire.bodies import TaskBody, decode_task, encode, encode_task
 
 EXPIRE_IN = 3600.0  # seconds that a finished task is kept
 CHORD_LIFE = 7 * 86400.0  # seconds without an arrival until a chord's results may expire
@@ -101,7 +101,7 @@ class RowsBackend(Backend, OutboxBackend):
         keys = [key for change in changes for key in keys_of(change)]
 
         def plan(draft: Draft) -> list[Verdict]:
-            tasks: dict[str, StoredTask] = {}
+            tasks: dict[str, TaskBody] = {}
             return [self.plan(change, draft, tasks) for change in changes]
 
         return self._carry_out(keys, plan)
@@ -110,7 +110,7 @@ class RowsBackend(Backend, OutboxBackend):
         return carry_out(self.rows, keys, plan)[0]
 
     def plan(
-        self, change: Change, draft: Draft, tasks: dict[str, StoredTask] | None = None
+        self, change: Change, draft: Draft, tasks: dict[str, TaskBody] | None = None
     ) -> Verdict:
         """Add a change to a draft that has read `keys_of(change)`.
 
@@ -140,7 +140,7 @@ class RowsBackend(Backend, OutboxBackend):
             uuid = state.task_uuid
             row = rows.get(uuid)
             if row is None:
-                row = rows[uuid] = StoredTask()
+                row = rows[uuid] = TaskBody()
             row.state = state
             if uuid == change.key and change.mark:
                 row.mark = change.mark
@@ -158,7 +158,7 @@ class RowsBackend(Backend, OutboxBackend):
             draft.write[Key(OUTBOX, change.key)] = write
         return SETTLED
 
-    def _save(self, key: Key, row: StoredTask, draft: Draft, chord: str = "") -> None:
+    def _save(self, key: Key, row: TaskBody, draft: Draft, chord: str = "") -> None:
         """Write a task whose row the draft has read."""
         state, there = row.state, draft.found[key]
         life, name = self.expire_in, ""
@@ -235,12 +235,12 @@ class RowsBackend(Backend, OutboxBackend):
         fence = self.rows.fences(len(keys)) if keys else 0
 
         def plan(draft: Draft) -> list[Begun]:
-            rows: dict[str, StoredTask] = {}
+            rows: dict[str, TaskBody] = {}
             begun: list[Begun] = []
             for number, (uuid, run) in enumerate(keys):
                 if uuid not in rows:
                     there = draft.row(Key(TASK, uuid))
-                    rows[uuid] = StoredTask() if there is None else decode_task(there.body)
+                    rows[uuid] = TaskBody() if there is None else decode_task(there.body)
                 row = rows[uuid]
                 if is_over(row.state, run):
                     outbox = _outbox_in(draft.row(Key(OUTBOX, uuid)))

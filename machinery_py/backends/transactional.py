@@ -31,7 +31,7 @@ from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState, adva
 
 
 class Stored(Protocol):
-    """What a change is decided by."""
+    """A stored task, as far as a change is decided by it."""
 
     state: TaskState | None
     mark: str

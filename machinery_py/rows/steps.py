@@ -25,7 +25,7 @@ from machinery_py.rows.messages import ClaimReceipt, Join, MessageStep
 
 
 class StepTarget(ABC):
-    """What steps are compared with, and change: a store, or what a transaction has read of it.
+    """The store that steps are compared with and change, or what a transaction has read of it.
 
     Attributes:
         moment: µs since 1970 by the store's clock, of the steps of one call.

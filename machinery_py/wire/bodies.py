@@ -36,7 +36,7 @@ def _readable(value: object) -> object:
             return value
 
 
-class StoredTask(msgspec.Struct, array_like=True, gc=False):
+class TaskBody(msgspec.Struct, array_like=True, gc=False):
     """A task as its row has it: its state, the mark that wrote it, the epoch of its last delivery.
 
     `odd`: by their place, results as JSON that msgpack cannot hold.
@@ -48,7 +48,7 @@ class StoredTask(msgspec.Struct, array_like=True, gc=False):
     odd: dict[int, str] = {}
 
 
-_decode_task = msgspec.msgpack.Decoder(StoredTask).decode
+_decode_task = msgspec.msgpack.Decoder(TaskBody).decode
 
 
 def encode_task(state: TaskState | None, mark: str, epoch: Fence) -> bytes:
@@ -71,7 +71,7 @@ def encode_task(state: TaskState | None, mark: str, epoch: Fence) -> bytes:
         return encode((msgspec.structs.replace(state, results=results), mark, epoch, odd))
 
 
-def decode_task(body: bytes) -> StoredTask:
+def decode_task(body: bytes) -> TaskBody:
     """Return what `encode_task` was given."""
     one = _decode_task(body)
     if one.state is not None and one.state.results:
