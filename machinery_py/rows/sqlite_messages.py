@@ -510,7 +510,7 @@ class SQLiteHold(Hold):
                 size -= sum(one.size for one in found)
             again = len(found)
             for name in names:
-                some = _take(connection, name, items + again - len(found), number)
+                some = _take(connection, name, items - len(found), number)
                 for one in some:
                     size -= one.size
                     if size < 0 and found:

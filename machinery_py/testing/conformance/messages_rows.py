@@ -448,6 +448,14 @@ class MessageRowsConformance:
         assert bodies(had + again) == [b"1", b"2", b"3"]
         assert hold.claim(["q"], 2, number=4, lost=4).found == []
 
+    def test_lost_claim_counts_among_those_of_the_next(self, rows: MessageRows, hold: Hold) -> None:
+        put(rows, *[b"1"] * 9)
+        lost = hold.claim(["q"], 3, number=1).found
+        again = hold.claim(["q"], 2, number=2, lost=1).found
+
+        assert [one.receipt for one in again] == [one.receipt for one in lost]
+        assert rows.count_waiting("q") == 6
+
     def test_what_a_step_pushed_once_does_not_come_again(
         self, rows: MessageRows, hold: Hold
     ) -> None:
