@@ -336,7 +336,7 @@ class MemoryMessages(StepTarget):
             queue = self._queues.get(name)
             if queue is None or not queue.size or self.is_closed(name):
                 continue
-            for message in queue.take(items - len(claimed), size, turn, one=not claimed):
+            for message in queue.take(max(0, items - len(claimed)), size, turn, one=not claimed):
                 size -= len(message.body)
                 message.count += 1
                 message.claim = number

@@ -5,7 +5,6 @@ Limits: network file systems are known by their type in /proc/mounts, so on Linu
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import sqlite3
@@ -16,8 +15,9 @@ from machinery_py.connections.sqlite.errors import busy, is_busy, refuse_open, t
 from machinery_py.connections.sqlite.schema import APPLICATION_ID, TABLES, UPGRADES, VERSION
 from machinery_py.connections.sqlite.upgrade import add_functions
 from machinery_py.errors import BrokerUnavailable
+from machinery_py.texts import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 CHECKPOINT = 4000  # pages of 4 KB in the log before they are copied into the file
 SMALL_LOG = 64  # the same on a small or full disk: a log that fills it cannot be copied any more
