@@ -78,6 +78,10 @@ class BatchRun(Execution):
             call.noted = self.noted
 
     @property
+    def is_guarded(self) -> bool:
+        return any(call.is_guarded for call in self.calls)
+
+    @property
     def is_over(self) -> bool:
         return all(call.is_over for call in self.calls)
 

@@ -66,7 +66,13 @@ from machinery_py.stores.base import (
     in_place_of,
 )
 from machinery_py.tasks.context import NO_STATE, Context, Report, notes_json, on_behalf_of
-from machinery_py.tasks.signature import HEADER_ATTEMPTS, Signature
+from machinery_py.tasks.signature import (
+    HEADER_ATTEMPTS,
+    HEADER_REST,
+    HEADER_UNIQUE,
+    HEADER_UNIQUE_START,
+    Signature,
+)
 from machinery_py.tasks.states import FINISHED, Arrival, State, TaskState
 from machinery_py.texts import get_logger
 from machinery_py.worker.admission import ExecutionGuard
@@ -140,8 +146,15 @@ class Execution:
 
     @property
     def is_guarded(self) -> bool:
-        """Return whether its task, or this call, has to pass a guard before it is run."""
-        return self.task is not None and (self.task.is_guarded or bool(self.settings.exclusive))
+        """Return whether it has to pass a guard before it is run: most need not."""
+        if self.task is not None and self.task.is_guarded:
+            return True
+        headers = self.signature.headers
+        return bool(headers) and bool(
+            self.settings.exclusive
+            or HEADER_REST in headers
+            or (HEADER_UNIQUE_START in headers and headers.get(HEADER_UNIQUE))
+        )
 
     @property
     def runs_once(self) -> bool:

@@ -23,7 +23,6 @@ from machinery_py.registry.chunks import each, each_async, is_chunk, result_of_c
 from machinery_py.registry.outcomes import Failed, Outcome, Succeeded
 from machinery_py.stores.base import Settlement
 from machinery_py.tasks.context import Context, enter, leave
-from machinery_py.tasks.signature import HEADER_REST, HEADER_UNIQUE, HEADER_UNIQUE_START
 from machinery_py.tasks.states import State
 from machinery_py.texts import get_logger
 from machinery_py.wire.signatures import decode_exact
@@ -51,14 +50,14 @@ def run(execution: Execution, report: Report | None = None) -> None:
 
 
 def _run(execution: Execution, report: Report | None) -> None:
-    if _is_guarded(execution) and not _pass_guard(execution):
+    if execution.is_guarded and not _pass_guard(execution):
         return
     _end(execution, outcome_of(execution, report))
 
 
 async def run_async(execution: Execution, report: Report | None = None) -> None:
     """Await the coroutine function on the running loop; all else is as in `run`."""
-    if _is_guarded(execution) and not await pass_async(
+    if execution.is_guarded and not await pass_async(
         lambda: _pass_guard(execution), lambda error: execution.finish(execution.failed(error))
     ):
         return
@@ -69,7 +68,7 @@ def run_elsewhere(
     execution: Execution, report: Report, call: Callable[[Execution, Report], Outcome | None]
 ) -> None:
     """Let `call` make the call, and finish. It returns None if it has settled the execution."""
-    if _is_guarded(execution) and not _pass_guard(execution):
+    if execution.is_guarded and not _pass_guard(execution):
         return
     hooks = execution.hooks
     if hooks.pre_task or hooks.post_task or hooks.error:
@@ -127,20 +126,6 @@ async def outcome_of_async(execution: Execution, report: Report | None) -> Outco
     return outcome
 
 
-def _is_guarded(execution: Execution) -> bool:
-    """Return whether it has to pass a guard first: most need not."""
-    if execution.calls:
-        return any(map(_is_guarded, execution.calls))
-    if execution.is_guarded:
-        return True
-    headers = execution.signature.headers
-    if not headers:
-        return False
-    return HEADER_REST in headers or bool(
-        HEADER_UNIQUE_START in headers and headers.get(HEADER_UNIQUE)
-    )
-
-
 def set_guard(execution: Execution) -> ExecutionGuard:
     """Give it a guard: before it is submitted, if those of its key are to run in order."""
     assert execution.task is not None
@@ -162,7 +147,7 @@ def _pass_guard(execution: Execution) -> bool:
     """
     if isinstance(execution, BatchRun):
         for one in execution.calls:
-            if _is_guarded(one):
+            if one.is_guarded:
                 _pass_own_guard(one, execution)
         execution.placed = [one for one in execution.calls if not one.is_over]
         execution.acked = any(one.acked for one in execution.placed)
