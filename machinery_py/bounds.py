@@ -38,6 +38,8 @@ def pieces(
 def size_of(value: object) -> int:
     """Return about how many bytes a JSON value takes, without encoding it."""
     match value:
+        case None | int() | float():
+            return 8
         case str() | bytes() | bytearray():
             return len(value) + 2
         case Mapping():

@@ -161,8 +161,7 @@ def size_of_state(state: TaskState) -> int:
     """Return about how many bytes a state takes, without encoding it."""
     size = len(state.error) + len(state.traceback) + len(state.message) + len(state.notes_json)
     for result in state.results:
-        value = result.value
-        size += 8 if isinstance(value, int | float | None) else size_of(value)
+        size += size_of(result.value)
     return size
 
 

@@ -294,10 +294,9 @@ class Executors:
                 for one in execution.calls or (execution,):
                     if one.phase is State.STARTED:
                         events.emit(TaskStarted(signature=one.signature, worker=one.worker))
-        calls = execution.calls or (execution,)
-        for one in calls:
+        for one in execution.calls:
             one.progress = execution.progress
-        self._on_mark(calls)
+        self._on_mark(execution.calls or (execution,))
 
     def _finish(self, execution: Execution) -> bool:
         """Free the slot after the run. False: this thread was replaced while it was stuck."""

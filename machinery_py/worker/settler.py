@@ -104,10 +104,10 @@ class Settler:
 
     def mark(self, executions: Sequence[Execution]) -> None:
         """Commit a mark of each, unless one is waiting already."""
-        new = [one for one in executions if not one.queued]
-        for execution in new:
-            execution.queued = True
-        self.put_marks(new)
+        if new := [one for one in executions if not one.queued]:
+            for execution in new:
+                execution.queued = True
+            self._queue.put(new)
 
     def put_marks(self, executions: Sequence[Execution]) -> None:
         """Commit a mark of each; the caller has set `queued`."""
