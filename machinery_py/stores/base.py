@@ -96,20 +96,18 @@ class Settlement(DeliveryEnd, frozen=True, kw_only=True, gc=False):
 
 def carried_by(settlement: Settlement) -> int:
     """Return about how many bytes a settlement carries."""
-    size = carried_beside(settlement)
+    size = len(settlement.delivery.body)
     for state in settlement.states:
         size += size_of_state(state)
+    if settlement.send or settlement.arrivals:
+        size += carried_along(settlement)
     return size
 
 
-def carried_beside(settlement: Settlement) -> int:
-    """Return the same without its states, for a store that knows their size."""
-    size = len(settlement.delivery.body)
-    for message in settlement.send:
-        size += len(message.body)
-    for arrival in settlement.arrivals:
-        size += len(arrival.callback)
-    return size
+def carried_along(settlement: Settlement) -> int:
+    """Return the bytes of what follows a settlement: its messages and arrivals."""
+    size = sum(len(message.body) for message in settlement.send)
+    return size + sum(len(arrival.callback) for arrival in settlement.arrivals)
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True, gc=False):

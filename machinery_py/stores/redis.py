@@ -60,7 +60,7 @@ from machinery_py.stores.base import (
     Settlement,
     Store,
     Submission,
-    carried_beside,
+    carried_along,
     disposal_of,
 )
 from machinery_py.stores.open import Family, FamilyOptions
@@ -239,7 +239,7 @@ class RedisSession(Session):
     def prepare(self, settlement: Settlement) -> int:
         states, size = settlement.states, len(settlement.delivery.body)
         if settlement.send or settlement.arrivals:
-            size = carried_beside(settlement)
+            size += carried_along(settlement)
         if states:
             try:
                 moment, expire = states[0].created_at, self._store.states.seconds
