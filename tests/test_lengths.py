@@ -65,6 +65,7 @@ PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples"
 #: Contracts of stores: the library calls them, with floats. Fault injection wraps them.
 CONTRACTS = (
     *("brokers", "backends", "stores", "connections", "locks.base", "limits.base"),
+    *("rows", "locks.rows", "limits.rows"),
     *("clock", "fences", "app", "testing.conformance", "testing.flaky"),
 )
 

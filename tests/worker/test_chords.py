@@ -43,7 +43,9 @@ def test_groups_that_cannot_be_settled_block_none_behind_them(
     monkeypatch.setattr(store, "fire", fail_for_some)
     with server.new_worker(concurrency=4):
         wait_until(lambda: server.backend.get_states(["task_of_group_last"]), what="the last one")
-        wait_until(lambda: [one.group_uuid for one in store.ready_groups(99)] == sorted(stuck))
+        wait_until(
+            lambda: sorted(one.group_uuid for one in store.ready_groups(99)) == sorted(stuck)
+        )
 
 
 def member_of(group: str) -> dict[str, object]:
