@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from machinery_py.errors import ConfigError
 from machinery_py.texts import get_logger
@@ -109,8 +109,15 @@ class ProcessCounts:
             from prometheus_client import CollectorRegistry
             from prometheus_client.multiprocess import MultiProcessCollector
 
-            found = CollectorRegistry()
-            MultiProcessCollector(found, self._folder)  # type: ignore[no-untyped-call]
+            class Collector(MultiProcessCollector):
+                """Leaves out the files that a process has just made: they are empty yet."""
+
+                def collect(self) -> Any:
+                    paths = glob.glob(os.path.join(glob.escape(folder), "*.db"))
+                    return self.merge(list(filter(os.path.getsize, paths)))  # type: ignore[no-untyped-call]
+
+            found, folder = CollectorRegistry(), self._folder
+            Collector(found, folder)  # type: ignore[no-untyped-call]
             return found
 
         with self._lock:

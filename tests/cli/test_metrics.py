@@ -135,6 +135,8 @@ def test_files_of_ended_processes_are_added_up(
         counts.tidy()
         assert all(one.stem.endswith(metrics.ENDED) for one in folder.iterdir())
 
+        # Of a process that lives, and has just made it.
+        (folder / f"counter_{os.getpid()}.db").touch()
         first, second = (parsed(counts.page("")[2].decode()) for _ in range(2))
 
         assert first == second
