@@ -189,7 +189,7 @@ ENDINGS = (
         "as if it had raised `TimeLimitExceeded`",
         FAILED,
         f"{OURS}TimeLimitExceeded",
-        options={"time_limit": 0.2},
+        options={"time_limit": 1.0},
     ),
     Ending(
         "F67",
@@ -198,7 +198,7 @@ ENDINGS = (
         "its process is killed; as if it had raised `TimeLimitExceeded`",
         FAILED,
         f"{OURS}TimeLimitExceeded",
-        options={"time_limit": 0.2, "kill_after": 0.2},
+        options={"time_limit": 1.0, "kill_after": 0.2},
     ),
     Ending(
         "F64-F65-F69-F87",
