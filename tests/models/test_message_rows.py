@@ -225,7 +225,7 @@ class Both:
         assert model == store
 
     def _seen(self, rows: MessageRows) -> object:
-        late = sorted((one.due, one.queue, one.body) for one in rows.messages(None))
+        late = [(one.queue, one.body) for one in rows.messages(None)]
         waiting = {queue: [one.body for one in rows.messages(queue)] for queue in QUEUES}
         counts = {
             queue: (count.waiting, count.late, count.held)

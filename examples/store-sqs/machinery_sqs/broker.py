@@ -44,7 +44,7 @@ from machinery_py.errors import (
     for_good,
 )
 from machinery_py.stores.open import Family, FamilyOptions
-from machinery_py.texts import cut
+from machinery_py.texts import cut, printable
 from machinery_py.wire.signatures import decode_signature
 
 from .aws import connect, split
@@ -184,8 +184,15 @@ class SQSBroker(Broker):
     def keep_dead(self, queue: Queue, letter: DeadLetter) -> None:
         """Put a dead letter into the queue of those."""
         dead = self.queues.open_dead(queue)
-        error = cut(letter.error, MAX_LETTER_ERROR)
-        bare = msgspec.structs.replace(letter, id="", body=b"", error=error)
+        bare = msgspec.structs.replace(
+            letter,
+            id="",
+            body=b"",
+            uuid=printable(letter.uuid),
+            name=printable(letter.name),
+            reason=printable(letter.reason),
+            error=cut(printable(letter.error), MAX_LETTER_ERROR),
+        )
         entry = entry_of(letter.body, Extra(letter=bare))
         if dead.is_fifo:
             unique = _unique()

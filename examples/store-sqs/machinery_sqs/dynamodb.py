@@ -48,6 +48,7 @@ from machinery_py.config.options import Section, option
 from machinery_py.errors import BackendUnavailable, StoreUnusable, for_good
 from machinery_py.stores.open import Family, FamilyOptions
 from machinery_py.tasks.states import Arrival, GroupMeta, TaskState
+from machinery_py.wire.states import encode_results, printable_state
 
 from .aws import asking, code_of, connect, split
 from .items import NEVER, Faster, Items, Key, key_of
@@ -281,7 +282,13 @@ class DynamoDBBackend(TransactionalBackend):
             ends_at = self._ends_at(stored)
             if chord:
                 ends_at = max(ends_at, self.now() + LONGEST_CHORD)
-            self._items.put(_task(uuid), stored, ends_at)
+            try:
+                self._items.put(_task(uuid), stored, ends_at)
+            except (OverflowError, UnicodeEncodeError):
+                assert row.state is not None
+                encode_results(row.state.results)  # raises ArgumentError if it is one of these
+                row.state = printable_state(row.state)
+                self._items.put(_task(uuid), stored, ends_at)
 
     def _add_groups(self, groups: Sequence[GroupMeta]) -> None:
         self._items.load([_group(meta.group_uuid) for meta in groups])
