@@ -66,7 +66,7 @@ class TextFormatter(logging.Formatter):
     def __init__(self, *, colours: bool) -> None:
         super().__init__()
         self._colours = colours
-        self._second = -1.0
+        self._second = -1
         self._before = self._after = ""  # of a line of a task, in this second
 
     def lines(self, lines: Iterable[Any]) -> Iterator[str]:
@@ -75,7 +75,7 @@ class TextFormatter(logging.Formatter):
             if line.level != logging.INFO:
                 yield self.format(line.record())
                 continue
-            second, rest = divmod(line.at, 1.0)
+            second, rest = divmod(round(line.at * 1e6), 1_000_000)  # as fromtimestamp() rounds
             if second != self._second:
                 self._second = second
                 when = dt.datetime.fromtimestamp(second).isoformat(sep=" ")
@@ -83,7 +83,7 @@ class TextFormatter(logging.Formatter):
             text = line.text
             if not text.isprintable():
                 text = clean(text)
-            yield f"{self._before}{int(rest * 1000):03}{self._after}{text}"
+            yield f"{self._before}{rest // 1000:03}{self._after}{text}"
 
     def format(self, record: logging.LogRecord) -> str:
         when = dt.datetime.fromtimestamp(record.created).isoformat(sep=" ", timespec="milliseconds")
