@@ -154,6 +154,7 @@ class RowsBackend(Backend, OutboxBackend):
             if there is not None and there.key not in draft.write:
                 self._save(there.key, decode_task(there.body), draft, group)
         if change.outbox:
+            # Below 0, as of chords that are ready: the oldest is listed first.
             write = Write(body=encode(change.outbox), facts=Facts(at=-draft.read_at))
             draft.write[Key(OUTBOX, change.key)] = write
         return SETTLED

@@ -381,6 +381,8 @@ class RowsConsumer(Consumer):
         self._worker = worker
         self._listener = broker.rows.listen()
         self._woken = self._closed = False
+        # Not begun anew by a session that a beat begins beside a claim: its reply may be lost, too.
+        self._claims, self._lost = 0, None
         self._start_session()
 
     def _start_session(self) -> None:
@@ -389,7 +391,6 @@ class RowsConsumer(Consumer):
         self._info = new_worker(self._worker, self._queues, broker.rows.clock.now())
         self._hold: Hold = broker.rows.open_hold(encode(self._info), lease=broker.lease)
         self.session = self._hold.id
-        self._claims, self._lost = 0, None
 
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         claims = self._claim(limit, order)

@@ -320,13 +320,6 @@ def id_of(text: str) -> str:
 SURE = ID_BYTES // 4  # characters, which no text can make too many bytes of
 
 
-def check_step(step: RowStep) -> None:
-    """Raise NameRefused if an id or a name in it is too long."""
-    check_keys(step.expect)
-    check_writes(step.create)
-    check_writes(step.write)
-
-
 def check_writes(rows: Mapping[Key, Write | None]) -> None:
     """Raise NameRefused if an id or a name is too long."""
     for key, write in rows.items():
