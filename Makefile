@@ -80,12 +80,13 @@ chaos: $(STAMP)
 	MODEL_EXAMPLES=$${MODEL_EXAMPLES:-1000} $(BIN)/python -m pytest tests/models tests/stores/test_model.py -v --timeout 3600
 	CHAOS_SCHEDULE_SECONDS=300 SCHEDULE_CHANGES=100000 $(BIN)/python -m pytest tests/system/test_schedulers.py tests/schedules/test_timetable.py -v --timeout 3600
 	$(BIN)/python -m tests.chaos.run --url sqlite --tasks 20000 --kill-every 1
+	$(BIN)/python -m tests.chaos.run --url postgresql --tasks 50000 --kill-every 2 --lease 10
 	$(BIN)/python -m tests.chaos.run --url redis --tasks 100000 --kill-every 2 --lease 10
 	$(BIN)/python -m tests.chaos.run --url amqp+redis --tasks 25000 --kill-every 1.5
-	MACHINERY_TEST_FULL=1 $(BIN)/python -m pytest tests/backends/rabbitmq/test_restart.py tests/system/test_peers.py tests/interop/test_amqp_results.py -v
+	MACHINERY_TEST_FULL=1 $(BIN)/python -m pytest tests/backends/rabbitmq/test_restart.py tests/system/test_benchmarks.py tests/system/test_peers.py tests/interop/test_amqp_results.py -v
 
 matrix: $(STAMP)
-	MACHINERY_TEST_PAIRS=1 $(BIN)/python -m pytest -p no:xdist --write-matrix tests/backends tests/brokers tests/locks tests/stores tests/system/test_workflows*.py tests/system/test_pairs.py
+	MACHINERY_TEST_PAIRS=1 $(BIN)/python -m pytest -p no:xdist --write-matrix tests/backends tests/brokers tests/stores tests/system/test_workflows*.py tests/system/test_pairs.py
 
 # On newer Pythons and servers, in Debian roots; needs root and debootstrap, and makes the roots in .platforms the first time.
 platforms: $(STAMP)
@@ -98,6 +99,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks ceiling
 	$(BIN)/python -m benchmarks growth
+	$(BIN)/python -m benchmarks bloat
 
 # The environment is made anew when what it consists of has changed.
 $(STAMP): setup.cfg pyproject.toml

@@ -12,6 +12,7 @@
     raw_sqlite  the same rows and commits without a library above: what the disk and SQLite allow
     ceiling     the library beside a prototype: `python -m benchmarks ceiling`
     growth      what a task costs as a fleet grows: `python -m benchmarks growth`
+    bloat       how the tables of a PostgreSQL grow: `python -m benchmarks bloat`
     against     this tree beside another revision, in turns
     profile     where a task's time goes in a worker: `python -m benchmarks.profile`
 

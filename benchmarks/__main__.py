@@ -1,6 +1,6 @@
 """`python -m benchmarks`: measure, show progress, and print a table.
 
-`python -m benchmarks ceiling` and `python -m benchmarks growth` are commands of their own.
+`ceiling`, `growth` and `bloat`, as in `python -m benchmarks growth`, are commands of their own.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from benchmarks import against
 from benchmarks.children import (
     PRIVATE_AMQP,
     PRIVATE_MONGODB,
+    PRIVATE_POSTGRESQL,
     PRIVATE_REDIS,
     MeasurementFailed,
     environment,
@@ -78,6 +79,7 @@ def scheme_of(url: str) -> str:
     scheme = url.partition(":")[0]
     return {
         "rediss": "redis",
+        "postgres": "postgresql",
         "amqps": "amqp",
         "redis+socket": "redis",
         "mongodb+srv": "mongodb",
@@ -147,13 +149,13 @@ def amount(value: float) -> str:
 
 
 def main() -> int:
-    if sys.argv[1:2] in (["ceiling"], ["growth"]):
+    if sys.argv[1:2] in (["ceiling"], ["growth"], ["bloat"]):
         command = importlib.import_module(f"benchmarks.{sys.argv[1]}")
         return int(command.main(sys.argv[2:]))
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Measures machinery_py. `ceiling` and `growth` are commands of their own, "
-        "with a --help of their own.",
+        description="Measures machinery_py. `ceiling`, `growth` and `bloat` are commands of their "
+        "own, with a --help of their own.",
     )
     parser.add_argument(
         "--url",
@@ -161,7 +163,7 @@ def main() -> int:
         default=list(DEFAULT_URLS),
         metavar="URL",
         help="stores; a SQLite file is made anew for each measurement, whatever its name; "
-        f"{PRIVATE_REDIS} and {PRIVATE_MONGODB} are servers of our own, "
+        f"{PRIVATE_REDIS}, {PRIVATE_POSTGRESQL} and {PRIVATE_MONGODB} are servers of our own, "
         f"{PRIVATE_AMQP} two of them, others are used as they are",
     )
     parser.add_argument(

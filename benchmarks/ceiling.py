@@ -21,6 +21,7 @@ from benchmarks.children import PRIVATE_REDIS, REDIS_CONFIG
 from benchmarks.figures import BY_NAME as MEASUREMENTS
 from benchmarks.peers import calls, report
 from benchmarks.peers.__main__ import measure, prepare
+from benchmarks.peers.hosts import RedisHost
 from benchmarks.peers.report import FIGURES, Results
 from benchmarks.peers.rounds import LATENCY_CALLS, Bench
 from benchmarks.peers.systems import BY_NAME, OURS
@@ -107,11 +108,12 @@ def large_table(values: Values, *, quick: bool) -> list[str]:
 def measure_calls(tasks: int, folder: Path, steps: Steps) -> dict[str, list[calls.Calls]]:
     found: dict[str, list[calls.Calls]] = {}
     with RedisServer(appendonly=True, config=REDIS_CONFIG) as redis:
-        bench = Bench(redis, folder)
+        host = RedisHost(redis)
+        bench = Bench(host, folder)
         for name in (OURS, CEILING):
             steps.begin(f"calls of {name}")
             found[name] = calls.calls_of(bench, BY_NAME[name], tasks)
-        bench.probe.close()
+        host.close()
     return found
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.support import private_mongo
+from tests.support.private_postgres import AS_SHIPPED, PostgreSQLServer
 from tests.support.servers import RabbitMQServer, RedisServer
 
 HERE = Path(__file__).resolve().parent
@@ -22,6 +23,7 @@ PRIVATE_AMQP = f"amqp://private+{PRIVATE_REDIS}"  # messages in RabbitMQ, result
 PRIVATE_MONGODB = (
     "mongodb://private"  # mongod where it is installed, else the stand-in of the tests
 )
+PRIVATE_POSTGRESQL = "postgresql://private"
 #: The file is never rewritten while something is measured.
 REDIS_CONFIG = {"appendfsync": "everysec", "auto-aof-rewrite-percentage": "0"}
 HANG = 300.0  # seconds after which a measurement is taken to hang
@@ -95,6 +97,9 @@ def own_store(url: str, folder: Path) -> Iterator[str]:
     elif url == PRIVATE_MONGODB:
         with private_mongo.KINDS[private_mongo.best_kind()]() as mongo:
             yield f"{mongo.url}bench"
+    elif url == PRIVATE_POSTGRESQL:
+        with PostgreSQLServer(settings=AS_SHIPPED) as postgres:
+            yield postgres.url
     elif url.startswith("sqlite:"):
         with tempfile.TemporaryDirectory(prefix="store-", dir=folder) as place:
             query = url.partition("?")[2]

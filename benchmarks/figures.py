@@ -45,7 +45,7 @@ class Measurement:
     name: str
     figures: Sequence[Figure]
     sizes: tuple[int, int] = (1, 1)
-    schemes: Sequence[str] = ("memory", "sqlite", "redis", "amqp", "mongodb")
+    schemes: Sequence[str] = ("memory", "sqlite", "redis", "amqp", "mongodb", "postgresql")
 
 
 PER_SECOND = "/s"
@@ -179,7 +179,7 @@ MEASUREMENTS: Sequence[Measurement] = (
     ),
     Measurement(
         name="drain_two",
-        schemes=("sqlite", "redis", "amqp", "mongodb"),
+        schemes=("sqlite", "redis", "amqp", "mongodb", "postgresql"),
         sizes=(20_000, 500),
         figures=[
             Figure(
@@ -192,7 +192,7 @@ MEASUREMENTS: Sequence[Measurement] = (
     ),
     Measurement(
         name="drain_logged",
-        schemes=("sqlite", "redis", "amqp", "mongodb"),
+        schemes=("sqlite", "redis", "amqp", "mongodb", "postgresql"),
         sizes=(20_000, 500),
         figures=[
             Figure(
@@ -336,7 +336,7 @@ MEASUREMENTS: Sequence[Measurement] = (
     ),
     Measurement(
         name="starting",
-        schemes=("sqlite", "redis", "amqp", "mongodb"),
+        schemes=("sqlite", "redis", "amqp", "mongodb", "postgresql"),
         sizes=(5, 1),
         figures=[
             Figure(

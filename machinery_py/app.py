@@ -58,6 +58,7 @@ from machinery_py.tasks.context import RUNNING, check_time, on_behalf_of
 from machinery_py.tasks.lineage import inherited
 from machinery_py.tasks.signature import (
     COUNTED,
+    FIRST_ATTEMPT,
     FIRST_RUN,
     HEADER_ATTEMPTS,
     HEADER_ROOT,
@@ -69,6 +70,7 @@ from machinery_py.tasks.signature import (
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.texts import get_logger
 from machinery_py.threads import INSIDE
+from machinery_py.transactions import HERE, current
 from machinery_py.wire.signatures import LastEncoded, decode_signature, encode_signature
 
 logger = get_logger(__name__)
@@ -395,6 +397,8 @@ class Application:
     def _publish(
         self, submission: Submission, signatures: Sequence[Signature[Any]], *, block: float
     ) -> None:
+        if HERE.get() is not None and (transaction := current(self)) is not None:
+            return transaction.submit(submission)
         INSIDE.depth += 1
         try:
             self.patiently(lambda: self.store.submit(submission), block=block)
@@ -461,7 +465,7 @@ class Application:
             state=State.PENDING,
             created_at=now,
             run=FIRST_RUN if is_plain else signature.run,
-            attempt=1 if is_plain else signature.attempt,
+            attempt=FIRST_ATTEMPT if is_plain else signature.attempt,
             queue=signature.routing_key,
             eta=signature.eta,
             message=failing(signature) if callbacks or not is_plain else ALONE,

@@ -15,6 +15,8 @@ UTC = dt.timezone.utc
 LONGEST = 100 * 365 * 86400.0
 ABOVE_ZERO = math.ulp(0.0)  # `least` of `seconds_of` for a length that must not be 0
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = dt.timedelta(microseconds=1)
+_between = dt.datetime.__sub__
 #: The last moment that a store may tell; a day before that of datetime, for time zones.
 LAST = dt.datetime(9999, 12, 30, tzinfo=UTC)
 
@@ -65,8 +67,8 @@ def _bounds(least: float, most: float) -> str:
 
 def micros(moment: dt.datetime) -> int:
     """A moment as stores keep it: microseconds since 1970, UTC."""
-    passed = moment - _EPOCH
-    return (passed.days * 86400 + passed.seconds) * 1_000_000 + passed.microseconds
+    # Subclasses, as that of pendulum, subtract to something else.
+    return _between(moment, _EPOCH) // _MICROSECOND
 
 
 def moment_of(number: int) -> dt.datetime:
@@ -76,7 +78,7 @@ def moment_of(number: int) -> dt.datetime:
     of 9999, and before the first it is the first, 1970.
     """
     try:
-        return _EPOCH + dt.timedelta(microseconds=number)
+        return _EPOCH + number * _MICROSECOND
     except OverflowError:
         return LAST if number > 0 else _EPOCH
 

@@ -60,9 +60,12 @@ class MachineryError(Exception):
     Attributes:
         permanent: a store refused this message or result itself (its size, its queue, a right) and
             will refuse it however often it is tried. False: the trouble may pass, or nobody knows.
+        blocked: nothing was done, because somebody else's transaction has locked what it changes.
+            The store works: only this has to wait.
     """
 
     permanent = False
+    blocked = False
 
     def __init__(self, *args: object) -> None:
         super().__init__(*[cut(one, MAX_ERROR) if isinstance(one, str) else one for one in args])

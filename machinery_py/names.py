@@ -40,6 +40,11 @@ RESERVED = {
 }
 
 
+def is_safe(text: str) -> bool:
+    """Whether there are no control characters and no half of a surrogate pair in the text."""
+    return _UNSAFE.search(text) is None
+
+
 def _problem(kind: str, name: object) -> str:
     """Return what is wrong with a name of this kind; "" if nothing."""
     if not isinstance(name, str):

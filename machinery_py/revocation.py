@@ -53,6 +53,7 @@ def revoke(app: Application, uuids: Sequence[str]) -> bool:
 
     Raises:
         ArgumentError: nothing was done; one of them holds half a surrogate pair.
+        Unsupported: nothing was done; the result backend keeps no revocations.
         BackendUnavailable, PublishRefused, PublishUnknown: some of it may be done; repeat it.
     """
     check_encodable("revoke", uuids)
@@ -181,9 +182,12 @@ def fire(app: Application, firing: Firing) -> bool:
 def revoked_among(app: Application, signatures: Sequence[Signature[Any]]) -> dict[str, bool]:
     """Return the revoked UUIDs, each with whether its task is over, and only its message left.
 
-    A task is revoked also when its workflow was cancelled.
+    A task is revoked also when its workflow was cancelled. A backend that keeps no revocations is
+    not asked.
     """
     backend = app.store.backend
+    if not backend.features.revocations:
+        return {}
     roots = {one.uuid: one.root for one in signatures if one.headers and one.root}
     flows = {root for root in roots.values() if root.startswith(PREFIX)}
     names = backend.revoked([*(one.uuid for one in signatures), *flows])
@@ -250,21 +254,22 @@ def purge(app: Application, queue: str, progress: Callable[[int], object] | None
 def _end_purged(app: Application, which: Container[State], messages: Sequence[Message]) -> None:
     """Fail those tasks of purged messages that are in one of these states.
 
-    With WAITED they are revoked before, with BEGUN this is forgotten.
+    With WAITED they are revoked before, with BEGUN this is forgotten. Without revocations, a worker
+    that claims one meanwhile sees that it is over.
     """
     backend = app.store.backend
     if not backend.features.keeps:
         return
-    known = [one for one in messages if one.uuid]
+    known, revokes = [one for one in messages if one.uuid], backend.features.revocations
     for some in in_steps(known, PURGE_STEP):
         names = _both(one.uuid for one in some)
-        if which is WAITED:
+        if which is WAITED and revokes:
             # Of messages that stay, after all: as of other revoked tasks.
             due = max((one.eta for one in some if one.eta is not None), default=None)
             ahead = (due - app.now()).total_seconds() if due is not None else 0.0
             backend.revoke(names, max(0.0, ahead) + WAITING_LIFE)
         _end_those(app, which, some)
-        if which is BEGUN:
+        if which is BEGUN and revokes:
             backend.revoke(names, 0.0)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import functools
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, cast
 
 from machinery_py.app import Application
@@ -18,6 +19,7 @@ from machinery_py.config.config import Config, resolve
 from machinery_py.control.client import Control
 from machinery_py.dashboard.dashboard import Dashboard
 from machinery_py.dashboard.fleet import Fleet
+from machinery_py.errors import ConfigError
 from machinery_py.inspection import Inspector, worker_hint
 from machinery_py.inspection.limits import change_limit, limiter_of
 from machinery_py.limits.limiter import Limiter
@@ -30,7 +32,7 @@ from machinery_py.registry.calls import needs_check
 from machinery_py.registry.options import TaskOptions
 from machinery_py.registry.task import PeriodicDecorator, Task, is_unique
 from machinery_py.registry.task_set import TaskRegistrar, TaskSet
-from machinery_py.results.async_results import AsyncResult
+from machinery_py.results.async_results import AsyncResult, Waitable
 from machinery_py.results.waiter import AsyncWaiters
 from machinery_py.results.workflow_results import (
     ChainResult,
@@ -46,9 +48,10 @@ from machinery_py.stores.open import split_config, url_of
 from machinery_py.tasks.signature import Chain, Signature, Step
 from machinery_py.tasks.states import GroupMeta
 from machinery_py.tasks.workflow import Group, chain, chord, group
+from machinery_py.transactions import Block, current, entered
 from machinery_py.unique import send_unique
 from machinery_py.wire.long_chains import link_any
-from machinery_py.worker.chords import settle_ready_groups
+from machinery_py.worker.loops.chords import settle_ready_groups
 from machinery_py.workflows.workflow import Workflow, find_workflow
 
 if TYPE_CHECKING:
@@ -243,7 +246,9 @@ class Server(TaskRegistrar):
         else:
             self.app.submit((signature,), groups)
         queue = signature.routing_key or self.config.default_queue
-        result = AsyncResult[R](self, uuid, name=signature.name, queue=queue, duplicate=duplicate)
+        result: AsyncResult[R] = AsyncResult(
+            self, uuid, name=signature.name, queue=queue, duplicate=duplicate
+        )
         return result.just_sent()
 
     send_task_async = twin(send_task)
@@ -291,6 +296,41 @@ class Server(TaskRegistrar):
             self._notes.sent_chord(self.backend.features)
         self.app.submit(plan.first, plan.groups, plan.awaited)
         return result_of(plan, self, queue)
+
+    @contextlib.contextmanager
+    def transaction(self, connection: object = None) -> Iterator[None]:
+        """Send in a transaction of yours: `with server.transaction(connection):`.
+
+        What this thread sends in the block is there when you commit, and never if you roll back. A
+        block in a block of the same connection is one with it. It neither begins nor commits.
+
+        Args:
+            connection: to the database that is broker and result backend: of psycopg 3; a Session
+                or Connection of SQLAlchemy over it, of an asynchronous one in `run_sync`; by
+                default Django's.
+
+        Raises:
+            ConfigError: there is no connection, and no Django.
+            Unsupported: by `send`, in words, if it cannot be part of the transaction.
+        """
+        if connection is None:
+            connection = getattr(sys.modules.get("django.db"), "connection", None)
+            if connection is None:
+                raise ConfigError(
+                    "server.transaction(): Django is not loaded (expected a connection of psycopg "
+                    "3, or of SQLAlchemy)"
+                )
+        block = current(self.app)
+        if block is not None and block.source is connection:
+            yield
+            return
+        with entered(Block(self.app, connection, lambda: self.app.store.within(connection))):
+            yield
+
+    def check_wait(self, result: Waitable[Any]) -> None:
+        """Raise Unsupported if the result is of a transaction that is open here."""
+        if (block := current(self.app)) is not None:
+            block.check_wait(result._tasks())
 
     def _note_loop(self) -> None:
         loop = getattr(sys.modules.get("asyncio"), "_get_running_loop", None)  # as far as loaded
@@ -481,7 +521,9 @@ class Server(TaskRegistrar):
             max_memory_per_child: bytes in memory after which it is renewed, or ends; 0: any.
             autoscale: in place of `concurrency`, the least and the most tasks at a time.
         """
-        from machinery_py.worker.frames import setup_of  # a program that only sends needs neither
+        from machinery_py.worker.processes.frames import (
+            setup_of,  # a program that only sends needs neither
+        )
         from machinery_py.worker.worker import Worker
 
         return Worker(

@@ -16,6 +16,7 @@ import msgspec
 
 from machinery_py.app import Application
 from machinery_py.backends.base import Backend, Rider, sending_key
+from machinery_py.backends.listings import COMPLETE
 from machinery_py.errors import (
     BackendUnavailable,
     DuplicateTask,
@@ -33,7 +34,7 @@ from machinery_py.registry.unique_keys import (
     owner,
     unique_key,
 )
-from machinery_py.stores.base import Settlement, Submission
+from machinery_py.stores.base import Settlement, Store, Submission
 from machinery_py.tasks.signature import (
     HEADER_EXPIRES,
     HEADER_ON_DUPLICATE,
@@ -44,6 +45,7 @@ from machinery_py.tasks.signature import (
 )
 from machinery_py.tasks.states import GroupMeta, State, TaskState
 from machinery_py.texts import get_logger
+from machinery_py.transactions import current
 
 logger = get_logger(__name__)
 
@@ -73,8 +75,15 @@ def send_unique(
         )
     app.check_asked((signature,))
     check_keys(app.store.backend, signature.name)
+    transaction = current(app)
     with app.sending((signature,)) as [signature]:
-        sending = UniqueSending(app, task, app.completed(signature), groups)
+        store = app.store if transaction is None else transaction.store()
+        sending = UniqueSending(app, store, task, app.completed(signature), groups)
+        if transaction is not None:
+            duplicate = sending.attempt(may_replace=False)
+            if not duplicate:
+                transaction.note_sent([sending.holder])
+            return sending.holder, duplicate
         try:
             duplicate = app.patiently(sending.attempt, block=block_of(signature))
         except BackendUnavailable as error:
@@ -90,8 +99,20 @@ def check_keys(backend: Backend, name: str) -> None:
     """Raise Unsupported if this backend keeps no keys of unique tasks."""
     if not backend.features.claims:
         raise Unsupported(
-            f"{name} is unique, and the {backend.features.name} backend "
-            "keeps no keys (name another result backend, or send it with options(unique=False))"
+            f"{name} is unique, and the {backend.features.name} backend keeps no keys "
+            f"({COMPLETE}, or send it with options(unique=False))"
+        )
+
+
+def report_unkept_keys(app: Application) -> None:
+    """Log at the start of a worker which of its tasks nobody can send: their keys are not kept."""
+    names = [task.name for task in app.registry if task.settings.unique]
+    if names and not app.store.backend.features.claims:
+        logger.error(
+            "no call of %s can be sent: the task is unique, and the %s backend keeps no keys (%s)",
+            ", ".join(sorted(names)),
+            app.store.backend.features.name,
+            COMPLETE,
         )
 
 
@@ -101,6 +122,7 @@ class UniqueSending:
     def __init__(
         self,
         app: Application,
+        store: Store,
         task: Task[..., Any] | None,
         signature: Signature[Any],
         groups: Sequence[GroupMeta],
@@ -109,7 +131,7 @@ class UniqueSending:
             task.settings if task is not None and task.settings.unique is not False else _BY_DEFAULT
         )
         headers = dict(signature.headers)
-        self._app = app
+        self._app, self._store = app, store
         self._groups = groups
         self._on_duplicate = headers.pop(HEADER_ON_DUPLICATE, settings.on_duplicate)
         self._window = settings.unique_for
@@ -137,18 +159,20 @@ class UniqueSending:
         # When the first step was taken whose answer is not known, or was no.
         self._asked_at: dt.datetime | None = None
 
-    def attempt(self) -> bool:
-        """Take the key and publish. True: another call has it. May be repeated after any error."""
-        backend = self._app.store.backend
+    def attempt(self, *, may_replace: bool = True) -> bool:
+        """Take the key and publish. True: another call has it. May be repeated after any error.
+
+        Args:
+            may_replace: False in a transaction: whoever runs the other call would wait for its end.
+        """
+        backend = self._store.backend
         while True:
             [body] = backend.claims([self._key])
             now = self._app.now()
             held = decode_claim(body) if body is not None else None
             states = self._states(held)
             mine = held is not None and held.token == self._token
-            if mine and backend.features.forgets:
-                self._publish_what_is_left()
-            if mine or self._was_sent(states, held):
+            if mine or self._was_sent(states):
                 self.holder = self.signature.uuid
                 return False
             replaced: TaskState | None = None
@@ -156,10 +180,16 @@ class UniqueSending:
             if held is not None and state is not None and held.stands(state, now):
                 if not self._may_replace(held):
                     return self._met(held.uuid, state)
+                if not may_replace:
+                    raise Unsupported(
+                        f"{self.signature.name} would replace {held.uuid} in your transaction: "
+                        "workers would wait for its end (send it after the commit, or with "
+                        "options(on_duplicate='join'))"
+                    )
                 replaced = _replaced(state, by=self.signature.uuid, now=now)
             if self._asked_at is None and self._app.config.queue_limits:
                 limits = self._app.limits_of((self._message,))
-                self._app.store.broker.check_limits(limits)
+                self._store.broker.check_limits(limits)
             self._asked_at = self._asked_at or now
             if self._take(body, replaced, now):
                 self.holder = self.signature.uuid
@@ -170,27 +200,12 @@ class UniqueSending:
         uuids = [held.uuid] if held is not None else []
         if self._asked_at is not None:
             uuids.append(self.signature.uuid)
-        return self._app.store.backend.get_states(uuids) if uuids else {}
+        return self._store.backend.get_states(uuids) if uuids else {}
 
-    def _was_sent(self, states: dict[str, TaskState], held: KeyClaim | None) -> bool:
+    def _was_sent(self, states: dict[str, TaskState]) -> bool:
         """Return whether an earlier attempt was carried out; the task may even be over by now."""
         own = states.get(self.signature.uuid)
-        if own is None or self._asked_at is None or own.created_at < self._asked_at:
-            return False
-        # A store that forgets the claim may have forgotten the message: send it again.
-        is_lost = (
-            held is None and own.state is State.PENDING and self._app.store.backend.features.forgets
-        )
-        return not is_lost
-
-    def _publish_what_is_left(self) -> None:
-        """Publish what a store accepted and has not sent: one that forgets would lose it."""
-        try:
-            self._app.store.publish_left(sending_key(self._key, self._token))
-        except (PublishRefused, BackendUnavailable) as error:
-            if error.permanent:
-                raise
-            raise self._unknown(error) from error
+        return own is not None and self._asked_at is not None and own.created_at >= self._asked_at
 
     def _unknown(self, error: Exception) -> PublishUnknown:
         return PublishUnknown(
@@ -237,7 +252,7 @@ class UniqueSending:
             riders=[rider],
         )
         try:
-            return self._app.store.submit(submission)
+            return self._store.submit(submission)
         except (PublishRefused, BackendUnavailable) as error:
             if error.permanent:
                 raise  # and the key is not held: if it was stored, the task has failed
@@ -259,10 +274,14 @@ def _replaced(state: TaskState, *, by: str, now: dt.datetime) -> TaskState:
 def start(app: Application, signature: Signature[Any]) -> bool:
     """Note in the claim that its task begins, or free its key. False: a later call replaced it.
 
+    With a backend that keeps no keys, which has taken the place of one that did, it begins.
+
     Raises:
         BackendUnavailable: it is not known, and the task must not run now.
     """
     backend, key = app.store.backend, str(signature.headers[HEADER_UNIQUE])
+    if not backend.features.claims:
+        return True
     while True:
         [body] = backend.claims([key])
         held = decode_claim(body) if body is not None else None

@@ -35,6 +35,7 @@ STORES: dict[str, Known] = {
     "rabbitmq": Known("amqp|rabbitmq", frozenset({"rabbitmq_server"})),
     "memcached": Known("memcache", frozenset({"memcached_server"})),
     "mongodb": Known("mongo", frozenset({"mongodb_server"})),
+    "postgresql": Known("postgres", frozenset({"postgres_url"})),
     "sqlite": Known("sqlite"),
     "cluster": Known("cluster", frozenset({"redis_cluster", "redis_node"})),
     "redis": Known("redis(?!_?cluster)", frozenset({"redis_server", "redis_sentinels"})),

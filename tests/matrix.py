@@ -52,12 +52,14 @@ SUITES = (*ALONE.items(), *PAIRED.items())
 #: (suite, broker or store, backend or "") → how many tests passed, failed, and were left out.
 Counts = dict[tuple[str, str, str], list[int]]
 NEVER = "–"
+REFUSED = "refused"  # tests/stores/test_refusals.py
 _OUTCOMES = ("passed", "failed", "skipped")
 _HEAD = """# Tests of each store and pair of stores
 
 Written by test runs (`make matrix`). A cell has the number of passed tests of the suite; \
 *failed* and *left out* are named where
-there are any; "–": the suite was not run over these stores. \
+there are any; "–": the suite was not run over these stores; \
+*refused*: this result backend refuses it, in words. \
 The suites are those of `machinery_py.testing.conformance`, the
 same for every store. If a store cannot do something, \
 the suite checks that it refuses it. `null` keeps nothing, so
@@ -86,18 +88,37 @@ def stores() -> tuple[list[str], list[str]]:
     return sorted(brokers), sorted(backends)
 
 
-@functools.cache
-def _locks() -> dict[type, str]:
-    """The name of the store that each kind of lock is of."""
-    found: dict[type, str] = {}
+def without_claims() -> set[str]:
+    """The result backends that refuse unique tasks; the suite of their keys is not for them."""
+    found = set[str]()
     for scheme in open.FAMILIES:
         family = _family(scheme)
         try:
-            found.setdefault(type(family.lock()), family.backend().features.name)
+            features = family.backend().features
+            if not features.claims:
+                found.add(features.name)
         except (Unsupported, ConfigError):
             pass
         family.close()
     return found
+
+
+@functools.cache
+def _locks() -> dict[tuple[type, type], str]:
+    """The name of the store that each kind of lock is of."""
+    found: dict[tuple[type, type], str] = {}
+    for scheme in open.FAMILIES:
+        family = _family(scheme)
+        try:
+            found.setdefault(_kind_of(family.lock()), family.backend().features.name)
+        except (Unsupported, ConfigError):
+            pass
+        family.close()
+    return found
+
+
+def _kind_of(lock: object) -> tuple[type, type]:
+    return type(lock), type(getattr(lock, "_rows", None))  # one class for all stores of rows
 
 
 def _family(scheme: str) -> Family:
@@ -126,7 +147,7 @@ def _names(found: Mapping[str, Any]) -> tuple[str, str] | None:
 
 def _alone(suite: str, found: Mapping[str, Any]) -> str:
     if suite == "lock":
-        return _locks().get(type(found["lock"]), "") if "lock" in found else ""
+        return _locks().get(_kind_of(found["lock"]), "") if "lock" in found else ""
     one = found.get("broker" if suite == "broker" else "backend")
     return str(one.features.name) if one is not None else ""
 
@@ -222,6 +243,11 @@ def page(counts: Counts, *, before: str = "") -> str:
     """The page with the cells of this run, and the others of the page before."""
     brokers, backends = stores()
     known = cells(before) | {key: _cell(*count) for key, count in counts.items()}
+    known |= {
+        ("unique keys", broker, backend): REFUSED
+        for broker in brokers
+        for backend in without_claims()
+    }
     names = sorted({*brokers, *backends})
     alone = [[name, *(known.get((suite, name, ""), NEVER) for suite in ALONE)] for name in names]
     paired = [

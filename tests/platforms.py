@@ -44,6 +44,7 @@ HEAD = (
     "Redis",
     "RabbitMQ",
     "memcached",
+    "PostgreSQL",
     "MongoDB",
     "tests",
     "passed",
@@ -93,6 +94,7 @@ PACKAGES = (
     "memcached",
     "nginx-light",
     "postgresql",
+    "pgbouncer",
 )
 
 
@@ -363,7 +365,7 @@ def run_tests(
 
 
 def versions(root: Path, platform: Platform) -> list[str]:
-    """Return the versions of Python, Redis, RabbitMQ and memcached in the root."""
+    """Return the versions of Python, Redis, RabbitMQ, memcached and PostgreSQL in the root."""
     asked = enter(
         root,
         f"""
@@ -372,6 +374,8 @@ def versions(root: Path, platform: Platform) -> list[str]:
         for one in rabbitmq-server memcached; do
             dpkg-query -W -f '${{Version}}\\n' $one | sed 's/-.*//'
         done
+        for newest in /usr/lib/postgresql/*/bin/postgres; do :; done
+        $newest --version | awk '{{print $3}}'
     """,
         capture=True,
     )

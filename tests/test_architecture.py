@@ -21,7 +21,7 @@ SUPPORT = PACKAGE.parent / "tests" / "support"  # read as the package is
 
 #: Packages, and modules beside them. Each imports only from earlier rows, or earlier in its row.
 ROWS: tuple[str, ...] = (
-    "texts version clock fences errors names bounds call_threads async_twins threads",
+    "texts version clock fences receipts errors names bounds call_threads async_twins threads",
     "values",
     "tasks events queues",
     "wire",
@@ -29,7 +29,7 @@ ROWS: tuple[str, ...] = (
     "connections",
     "rows",
     "brokers backends locks limits",
-    "stores",
+    "stores transactions",
     "results notices",
     "registry",
     "control",
@@ -43,7 +43,7 @@ ROWS: tuple[str, ...] = (
     "contrib.django",
 )
 ORDER: tuple[str, ...] = tuple(name for row in ROWS for name in row.split())
-STORES = frozenset(("redis", "rabbitmq", "mongodb", "memcached", "sqlite", "memory"))
+STORES = frozenset(("redis", "rabbitmq", "mongodb", "memcached", "sqlite", "postgresql", "memory"))
 
 
 @functools.cache

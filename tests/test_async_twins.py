@@ -61,6 +61,7 @@ CLASSES = (
 #: Methods without a store, or that no coroutine calls: a new method stands here, or has a twin.
 OFFLINE: dict[type, set[str]] = {
     Server: {
+        "check_wait",
         "convert",
         "get_registered_task",
         "get_registered_task_names",
@@ -81,6 +82,7 @@ OFFLINE: dict[type, set[str]] = {
         "result",
         "set_pre_publish_handler",
         "task",
+        "transaction",
         "worker_hint",  # for results, which ask in a thread
     },
     Task: {"limit_also", "chunks", "map", "options", "partial", "signature", "starmap"},

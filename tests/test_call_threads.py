@@ -152,7 +152,7 @@ def test_user_code_in_asyncio_threads_is_in_nobodys_way() -> None:
     with server.new_worker(concurrency=threads + 2, scheduler=False) as worker:
         for _ in range(threads + 1):
             block.send()
-        wait_until(lambda: len(worker._executors.running()) == threads + 1)
+        wait_until(lambda: len(worker._live.executors.running()) == threads + 1)
         result = guarded.send()
 
         assert result.get(HANG) == "done"

@@ -47,7 +47,7 @@ from machinery_py import (
     exponential,
     group,
 )
-from machinery_py.clock import ABOVE_ZERO, seconds_of, timeout_of
+from machinery_py.clock import ABOVE_ZERO, micros, moment_of, seconds_of, timeout_of
 from machinery_py.config.config import OPTIONS, SECTIONS
 from machinery_py.config.options import Option, Section
 from machinery_py.control.client import ChosenWorkers, Control
@@ -511,3 +511,17 @@ def test_clocks_of_tests_take_a_timedelta() -> None:
         at = harness.clock.now()
         harness.advance(LONG, hours=1)
         assert harness.clock.now() - at == dt.timedelta(hours=1, minutes=2)
+
+
+class Drifting(dt.datetime):
+    """As of a library whose moments subtract to a length of its own."""
+
+    def __sub__(self, other: object) -> object:  # type: ignore[override]
+        return f"from {other}"
+
+
+def test_moment_of_another_library_is_a_moment() -> None:
+    moment = Drifting(2026, 11, 28, 12, 30, 0, 7, tzinfo=dt.timezone.utc)
+    assert moment_of(micros(moment)) == dt.datetime(
+        2026, 11, 28, 12, 30, 0, 7, tzinfo=dt.timezone.utc
+    )

@@ -54,12 +54,12 @@ def test_every_server_of_a_store_is_a_fixture() -> None:
         ("stores/redis_cluster/test_store.py", "test_a", ["redis_server"], {"cluster"}),
         ("brokers/rabbitmq/test_cluster.py", "test_a", [], {"rabbitmq"}),
         (
-            "stores/test_claims.py",
+            "stores/test_two.py",
             "TestMemoryBrokerAndRedisBackend::test_a",
             [],
             {"memory", "redis"},
         ),
-        ("stores/test_claims.py", "TestRedisCluster::test_a", [], {"cluster"}),
+        ("stores/test_two.py", "TestRedisCluster::test_a", [], {"cluster"}),
         ("stores/test_store_pairs.py", "test_a[redis+mongodb]", [], {"redis", "mongodb"}),
         ("brokers/test_pausing.py", "test_a", ["request", "redis_server"], {"redis"}),
         ("brokers/test_pausing.py", "test_a_full_server RedisServer", [], {"redis"}),
@@ -92,7 +92,7 @@ def test_an_unknown_store_is_refused_with_the_known_ones(store: str) -> None:
     assert done.returncode == 1
     assert done.stderr == (
         f"unknown STORE {store!r}"
-        " (known: cluster, memcached, memory, mongodb, rabbitmq, redis, sqlite)\n"
+        " (known: cluster, memcached, memory, mongodb, postgresql, rabbitmq, redis, sqlite)\n"
     )
 
 

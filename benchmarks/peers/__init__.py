@@ -4,6 +4,8 @@ Run `python -m benchmarks.peers --help` from the root of the tree.
 
     __main__        the command: measures in rounds, prints the table
     systems         what is measured: each system, its settings, how its queue is looked at
+    probes          looks at queues from outside
+    hosts           the servers: where they are, what they have used, emptying them
     environments    an environment of its own for each of them, made when it is needed
     processes       its processes: started, timed from outside, ended
     rounds          one round of one system

@@ -14,9 +14,11 @@ from pathlib import Path
 from benchmarks.__main__ import Steps
 from benchmarks.children import REDIS_CONFIG
 from benchmarks.peers import environments, report
+from benchmarks.peers.hosts import Host, PostgreSQLHost, RedisHost
 from benchmarks.peers.processes import RoundFailed
 from benchmarks.peers.rounds import LATENCY_CALLS, Bench, Figures
 from benchmarks.peers.systems import BY_NAME, ON, System
+from tests.support.private_postgres import AS_SHIPPED, PostgreSQLServer
 from tests.support.servers import RabbitMQServer, RedisServer
 
 LEAST = 50  # tasks, whatever the share of a system
@@ -50,6 +52,7 @@ def measure(
     calls: int,
     folder: Path,
     broker: str = "redis",
+    size: int = 0,
 ) -> tuple[dict[str, dict[int, Figures]], list[str], dict[str, object]]:
     """All rounds of all systems on the same servers: figures, failures, and facts about the run."""
     results: dict[str, dict[int, Figures]] = {}
@@ -57,12 +60,9 @@ def measure(
     steps = Steps(rounds * len(systems), sys.stderr)
     loads: list[float] = []
     with contextlib.ExitStack() as stack:
-        redis = stack.enter_context(RedisServer(appendonly=True, config=REDIS_CONFIG))
-        rabbit = stack.enter_context(RabbitMQServer()) if broker == "amqp" else None
-        bench = Bench(redis, folder, rabbit)
-        version = str(bench.probe.ask("INFO", "server")["redis_version"])
-        if rabbit is not None:
-            version += f", RabbitMQ {rabbit.ctl('version').strip()}"
+        host = _host(broker, stack, size)
+        stack.callback(host.close)
+        bench, version = Bench(host, folder), host.version()
         for number in range(rounds):
             # Nobody is always the first, or always behind the same other one.
             turn = number % len(systems)
@@ -77,29 +77,39 @@ def measure(
                     failures.append(f"round {number + 1}: {failure}")
                     continue
                 results.setdefault(system.name, {})[number + 1] = found
-        bench.probe.close()
     steps.end()
     facts: dict[str, object] = {
         "machine": report.machine(),
-        "redis": version,
+        "servers": version,
         "tasks": tasks,
         "rounds": rounds,
+        "bytes": size,
         "load": f"{min(loads):.1f} to {max(loads):.1f}",
     }
     return results, failures, facts
 
 
+def _host(broker: str, stack: contextlib.ExitStack, size: int) -> Host:
+    """Start the servers of a choice of --broker; they are ended with the stack."""
+    if broker == "postgresql":
+        return PostgreSQLHost(stack.enter_context(PostgreSQLServer(settings=AS_SHIPPED)), size)
+    redis = stack.enter_context(RedisServer(appendonly=True, config=REDIS_CONFIG))
+    rabbit = stack.enter_context(RabbitMQServer()) if broker == "amqp" else None
+    return RedisHost(redis, rabbit)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.peers",
-        description="Measures machinery_py beside others, on one Redis.",
+        description="Measures machinery_py beside others, on the same servers.",
     )
     parser.add_argument(
         "--broker",
         default="redis",
         choices=list(ON),
         help="amqp: messages in RabbitMQ and results in Redis, of the systems that can; "
-        "processes: Redis, each task in a child process",
+        "processes: Redis, each task in a child process; "
+        "postgresql: those that need nothing else",
     )
     parser.add_argument(
         "--peers",
@@ -120,6 +130,13 @@ def main() -> int:
     parser.add_argument(
         "--calls", type=int, default=LATENCY_CALLS, metavar="N", help="whose latency is measured"
     )
+    parser.add_argument(
+        "--bytes",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of a text that each task gets, with --broker postgresql",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     parser.add_argument(
         "--no-install", action="store_true", help="leave out what has no environment yet"
@@ -130,6 +147,8 @@ def main() -> int:
     options = parser.parse_args()
     if min(options.tasks, options.rounds, options.calls) < 1:
         parser.error("--tasks, --rounds and --calls take numbers from 1 on")
+    if options.bytes and options.broker != "postgresql":
+        parser.error("--bytes needs --broker postgresql")
 
     chosen = [system for system in ON[options.broker] if system.name in options.peers]
     systems, skipped = prepare(chosen, install=not options.no_install)
@@ -144,6 +163,7 @@ def main() -> int:
             calls=options.calls,
             folder=Path(name),
             broker=options.broker,
+            size=options.bytes,
         )
     if options.json:
         print(
@@ -153,8 +173,9 @@ def main() -> int:
         )
     else:
         print(
-            f"{facts['machine']}, Redis {facts['redis']}; "
-            f"{options.tasks:,} tasks, {options.rounds} rounds, "
+            f"{facts['machine']}, {facts['servers']}; "
+            f"{options.tasks:,} tasks{f' of {options.bytes:,} bytes' if options.bytes else ''}, "
+            f"{options.rounds} rounds, "
             f"load {facts['load']}\n"
         )
         print("\n".join(report.table(results)))

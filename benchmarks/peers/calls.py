@@ -12,6 +12,7 @@ from pathlib import Path
 
 from redis import Redis
 
+from benchmarks.peers.hosts import RedisHost
 from benchmarks.peers.processes import ask, workers
 from benchmarks.peers.rounds import Bench
 from benchmarks.peers.systems import System
@@ -47,20 +48,22 @@ class Calls:
 def calls_of(bench: Bench, system: System, count: int) -> list[Calls]:
     """Send one by one and in bulk, and run these tasks by one process; return what was called."""
     found: list[Calls] = []
-    with Redis.from_url(bench.redis.url) as redis:
-        bench.probe.machinery()  # opens its connections
+    host = bench.host
+    assert isinstance(host, RedisHost)
+    with Redis.from_url(host.redis.url) as redis:
+        host.probe.machinery()  # opens its connections
         lookers = {one["addr"].encode() for one in redis.client_list()}
         for step in STEPS:
             if step == "bulk" and not system.bulk:
                 continue
             if step != "drain":
-                bench.clear()
+                bench.clear(system)
             with _noted(redis, lookers) as taken:
                 if step == "drain":
-                    with workers(system, bench.servers, 1) as running:
+                    with workers(system, host.servers, 1) as running:
                         bench.wait_done(running, count)
                 else:
-                    ask(system, bench.servers, step, count, bench.file)
+                    ask(system, host.servers, step, count, bench.file)
             calls = [
                 Calls(
                     step=step,

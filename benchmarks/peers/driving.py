@@ -2,15 +2,16 @@
 
 It also runs in the environments of the others, so it needs the standard library alone.
 
-`send.py one|bulk|check|latency|chain|chord COUNT FILE` prints one line of JSON; FILE keeps the ids
-between `one` and `check`. `drain.py PROCESSES` says "ready" when everything is imported, and
-becomes a worker when its standard input has a line.
+`send.py tables|one|bulk|check|latency|chain|chord COUNT FILE` prints one line of JSON; FILE keeps
+the ids between `one` and `check`. `drain.py PROCESSES` says "ready" when everything is imported,
+and becomes a worker when its standard input has a line.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
 import threading
@@ -18,8 +19,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-URL = os.environ.get("PEERS_URL", "redis://127.0.0.1:6379")  # without a database
+URL = os.environ.get("PEERS_URL", "redis://127.0.0.1:6379")  # of Redis without a database
 AMQP = os.environ.get("PEERS_AMQP", "")  # where the messages are, if not in Redis
+# What each task gets beside its number, for systems on PostgreSQL: text that does not compress.
+TEXT = random.Random(0).randbytes(int(os.environ.get("PEERS_BYTES", "0")) // 2).hex()
 IS_LATENCY = os.environ.get("PEERS_LATENCY") == "1"
 WARM = 10  # calls before what is timed: connections, scripts, caches
 WAIT = 30.0  # seconds for any one result
@@ -37,6 +40,7 @@ def run(
     latency: Callable[[Sequence[int]], Sequence[float]],
     chain: Workflow | None = None,
     chord: Workflow | None = None,
+    tables: Callable[[], object] | None = None,
 ) -> None:
     """Do what the arguments of the process say.
 
@@ -48,10 +52,15 @@ def run(
             seconds that each took.
         chain: sends so many tasks, each of which adds one to the result of the last, from 0 on.
         chord: sends a task for each number below this one, and one that adds their results.
+        tables: makes what the library needs in an empty database.
     """
     action, size, name = sys.argv[1:]
     count, file = int(size), Path(name)
-    if action in ("one", "bulk"):
+    if action == "tables":
+        assert tables is not None
+        tables()
+        answer: dict[str, object] = {}
+    elif action in ("one", "bulk"):
         send = one if action == "one" else bulk
         assert send is not None
         ids = list(send(range(WARM)))
@@ -59,7 +68,7 @@ def run(
         ids += send(range(WARM, count))
         seconds = time.perf_counter() - began
         file.write_text(json.dumps(ids))
-        answer: dict[str, object] = {"rate": (count - WARM) / seconds}
+        answer = {"rate": (count - WARM) / seconds}
     elif action == "check":
         ids = json.loads(file.read_text())
         wrong = 0

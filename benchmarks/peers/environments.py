@@ -6,9 +6,9 @@ It is made once, in a folder of the user.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
-import venv
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,18 +51,26 @@ def make(system: System, say: Callable[[str], None]) -> None:
         return
     place, wanted = folder(system), _requirements(system)
     say(f"{system.name} {system.version}: making {place}")
-    venv.create(place, clear=True, with_pip=True, symlinks=True)
+    _run(system, _python_for(system), "-m", "venv", "--clear", "--symlinks", str(place))
     say(f"{system.name} {system.version}: installing")
-    command = [
-        str(python_of(system)),
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        "-r",
-        str(wanted),
-    ]
+    pip = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    _run(system, str(python_of(system)), *pip, "-r", str(wanted))
+    # Last: without this file it is made anew.
+    (place / "requirements.txt").write_bytes(wanted.read_bytes())
+
+
+def _python_for(system: System) -> str:
+    """Return a Python that it runs on: ours, if that is new enough."""
+    if sys.version_info >= system.python:
+        return sys.executable
+    major, least = system.python
+    for minor in range(least, least + 5):
+        if found := shutil.which(f"python{major}.{minor}"):
+            return found
+    raise EnvironmentFailed(f"it needs Python {major}.{least}: no python{major}.{least} in PATH")
+
+
+def _run(system: System, *command: str) -> None:
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=INSTALLING, check=False
@@ -71,8 +79,6 @@ def make(system: System, say: Callable[[str], None]) -> None:
         raise EnvironmentFailed(f"{system.name}: not installed after {INSTALLING:g} s") from error
     if done.returncode:
         raise EnvironmentFailed(f"{system.name}: {done.stderr.strip()[-2000:]}")
-    # Last: without this file it is made anew.
-    (place / "requirements.txt").write_bytes(wanted.read_bytes())
 
 
 def _requirements(system: System) -> Path:

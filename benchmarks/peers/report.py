@@ -30,8 +30,11 @@ FIGURES: Sequence[Figure] = (
     Figure(name="send redis cpu", what="Redis CPU for one send", unit="µs"),
     Figure(name="send scripts", what="… of it in scripts", unit="µs"),
     Figure(name="bulk redis cpu", what="Redis CPU a task sent in bulk", unit="µs"),
-    Figure(name="bytes", what="bytes in Redis a queued task", unit=""),
+    Figure(name="bytes", what="bytes a queued task", unit=""),
     Figure(name="rabbitmq cpu", what="RabbitMQ CPU a task", unit="µs"),
+    Figure(name="postgresql cpu", what="PostgreSQL CPU a task while draining", unit="µs"),
+    Figure(name="send postgresql cpu", what="PostgreSQL CPU for one send", unit="µs"),
+    Figure(name="bulk postgresql cpu", what="PostgreSQL CPU a task sent in bulk", unit="µs"),
 )
 
 Results = Mapping[str, Mapping[int, Figures]]  # by system and round

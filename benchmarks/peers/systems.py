@@ -6,76 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from redis import Redis
-
-from machinery_py import Server
-from tests.support.servers import RabbitMQServer
-
-
-class Probe:
-    """Connections to the server, for looking at the queues of a system while it works.
-
-    Attributes:
-        vhost: of RabbitMQ, in which the system has its queues.
-    """
-
-    def __init__(self, url: str, rabbit: RabbitMQServer | None = None) -> None:
-        self._rabbit = rabbit
-        self.vhost = "/"
-        self._queue = Redis.from_url(f"{url}/0", decode_responses=True)
-        self._results = Redis.from_url(f"{url}/1", decode_responses=True)
-        self._server = Server(f"{url}/0")
-
-    def ask(self, *words: str | int) -> Any:
-        return self._queue.execute_command(*words)  # type: ignore[no-untyped-call]  # redis-py has no types for it
-
-    def stored(self) -> int:
-        """How many results there are, of a system that keeps them in a database of their own."""
-        return int(self._results.dbsize())
-
-    def groups(self, stream: str) -> int:
-        """How many entries of a stream its group has not acknowledged or not read."""
-        left = 0
-        for reply in self.ask("XINFO", "GROUPS", stream):
-            facts = (
-                reply
-                if isinstance(reply, dict)
-                else dict(zip(reply[::2], reply[1::2], strict=True))
-            )
-            left += int(facts["pending"]) + int(facts["lag"] or 0)
-        return left
-
-    def queued(self, *queues: str) -> int:
-        """Return how many messages of these RabbitMQ queues are not acknowledged. Takes a second.
-
-        Messages that a worker holds count, too.
-        """
-        assert self._rabbit is not None
-        lines = self._rabbit.ctl(
-            "list_queues", "-p", self.vhost, "--no-table-headers", "name", "messages"
-        ).splitlines()
-        return sum(
-            int(count)
-            for name, _, count in (line.rpartition("\t") for line in lines)
-            if name in queues
-        )
-
-    def machinery(self) -> int:
-        return sum(
-            stats.waiting + stats.running + stats.delayed + stats.dead
-            for stats in self._server.broker.stats()
-        )
-
-    def ceiling(self) -> int:
-        workers = self.ask("SMEMBERS", "ceiling:workers")
-        held = sum(int(self.ask("HLEN", f"ceiling:held:{worker}")) for worker in workers)
-        arrived = sum(int(self.ask("LLEN", f"ceiling:arrivals:{worker}")) for worker in workers)
-        return int(self.ask("LLEN", "ceiling")) + held + arrived
-
-    def close(self) -> None:
-        self._queue.close()
-        self._results.close()
-        self._server.close()
+from benchmarks.peers.probes import PostgreSQLProbe, Probe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,31 +14,35 @@ class System:
     """One of them.
 
     Attributes:
-        left: how many messages are not yet acknowledged.
+        left: how many messages are not yet acknowledged, by the probe of the servers it runs on.
         stored: how many results there are; None: as many as messages are gone.
         copies: two processes are two workers, not one worker with two.
         bulk: it can send many at once.
         workflows: its script knows chains and chords, and they are measured.
+        tables: its script makes them in an empty database.
         make: what has to be built before; raises when it cannot be.
         share: of the tasks that are asked for; a slow one shows its speed with fewer.
         scripts: the folder of its scripts, if that is not its name.
         requirements: the file there that pins its versions.
         environment: the name of its environment, if not its own.
+        python: the lowest version that it runs on.
         note: what differs from the others.
     """
 
     name: str
     version: str = ""
-    left: Callable[[Probe], int]
-    stored: Callable[[Probe], int] | None = None
+    left: Callable[[Any], int]
+    stored: Callable[[Any], int] | None = None
     copies: bool = True
     bulk: bool = False
     workflows: bool = False
+    tables: bool = False
     share: float = 1.0
     make: Callable[[], object] | None = None
     scripts: str = ""
     requirements: str = "requirements.txt"
     environment: str = ""
+    python: tuple[int, int] = (3, 11)
     note: str
 
     @property
@@ -119,7 +54,7 @@ class System:
         """It runs in the environment that we run in."""
         return not self.version
 
-    def done(self, probe: Probe, count: int) -> int:
+    def done(self, probe: Any, count: int) -> int:
         return self.stored(probe) if self.stored is not None else count - self.left(probe)
 
 
@@ -290,10 +225,57 @@ PROCESS_SYSTEMS: Sequence[System] = (
     ),
 )
 
+#: In one PostgreSQL, which flushes each commit.
+POSTGRESQL_SYSTEMS: Sequence[System] = (
+    System(
+        name="machinery",
+        copies=False,
+        bulk=True,
+        workflows=True,
+        left=PostgreSQLProbe.machinery,
+        note="`machinery worker` as shipped (four threads in a process); state and result stored, "
+        "settled in one step",
+    ),
+    System(
+        name="procrastinate",
+        version="3.10.0",
+        share=0.25,
+        bulk=True,
+        tables=True,
+        left=lambda probe: probe.count(
+            "SELECT count(*) FROM procrastinate_jobs WHERE status IN ('todo', 'doing')"
+        ),
+        note="a worker with 10 coroutines at a time; stores the end of a job and its log, "
+        "no result; the waiter polls each 1 ms",
+    ),
+    System(
+        name="pgqueuer",
+        version="1.6.0",
+        bulk=True,
+        tables=True,
+        left=lambda probe: probe.count("SELECT count(*) FROM pgqueuer"),
+        note="asyncpg, uvloop, batches of 100, and of 1 while results are waited for; logs the "
+        "end of a job, no result; the waiter is notified, and looks 1 ms later",
+    ),
+    System(
+        name="oban",
+        version="0.7.0",
+        bulk=True,
+        tables=True,
+        python=(3, 12),
+        left=lambda probe: probe.count(
+            "SELECT count(*) FROM oban_jobs WHERE state IN ('available', 'executing')"
+        ),
+        note="uvloop, a queue with a limit of 100; stores the end of a job, no result; "
+        "the waiter polls each 1 ms",
+    ),
+)
+
 ON: Mapping[str, Sequence[System]] = {
     "redis": SYSTEMS,
     "amqp": AMQP_SYSTEMS,
     "processes": PROCESS_SYSTEMS,
+    "postgresql": POSTGRESQL_SYSTEMS,
 }
-BY_NAME: Mapping[str, System] = {system.name: system for system in SYSTEMS}
+BY_NAME: Mapping[str, System] = {system.name: system for system in (*POSTGRESQL_SYSTEMS, *SYSTEMS)}
 OURS = "machinery"

@@ -197,9 +197,13 @@ def _record(body: bytes) -> Record:
 class FileHold(MemoryHold):
     """A hold that writes down what runs: whoever gives its messages back is another process."""
 
-    def set_runs(self, receipt: ClaimReceipt, runs: bool) -> None:
+    def begin_run(self, receipt: ClaimReceipt) -> None:
         with contextlib.suppress(FileUnusable), self.rows.lock:  # else the next death counts
-            super().set_runs(receipt, runs)
+            super().begin_run(receipt)
+
+    def end_run(self, receipt: ClaimReceipt) -> None:
+        with contextlib.suppress(FileUnusable), self.rows.lock:
+            super().end_run(receipt)
 
 
 class FileTopicListener(MemoryTopicListener):

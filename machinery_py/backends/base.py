@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import msgspec
 
-from machinery_py.backends.listings import StateLister
+from machinery_py.backends.listings import COMPLETE, StateLister
 from machinery_py.connections.durability import Concern
 from machinery_py.errors import StateNotFound, Unsupported
 from machinery_py.fences import NO_FENCE, Fence
@@ -37,7 +37,8 @@ class BackendFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     keeps_unfinished: bool = True  # what is not finished does not expire
     keeps_longer: bool = True  # a call's result can be kept for longer than all others
     foreign: bool = False  # Go programs may change the states in it
-    claims: bool = False  # it keeps the keys of unique tasks
+    claims: bool = False  # it keeps the keys of unique tasks, and of retried workflows
+    revocations: bool = True  # it keeps revocations; the worker of another one asks for none
     forgets: bool = False  # anything stored may be lost at any time: see its documentation
     schedules: bool = True  # it keeps records, which schedules are kept in
     riders: bool = True  # they change with settlements and firings, and not with submissions alone
@@ -102,11 +103,18 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     riders: Sequence[Rider] = ()
 
 
+def size_of_change(change: Change) -> int:
+    """Return about how many bytes a change takes, without encoding it."""
+    size = sum(map(size_of_state, change.states)) + sum(map(len, change.outbox))
+    size += sum(len(uuid) for group in change.groups for uuid in group.task_uuids)
+    size += sum(len(arrival.callback) for arrival in change.arrivals)
+    return size + sum(len(rider.body or b"") for rider in change.riders)
+
+
 class Records(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The small records that the app keeps in a backend: its schedules.
 
     Attributes:
-        era: another one when records may have been forgotten (`BackendFeatures.forgets`).
         now: the moment by the store's own clock.
         version: changes with every change of a record.
         bodies: name → record; None: the version is the one that the caller knows.
@@ -115,7 +123,6 @@ class Records(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     now: dt.datetime
     version: str
     bodies: Mapping[str, bytes] | None = None
-    era: str = ""
 
 
 def tick_key(name: str, token: str) -> str:
@@ -126,11 +133,6 @@ def tick_key(name: str, token: str) -> str:
 def sending_key(claim: str, token: str) -> str:
     """The key of what is sent with the change of a claim. `token`: without a space."""
     return f"unique {claim} {token}"
-
-
-def record_of(key: str) -> str | None:
-    """The record of a `tick_key`."""
-    return key[5:].rpartition(" ")[0] if key.startswith("tick ") else None
 
 
 def claim_of(key: str) -> str | None:
@@ -148,16 +150,6 @@ SETTLED = Verdict("settled")  #: it is true now
 ALREADY = Verdict("already")  #: it was true before: our own repeat after a lost reply
 FENCED = Verdict("fenced")  #: the lease was lost or the task is finished: nothing was written
 CONFLICT = Verdict("conflict")  #: a rider met another record: nothing was written
-
-
-def carried_by_change(change: Change) -> int:
-    """Return about how many bytes a change carries."""
-    size = sum(map(size_of_state, change.states)) + sum(map(len, change.outbox))
-    for arrival in change.arrivals:
-        size += len(arrival.callback)
-    for rider in change.riders:
-        size += len(rider.body or b"")
-    return size
 
 
 class Begun(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -243,10 +235,10 @@ class OutboxBackend(ABC):
 
 
 class RecordKeeper:
-    """Records of schedules and claims of unique tasks; every method refuses by default.
+    """Schedules, keys of unique tasks and revocations; every method refuses by default.
 
-    `BackendFeatures.schedules` and `claims` say which of them a backend keeps. All methods may be
-    called from any thread.
+    `BackendFeatures.schedules`, `claims` and `revocations` say which of them a backend keeps. All
+    methods may be called from any thread.
     """
 
     features: ClassVar[BackendFeatures]
@@ -272,13 +264,33 @@ class RecordKeeper:
         raise self._keeps_no("keys of unique tasks")
 
     def release(self, claims: Sequence[tuple[str, bytes]]) -> None:
-        """Forget each claim that holds just this. Raises as `claims`."""
+        """Forget each claim that holds just this. Raises as `claims`.
+
+        One that somebody changes at this moment may stay, until its life is over.
+        """
         raise self._keeps_no("keys of unique tasks")
 
+    def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
+        """Remember that these are not to be started, for so many seconds; the last call counts.
+
+        0 forgets them, on some stores a second later.
+
+        Raises:
+            Unsupported: this backend keeps none.
+        """
+        raise self._keeps_no("revocations")
+
+    def revoked(self, uuids: Sequence[str]) -> set[str]:
+        """Return those of these tasks that have been revoked. Raises as `revoke`."""
+        raise self._keeps_no("revocations")
+
+    def refuse_riders(self, changes: Sequence[Change]) -> None:
+        """Raise Unsupported for riders, on a backend that keeps neither records nor claims."""
+        for rider in [one for change in changes for one in change.riders]:
+            raise self._keeps_no("keys of unique tasks" if rider.life else "schedules")
+
     def _keeps_no(self, what: str) -> Unsupported:
-        return Unsupported(
-            f"the {self.features.name} backend keeps no {what} (name another result backend)"
-        )
+        return Unsupported(f"the {self.features.name} backend keeps no {what} ({COMPLETE})")
 
 
 class Backend(RecordKeeper, StateLister, ABC):
@@ -344,17 +356,6 @@ class Backend(RecordKeeper, StateLister, ABC):
     def _delete_finished(self, states: Sequence[TaskState]) -> None:
         """Forget each that is finished still, and that no chord waits for."""
         raise self._unlisted()
-
-    @abstractmethod
-    def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
-        """Remember that these are not to be started, for so many seconds; the last call counts.
-
-        0 forgets them, on some stores a second later.
-        """
-
-    @abstractmethod
-    def revoked(self, uuids: Sequence[str]) -> set[str]:
-        """Return those of these tasks that have been revoked."""
 
     @abstractmethod
     def purge_state(self, task_uuid: str) -> None:

@@ -11,6 +11,9 @@ from machinery_py.clock import moment_of
 from machinery_py.errors import Unsupported
 from machinery_py.tasks.states import State, TaskState
 
+#: What a refusal recommends: these result backends keep all that is in `BackendFeatures`.
+COMPLETE = "put the results into Redis, PostgreSQL, MongoDB or SQLite"
+
 Place = tuple[int, str]
 """Of a task in the listing: µs of its last change, and its UUID as the store writes it."""
 
@@ -93,5 +96,5 @@ class StateLister:
     def _unlisted(self) -> Unsupported:
         return Unsupported(
             f"{type(self).__name__} cannot list the tasks that it keeps: ask for one by its whole "
-            "UUID"
+            f"UUID, or {COMPLETE}"
         )

@@ -10,7 +10,6 @@ import datetime as dt
 from collections.abc import Iterable, Sequence
 
 from machinery_py.backends.base import (
-    REVOKED_LIFE,
     SETTLED,
     Backend,
     BackendFeatures,
@@ -38,6 +37,7 @@ class NullBackend(Backend, OutboxBackend):
         listing=False,
         conditional=False,
         keeps=False,
+        revocations=False,
         schedules=False,
     )
 
@@ -48,9 +48,8 @@ class NullBackend(Backend, OutboxBackend):
         return self._clock.now()
 
     def apply(self, changes: Sequence[Change]) -> list[Verdict]:
+        self.refuse_riders(changes)
         for change in changes:
-            for rider in change.riders:
-                raise self._keeps_no("keys of unique tasks" if rider.life else "schedules")
             # The record of a workflow is forgotten as everything is; it has no members to count.
             if change.arrivals or change.fires or not all(one.plan for one in change.groups):
                 raise Unsupported(
@@ -87,12 +86,6 @@ class NullBackend(Backend, OutboxBackend):
 
     def find(self, prefix: str, limit: int = 2) -> list[str]:
         return []
-
-    def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
-        raise self._unsupported("revocations")
-
-    def revoked(self, uuids: Sequence[str]) -> set[str]:
-        return set()
 
     def purge_state(self, task_uuid: str) -> None:
         pass  # there is none

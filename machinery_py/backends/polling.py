@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
 from machinery_py.backends.base import Listener
+from machinery_py.bounds import in_steps
 from machinery_py.errors import MachineryError
 
 #: Return those of these tasks that have finished.
@@ -41,6 +43,7 @@ class PollingListener(Listener):
         self._woken = False
         self._lock = threading.Lock()
         self._watched: set[str] = set()
+        self._looked = 0  # tasks that were looked at: the next look begins behind them
 
     def watch(self, uuids: Iterable[str]) -> None:
         with self._lock:
@@ -50,13 +53,21 @@ class PollingListener(Listener):
         with self._lock:
             self._watched.difference_update(uuids)
 
-    def look(self) -> bool:
-        """Return whether watched tasks have finished; those are not watched any more."""
+    def look(self, until: float = math.inf) -> bool:
+        """Return whether watched tasks have finished; those are not watched any more.
+
+        Args:
+            until: by the monotonic clock: then, or after `wake`, the rest is left to the next look.
+        """
         with self._lock:
             watched = list(self._watched)
+        first = self._looked % len(watched) if watched else 0
         finished: set[str] = set()
-        for start in range(0, len(watched), self._at_once):
-            finished.update(self._finished(watched[start : start + self._at_once]))
+        for some in in_steps([*watched[first:], *watched[:first]], self._at_once):
+            finished.update(self._finished(some))
+            self._looked += len(some)
+            if self._woken or time.monotonic() >= until:
+                break
         with self._lock:
             self._watched.difference_update(finished)
         return bool(finished)
@@ -66,7 +77,7 @@ class PollingListener(Listener):
         while not self._woken:
             started = time.monotonic()
             try:
-                if self.look():
+                if self.look(began + timeout):
                     break
             except MachineryError:
                 pass  # the waiter reads the states itself, and is told then

@@ -26,10 +26,9 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import msgspec
-from msgspec.structs import force_setattr
 
 from machinery_py.backends.base import (
     CONFLICT,
@@ -53,10 +52,14 @@ from machinery_py.clock import micros
 from machinery_py.fences import fence_after
 from machinery_py.rows.contract import NO_ROW, PAGE, Facts, Key, StoredRow, Write
 from machinery_py.rows.draft import Draft, carry_out, read
-from machinery_py.rows.messages import Join, MessageRows, MessageStep, TopicListener
+from machinery_py.rows.messages import REVOKED, Join, MessageRows, MessageStep, TopicListener
 from machinery_py.tasks.signature import RunNumber
-from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
-from machinery_py.wire.bodies import TaskBody, decode_task, encode, encode_task
+from machinery_py.tasks.states import FINISHED, Arrival, GroupMeta, State, TaskState
+from machinery_py.texts import get_logger
+from machinery_py.values.malformed import MALFORMED
+from machinery_py.wire.bodies import MSGPACK, Bodies, TaskBody, encode
+
+logger = get_logger(__name__)
 
 EXPIRE_IN = 3600.0  # seconds that a finished task is kept
 CHORD_LIFE = 7 * 86400.0  # seconds without an arrival until a chord's results may expire
@@ -65,13 +68,10 @@ SWEEP, SOON = 60.0, 0.05  # seconds between two looks for what has expired; if m
 SWEPT = 1000  # rows deleted in one step
 LOOKED = 200  # old groups in one step
 
-TASK, GROUP, OUTBOX, RECORD, CLAIM, REVOKED = (
-    "task", "group", "outbox", "record", "claim", "revoked"
-)  # fmt: skip
+TASK, GROUP, OUTBOX, RECORD, CLAIM = "task", "group", "outbox", "record", "claim"
 CHORD, OPEN, READY = "chord", "chord open", "chord ready"
 RECORDS = Key("records", "")
 
-_decode_meta = msgspec.msgpack.Decoder(GroupMeta).decode
 _decode_ready = msgspec.msgpack.Decoder(tuple[bytes, str]).decode
 _decode_bodies = msgspec.msgpack.Decoder(tuple[bytes, ...]).decode
 
@@ -82,6 +82,7 @@ class RowsBackend(Backend, OutboxBackend):
     """Rows of a store, which belongs to whoever made it."""
 
     features = BackendFeatures(name="rows", claims=True)
+    bodies: ClassVar[Bodies] = MSGPACK  # of tasks and groups
 
     def __init__(self, rows: MessageRows, *, expire_in: float = EXPIRE_IN) -> None:
         self.rows = rows
@@ -118,12 +119,10 @@ class RowsBackend(Backend, OutboxBackend):
             tasks: those of earlier changes of the same draft.
         """
         rows = {} if tasks is None else tasks
-        keys: dict[str, Key] = {}
         for state in change.states:
             uuid = state.task_uuid
-            keys[uuid] = key = Key(TASK, uuid)
-            if uuid not in rows and (there := draft.row(key)) is not None:
-                rows[uuid] = decode_task(there.body)
+            if uuid not in rows and (there := draft.row(Key(TASK, uuid))) is not None:
+                rows[uuid] = self.bodies.decode_task(there.body)
         verdict, new = decide(change, rows)
         if verdict is not SETTLED:
             return verdict
@@ -133,9 +132,6 @@ class RowsBackend(Backend, OutboxBackend):
             return FENCED
         for rider in change.riders:
             self._ride(rider, draft)
-        chords = {}
-        if change.arrivals:
-            chords = {one.task_uuid: one.group_uuid for one in change.arrivals if one.callback}
         for state in new:
             uuid = state.task_uuid
             row = rows.get(uuid)
@@ -144,56 +140,46 @@ class RowsBackend(Backend, OutboxBackend):
             row.state = state
             if uuid == change.key and change.mark:
                 row.mark = change.mark
-            self._save(keys[uuid], row, draft, chords.pop(uuid, ""))
+            self._save(Key(TASK, uuid), row, draft)
         for meta in change.groups:
             self._add_group(meta, draft)
         for arrival in change.arrivals:
             self._arrive(arrival, draft)
-        for uuid, group in chords.items():  # whose states were written before
-            there = draft.row(Key(TASK, uuid))
-            if there is not None and there.key not in draft.write:
-                self._save(there.key, decode_task(there.body), draft, group)
         if change.outbox:
             # Below 0, as of chords that are ready: the oldest is listed first.
             write = Write(body=encode(change.outbox), facts=Facts(at=-draft.read_at))
             draft.write[Key(OUTBOX, change.key)] = write
         return SETTLED
 
-    def _save(self, key: Key, row: TaskBody, draft: Draft, chord: str = "") -> None:
+    def _save(self, key: Key, row: TaskBody, draft: Draft) -> None:
         """Write a task whose row the draft has read."""
-        state, there = row.state, draft.found[key]
-        life, name = self.expire_in, ""
-        if state is not None:
-            finished = state.is_finished
-            life = state.life(life) if finished else 0.0
-            if finished:
-                name = state.state[0] + state.queue  # for `finished_since`
-                draft.tell += (key.id,)
-        kept_by = None if there is None else there.kept_by
-        draft.write[key] = Write(
-            body=encode_task(state, row.mark, row.epoch),
-            expires_in=round(life * 1e6) if life or state is None else None,
-            facts=Facts(at=self._moment(draft), name=name),
-            kept_by=Key(OPEN, chord) if chord else kept_by,
-        )
-
-    def _moment(self, draft: Draft) -> int:
-        """Return a moment for the listings of tasks: never one twice, so that it never goes back.
-
-        What is looked at once it is old has the true one: a clock may have been ahead.
-        """
+        state, there, life, name = row.state, draft.found[key], 0.0, ""
+        if state is None:
+            life = self.expire_in
+        elif state.state in FINISHED:
+            life = state.life(self.expire_in)
+            name = state.state[0] + state.queue  # for `finished_since`
+            draft.tell += (key.id,)
+        # For the listings of tasks: never one moment twice, so that it never goes back. What is
+        # looked at once it is old has the true one: a clock may have been ahead.
         at = draft.read_at
         self._latest = at = at if at > self._latest else self._latest + 1
-        return at
+        draft.write[key] = Write(
+            body=self.bodies.encode_task(state, row.mark, row.epoch),
+            expires_in=round(life * 1e6) if life or state is None else None,
+            facts=Facts(at=at, name=name),
+            kept_by=None if there is None else there.kept_by,
+        )
 
     def _add_group(self, meta: GroupMeta, draft: Draft) -> None:
         key = Key(GROUP, meta.group_uuid)
         row = draft.row(key)
-        if key not in draft.write and (row is None or not _decode_group(row.body).task_uuids):
+        is_whole = row is not None and self.bodies.decode_group(row.body).task_uuids
+        if key not in draft.write and not is_whole:
             draft.write[key] = self._group(meta, draft)
 
     def _group(self, meta: GroupMeta, draft: Draft) -> Write:
-        return Write(body=encode(meta), facts=Facts(at=draft.read_at))
+        return Write(body=self.bodies.encode(meta), facts=Facts(at=draft.read_at))
 
     def _arrive(self, arrival: Arrival, draft: Draft) -> None:
         group = arrival.group_uuid
@@ -202,6 +188,12 @@ class RowsBackend(Backend, OutboxBackend):
         draft.create = {**draft.create, Key(GROUP, group): meta}
         if not arrival.callback:
             return
+        member, wanted_by = Key(TASK, arrival.task_uuid), Key(OPEN, group)
+        there = draft.row(member)
+        if there is not None and member not in draft.write:  # its state was written before
+            self._save(member, self.bodies.decode_task(there.body), draft)
+        if (write := draft.write.get(member)) is not None:
+            draft.write[member] = msgspec.structs.replace(write, kept_by=wanted_by)
         failed = "" if arrival.ok else arrival.task_uuid
         life = round(max(CHORD_LIFE, self.expire_in) * 1e6)
         draft.joins += (
@@ -214,14 +206,14 @@ class RowsBackend(Backend, OutboxBackend):
                     body=encode((arrival.callback, failed)),
                     facts=Facts(at=-draft.read_at),
                 ),
-                beside={Key(OPEN, group): Write(body=b"", expires_in=life)},
+                beside={wanted_by: Write(body=b"", expires_in=life)},
             ),
         )
 
     def _fire(self, group_uuid: str, draft: Draft) -> bool:
         """Settle the group; return whether that was not done before."""
         group, ready = draft.row(Key(GROUP, group_uuid)), draft.row(Key(READY, group_uuid))
-        if group is None or _is_fired(_decode_group(group.body), ready):
+        if group is None or _is_fired(self.bodies.decode_group(group.body), ready):
             return False
         if Key(READY, group_uuid) in draft.write:
             return False
@@ -241,7 +233,7 @@ class RowsBackend(Backend, OutboxBackend):
             for number, (uuid, run) in enumerate(keys):
                 if uuid not in rows:
                     there = draft.row(Key(TASK, uuid))
-                    rows[uuid] = TaskBody() if there is None else decode_task(there.body)
+                    rows[uuid] = self.bodies.decode_task(there.body) if there else TaskBody()
                 row = rows[uuid]
                 if is_over(row.state, run):
                     outbox = _outbox_in(draft.row(Key(OUTBOX, uuid)))
@@ -274,7 +266,7 @@ class RowsBackend(Backend, OutboxBackend):
 
     def settled_by(self, uuids: Sequence[str]) -> list[str]:
         rows = self.rows.read([Key(TASK, uuid) for uuid in uuids])
-        return ["" if row is None else decode_task(row.body).mark for row in rows]
+        return ["" if row is None else self.bodies.decode_task(row.body).mark for row in rows]
 
     # Records of schedules, claims of unique tasks
 
@@ -302,20 +294,21 @@ class RowsBackend(Backend, OutboxBackend):
         return [None if row is None else row.body for row in rows]
 
     def release(self, claims: Sequence[tuple[str, bytes]]) -> None:
-        def plan(draft: Draft) -> None:
-            for name, body in claims:
-                row = draft.row(Key(CLAIM, name))
-                if row is not None and row.body == body:
-                    draft.write[row.key] = None
-
-        self._carry_out([Key(CLAIM, name) for name, _ in claims], plan)
+        found = self.rows.read([Key(CLAIM, name) for name, _ in claims])
+        held = [
+            row
+            for row, (_, body) in zip(found, claims, strict=True)
+            if row is not None and row.body == body
+        ]
+        if held:
+            self.rows.forget(held)
 
     # Reading
 
     def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
         states: dict[str, TaskState] = {}
         for row in self.rows.read([Key(TASK, uuid) for uuid in uuids]):
-            if row is not None and (state := decode_task(row.body).state) is not None:
+            if row is not None and (state := self.bodies.decode_task(row.body).state) is not None:
                 states[row.key.id] = state
         return states
 
@@ -323,7 +316,7 @@ class RowsBackend(Backend, OutboxBackend):
         group, ready = self.rows.read([Key(GROUP, group_uuid), Key(READY, group_uuid)])
         if group is None:
             return None
-        meta = _decode_group(group.body)
+        meta = self.bodies.decode_group(group.body)
         return msgspec.structs.replace(meta, chord_triggered=_is_fired(meta, ready))
 
     def ready_groups(self, limit: int) -> list[ReadyGroup]:
@@ -349,11 +342,20 @@ class RowsBackend(Backend, OutboxBackend):
                 return Listing(found=found, end=None, looked=looked)
             if len(found) >= limit or looked >= LOOK:
                 return Listing(found=found, end=end, looked=looked)
-            one, end, looked = decode_task(row.body).state, (_at(row), row.key.id), looked + 1
+            one = self._state_in(row)
+            end, looked = (_at(row), row.key.id), looked + 1
             fits = one is not None and one.state in (states or State)
             if one is not None and fits and name in ("", one.task_name):
                 found.append((end, one))
         return Listing(found=found, end=None, looked=looked)
+
+    def _state_in(self, row: StoredRow) -> TaskState | None:
+        """Return the state in a row that is listed; of a stranger's row none."""
+        try:
+            return self.bodies.decode_task(row.body).state
+        except MALFORMED as error:
+            logger.warning("task %s is left out: its state cannot be read: %s", row.key.id, error)
+            return None
 
     def _listed(self, after: Place | None) -> Iterator[StoredRow]:
         """Yield the rows of tasks behind a place, the last changed first."""
@@ -393,7 +395,7 @@ class RowsBackend(Backend, OutboxBackend):
         chords = read(self.rows, [row.kept_by for row in there if row.kept_by is not None])
         steps: list[MessageStep] = []
         for row in there:
-            state = decode_task(row.body).state
+            state = self.bodies.decode_task(row.body).state
             if state is None or not state.is_finished:
                 continue
             expect = {row.key: row.version}
@@ -424,7 +426,7 @@ class RowsBackend(Backend, OutboxBackend):
             start = _placeholder(micros(self.now()) - round(self.expire_in * 1e6), "")
             page = self.rows.list(GROUP, after=start, items=LOOKED)
         self._swept = page[-1] if page else None
-        members = {row.key.id: _decode_group(row.body).task_uuids for row in page}
+        members = {row.key.id: self._members_in(row) for row in page}
         keys = [Key(kind, group) for group in members for kind in (OPEN, READY)]
         # Where members have states, the first one mostly has, and all groups are asked at once.
         keys += [Key(TASK, uuids[0]) for uuids in members.values() if uuids]
@@ -442,6 +444,13 @@ class RowsBackend(Backend, OutboxBackend):
             steps.append(MessageStep(expect=expect, write=_no_group(group)))
         self.rows.commit(steps)
         return bool(steps) and len(page) == LOOKED
+
+    def _members_in(self, row: StoredRow) -> Sequence[str]:
+        """Return the tasks of an old group; of a stranger's row none, so that it is forgotten."""
+        try:
+            return self.bodies.decode_group(row.body).task_uuids
+        except MALFORMED:  # raised, it would end the house-keeping of all workers
+            return ()
 
     def _has_states(self, uuids: Sequence[str]) -> bool:
         """Return whether any of the tasks has a state."""
@@ -475,7 +484,9 @@ class RowsListener(Listener):
 
 def keys_of(change: Change) -> list[Key]:
     """Return the rows that a change is decided by."""
-    keys = [Key(TASK, state.task_uuid) for state in change.states]
+    keys: list[Key] = []
+    for state in change.states:  # a comprehension would be a call of its own, once a task
+        keys.append(Key(TASK, state.task_uuid))
     if change.arrivals:
         keys += [Key(TASK, one.task_uuid) for one in change.arrivals if one.callback]
     if change.groups:
@@ -497,12 +508,6 @@ def _holds(rider: Rider, draft: Draft) -> bool:
     row = draft.row(key)
     there = draft.write.get(key, row)
     return (None if there is None else there.body) == rider.expected
-
-
-def _decode_group(body: bytes) -> GroupMeta:
-    meta = _decode_meta(body)
-    force_setattr(meta, "task_uuids", tuple(meta.task_uuids))
-    return meta
 
 
 def _outbox_in(row: StoredRow | None) -> Sequence[bytes]:

@@ -1,12 +1,14 @@
-"""The contract of Backend.apply carried out once, for stores with transactions: memory and SQL.
+"""The contract of Backend.apply carried out once, for stores with transactions that are no rows.
 
-Such a store brings the small steps (`_load`, `_save`, …), which are called inside `_transaction()`.
+Such a store brings the small steps (`_load`, `_save`, …) of `TransactionSteps`. If it has a
+transaction of its own for each call, they are an object for each transaction; if it finds the one
+that its thread is in, it is a `TransactionalBackend`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -14,14 +16,12 @@ import msgspec
 
 from machinery_py.backends.base import (
     ALREADY,
-    CONFLICT,
     FENCED,
     SETTLED,
     Backend,
     Begun,
     Change,
     OutboxBackend,
-    Rider,
     Verdict,
 )
 from machinery_py.clock import micros
@@ -47,12 +47,8 @@ class Row(msgspec.Struct, kw_only=True):
     changed: bool = False
 
 
-class TransactionalBackend(Backend, OutboxBackend):
-    """A backend with transactions."""
-
-    @abstractmethod
-    def _transaction(self) -> contextlib.AbstractContextManager[object]:
-        """Return a transaction, which joins the one that this thread is in already."""
+class TransactionSteps(ABC):
+    """The steps of which changes are made, inside of a transaction."""
 
     @abstractmethod
     def _load(self, uuids: Iterable[str]) -> dict[str, Row]:
@@ -79,52 +75,25 @@ class TransactionalBackend(Backend, OutboxBackend):
     @abstractmethod
     def _outbox(self, key: str) -> Sequence[bytes]: ...
 
-    def _finished(self, uuids: Sequence[str]) -> None:
-        """Tell the listeners, once the transaction is over, that these tasks have finished."""
+    @abstractmethod
+    def _next_epoch(self, epoch: Fence) -> Fence:
+        """Return a fence that is greater than any before, `epoch` among them."""
 
-    def _held_by(self, rider: Rider) -> bytes | None:
-        """Return what the record or claim of this rider holds."""
-        raise self._keeps_no("keys of unique tasks" if rider.life else "schedules")
-
-    def _ride(self, rider: Rider) -> None:
-        """Let it hold the body of this rider. Called after `_held_by`, in the same transaction."""
-        raise NotImplementedError
-
-    def holds(self, riders: Sequence[Rider]) -> bool:
-        """Return whether the record of each of these riders holds what it expects."""
-        return all(self._held_by(one) == one.expected for one in riders)
-
-    def release(self, claims: Sequence[tuple[str, bytes]]) -> None:
-        with self._transaction():
-            for name, body in claims:
-                rider = Rider(name=name, expected=body, body=None, life=1.0)
-                if self.holds([rider]):
-                    self._ride(rider)
-
-    def apply(self, changes: Sequence[Change]) -> list[Verdict]:
-        with self._transaction():
-            rows = self._load({state.task_uuid for change in changes for state in change.states})
-            verdicts = [self._apply(change, rows) for change in changes]
-            saved = [(uuid, row) for uuid, row in rows.items() if row.changed]
-            if saved:
-                self._save(saved)
-            finished = [
-                uuid for uuid, row in saved if row.state is not None and row.state.is_finished
-            ]
-            if finished:
-                self._finished(finished)
-            return verdicts
+    def apply_all(self, changes: Sequence[Change]) -> list[Verdict]:
+        """Make the changes, as `Backend.apply`."""
+        rows = self._load({state.task_uuid for change in changes for state in change.states})
+        verdicts = [self._apply(change, rows) for change in changes]
+        saved = [(uuid, row) for uuid, row in rows.items() if row.changed]
+        if saved:
+            self._save(saved)
+        return verdicts
 
     def _apply(self, change: Change, rows: dict[str, Row]) -> Verdict:
         verdict, new = decide(change, rows)
         if verdict is not SETTLED:
             return verdict
-        if change.riders and not self.holds(change.riders):
-            return CONFLICT
         if change.fires and not self._fire(change.fires):
             return FENCED
-        for rider in change.riders:
-            self._ride(rider)
         for state in new:
             row = rows.setdefault(state.task_uuid, Row())
             row.state, row.changed = state, True
@@ -138,12 +107,12 @@ class TransactionalBackend(Backend, OutboxBackend):
             self._keep_outbox(change.key, change.outbox)
         return SETTLED
 
-    def begin(self, keys: Sequence[tuple[str, RunNumber]]) -> list[Begun]:
-        with self._transaction():
-            rows = self._load({uuid for uuid, _ in keys})
-            begun = [self._begin(rows.setdefault(uuid, Row()), uuid, run) for uuid, run in keys]
-            self._save([(uuid, row) for uuid, row in rows.items() if row.changed])
-            return begun
+    def begin_all(self, keys: Sequence[tuple[str, RunNumber]]) -> list[Begun]:
+        """Begin deliveries, as `OutboxBackend.begin`."""
+        rows = self._load({uuid for uuid, _ in keys})
+        begun = [self._begin(rows.setdefault(uuid, Row()), uuid, run) for uuid, run in keys]
+        self._save([(uuid, row) for uuid, row in rows.items() if row.changed])
+        return begun
 
     def _begin(self, row: Row, uuid: str, run: RunNumber) -> Begun:
         if is_over(row.state, run):
@@ -151,9 +120,30 @@ class TransactionalBackend(Backend, OutboxBackend):
         row.epoch, row.changed = self._next_epoch(row.epoch), True
         return Begun(epoch=row.epoch)
 
+    def marks_of(self, uuids: Sequence[str]) -> list[str]:
+        """Return the marks of tasks, as `OutboxBackend.settled_by`."""
+        rows = self._load(set(uuids))
+        return [rows[uuid].mark if uuid in rows else "" for uuid in uuids]
+
+
+class TransactionalBackend(TransactionSteps, Backend, OutboxBackend):
+    """A backend whose steps find the transaction that their thread is in."""
+
+    @abstractmethod
+    def _transaction(self) -> contextlib.AbstractContextManager[object]:
+        """Return a transaction, which joins the one that this thread is in already."""
+
     def _next_epoch(self, epoch: Fence) -> Fence:
-        """Return a fence that is greater than any before, `epoch` among them."""
         return fence_after(epoch, micros(self.now()))
+
+    def apply(self, changes: Sequence[Change]) -> list[Verdict]:
+        self.refuse_riders(changes)
+        with self._transaction():
+            return self.apply_all(changes)
+
+    def begin(self, keys: Sequence[tuple[str, RunNumber]]) -> list[Begun]:
+        with self._transaction():
+            return self.begin_all(keys)
 
     def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:
         with self._transaction():
@@ -161,8 +151,7 @@ class TransactionalBackend(Backend, OutboxBackend):
 
     def settled_by(self, uuids: Sequence[str]) -> list[str]:
         with self._transaction():
-            rows = self._load(set(uuids))
-            return [rows[uuid].mark if uuid in rows else "" for uuid in uuids]
+            return self.marks_of(uuids)
 
 
 def is_over(state: TaskState | None, run: RunNumber) -> bool:

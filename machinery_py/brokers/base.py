@@ -21,6 +21,7 @@ from machinery_py.brokers.topics import TOPIC_AGE, Subscription, checked_records
 from machinery_py.connections.durability import Concern
 from machinery_py.errors import DecodeError, Unsupported
 from machinery_py.fences import NO_FENCE, Fence, local_fence
+from machinery_py.receipts import Receipt
 from machinery_py.tasks.signature import Signature
 from machinery_py.wire.signatures import decode_signature
 
@@ -60,6 +61,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults
         eta: not handed out before; None or past is at once.
         priority: 0 to 255, the higher first, within one queue.
         parks: how often a worker that did not know the task has put it back.
+        races: how often it was put back as RACED.
         tenant: whose turn it takes in a fair queue; None: it waits in the queue's own order.
     """
 
@@ -70,6 +72,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults
     eta: dt.datetime | None = None
     priority: int = 0
     parks: int = 0
+    races: int = 0
     tenant: str | None = None
 
 
@@ -77,7 +80,6 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One handing-over of a message to a consumer.
 
     Attributes:
-        receipt: hashable; means something to the store alone. Unique for this handing-over.
         count: how often the message was delivered, with this time; see
             BrokerFeatures.counts_returns.
         fence: greater than that of any delivery before. Given by the broker in the step that makes
@@ -94,12 +96,13 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     body: bytes
     queue: str
-    receipt: Any
+    receipt: Receipt
     count: int = 1
     fence: Fence = msgspec.field(default_factory=local_fence)
     epoch: Fence = NO_FENCE
     strikes: int = 0
     parks: int = 0
+    races: int = 0
     priority: int = 0
     order: int = 0
     sent_at: dt.datetime | None = None
@@ -111,12 +114,14 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 def mark_of(delivery: Delivery) -> str:
     """Return a delivery's name in a backend, which tells our own repeat from others' work."""
-    return f"{delivery.receipt}/{delivery.count}"
+    return f"{delivery.receipt!s}/{delivery.count}"
 
 
 # Reason of a Fate.LATER that does not count as parked: the worker knows the task, and it must wait
 # its turn.
 WAITING = "waiting"
+# The same, and races + 1: its transaction was rolled back. Of stores that have transactions.
+RACED = "raced"
 
 
 class Fate(Enum):
@@ -124,7 +129,7 @@ class Fate(Enum):
 
     DONE = "done"  # it is gone
     BACK = "back"  # it goes back to where it was in its queue; nobody is blamed
-    LATER = "later"  # it waits until the disposal's eta; parks + 1, unless the reason is WAITING
+    LATER = "later"  # it waits until the disposal's eta; parks + 1, unless it is WAITING or RACED
     DEAD = "dead"  # it goes to the dead letters
 
 
@@ -211,10 +216,13 @@ class Consumer(ABC):
             "" if it has none.
         is_timed: whether deliveries need their `sent_at`: some brokers look for it only then. May
             be set at any time, for the claims to come.
+        none_revoked: the last claim saw that this store knows of no revoked task; False says
+            nothing.
     """
 
     session: str = ""
     is_timed: bool = True
+    none_revoked: bool = False
 
     @abstractmethod
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:

@@ -11,14 +11,16 @@ dead           a dead letter; listed by its queue
 from __future__ import annotations
 
 import datetime as dt
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 import msgspec
 
 from machinery_py.bounds import PURGE_STEP, TOKEN_LIFE
 from machinery_py.brokers.base import (
+    RACED,
     UNLIMITED,
     WAITING,
     Broker,
@@ -57,7 +59,8 @@ from machinery_py.rows.messages import (
     queue_topic,
     waiting_at,
 )
-from machinery_py.wire.bodies import encode
+from machinery_py.values.malformed import MALFORMED
+from machinery_py.wire.bodies import MSGPACK, Bodies, encode
 
 LEASE = 10.0  # seconds without a beat until a consumer is given up
 QUEUE, TOKEN, DEAD = "queue", "token", "dead"  # kinds
@@ -66,7 +69,6 @@ _TOKEN = Write(body=b"", expires_in=round(TOKEN_LIFE * 1e6))
 NOTHING = Claims([], None)
 
 _decode_message = msgspec.msgpack.Decoder(Message).decode
-_decode_letter = msgspec.msgpack.Decoder(DeadLetter).decode
 _decode_worker = msgspec.msgpack.Decoder(WorkerInfo).decode
 
 
@@ -81,6 +83,7 @@ class RowsBroker(Broker):
         fair=True,
         forgets_queues=True,
     )
+    bodies: ClassVar[Bodies] = MSGPACK  # of dead letters
 
     def __init__(self, rows: MessageRows, *, lease: float = LEASE) -> None:
         self.rows = rows
@@ -88,6 +91,7 @@ class RowsBroker(Broker):
         self._queues: set[str] = set()  # known to be there
         self._moments = FenceSequence(lambda: micros(rows.clock.now()))
         self._watch = ClockWatch(rows.clock)
+        self._decode_letter: Callable[[bytes], DeadLetter] = self.bodies.decoder(DeadLetter)
 
     def is_entered(self) -> bool:
         return self.rows.is_entered()
@@ -148,14 +152,14 @@ class RowsBroker(Broker):
 
     def plan_hold(self, delivery: Delivery, session: str, step: MessageStep) -> None:
         """Let the step be Gone unless this consumer holds the delivery."""
-        receipt: ClaimReceipt = delivery.receipt
-        step.held = (ClaimReceipt(session, receipt.id, receipt.count),)
+        receipt = receipt_of(delivery)
+        step.held = (msgspec.structs.replace(receipt, hold=session),)
 
     def plan_end(
         self, disposal: DeliveryEnd, delivery: Delivery, session: str, step: MessageStep
     ) -> None:
         """Add the end of a delivery, as `plan_hold`."""
-        receipt: ClaimReceipt = delivery.receipt
+        receipt = receipt_of(delivery)
         if receipt.hold != session:
             self.plan_hold(delivery, session, step)
         step.takes = (receipt,)
@@ -167,9 +171,12 @@ class RowsBroker(Broker):
                 step.pushes = (back,)
             case Fate.LATER:
                 message = held_in(delivery)
-                waited = disposal.reason == WAITING
+                waited, raced = disposal.reason in (WAITING, RACED), disposal.reason == RACED
                 message = msgspec.structs.replace(
-                    message, eta=disposal.eta, parks=message.parks + (not waited)
+                    message,
+                    eta=disposal.eta,
+                    parks=message.parks + (not waited),
+                    races=message.races + raced,
                 )
                 place = Place.WAITED if waited else Place.LAST
                 step.pushes = (push_of(message, id=receipt.id, place=place),)
@@ -211,7 +218,7 @@ class RowsBroker(Broker):
         since = now + round(SET_BACK * 1e6)
         for one in self._all(None, since=since):
             ahead = one.put_at - now
-            message = _decode_message(one.body)
+            message = _message_in(one)
             if RETRY_MARK in message.body and message.eta is not None:
                 eta = message.eta - dt.timedelta(microseconds=ahead)
                 put = push_of(msgspec.structs.replace(message, eta=eta))
@@ -221,10 +228,10 @@ class RowsBroker(Broker):
     # Looking
 
     def pending(self, queue: str, limit: int) -> list[Message]:
-        return [_decode_message(one.body) for one in self._all(queue, limit)]
+        return [_message_in(one) for one in self._all(queue, limit)]
 
     def delayed(self, limit: int) -> list[Message]:
-        return [_decode_message(one.body) for one in self._all(None, limit)]
+        return [_message_in(one) for one in self._all(None, limit)]
 
     def _all(
         self, queue: str | None, limit: int = UNLIMITED, *, since: int = 0
@@ -291,7 +298,7 @@ class RowsBroker(Broker):
         for source in (None, queue):  # what is late first: if it gets due meanwhile it is found yet
             for page in self._pages(source, PURGE_STEP):
                 some = [one for one in page if one.queue == queue and one.id <= newest]
-                messages = [_decode_message(one.body) for one in some]
+                messages = [_message_in(one) for one in some]
                 if not messages:
                     continue
                 before(messages)
@@ -336,7 +343,7 @@ class RowsBroker(Broker):
 
     def _keep_dead(self, letter: DeadLetter, step: MessageStep) -> None:
         facts = Facts(at=self._moments.next(), name=letter.queue)
-        step.write[Key(DEAD, letter.id)] = Write(body=encode(letter), facts=facts)
+        step.write[Key(DEAD, letter.id)] = Write(body=self.bodies.encode(letter), facts=facts)
 
     def dead_letters(self, *, limit: int, queue: str = "") -> list[DeadLetter]:
         found: list[DeadLetter] = []
@@ -346,7 +353,7 @@ class RowsBroker(Broker):
                 DEAD, name=queue or None, after=after, items=min(PAGE, limit - len(found))
             )
         ):
-            found += [_decode_letter(row.body) for row in page]
+            found += [self._decode_letter(row.body) for row in page]
             after = page[-1]
         return found
 
@@ -364,7 +371,7 @@ class RowsBroker(Broker):
         steps = [MessageStep(expect={row.key: row.version}, write={row.key: None}) for row in there]
         done = self.rows.commit(steps)
         return [
-            _decode_letter(row.body)
+            self._decode_letter(row.body)
             for row, one in zip(there, done, strict=True)
             if isinstance(one, Committed)
         ]
@@ -399,13 +406,32 @@ class RowsConsumer(Consumer):
             self._listener.watch(topics)
             try:
                 claims = self._claim(limit, order)  # what came before has not been told
-                if not claims.found and not self._woken and not self._closed:
-                    self._listener.wait(min(timeout, self._broker.seconds_until(claims.next_due)))
+                deadline = time.monotonic() + timeout
+                while not claims.found and not self._woken and not self._closed:
+                    if (left := deadline - time.monotonic()) <= 0:
+                        break
+                    self._listener.wait(min(left, self._broker.seconds_until(claims.next_due)))
                     claims = self._claim(limit, order)
             finally:
                 self._listener.unwatch(topics)
-        self._woken = False
-        return list(map(_delivery, claims.found))
+        self._woken, self.none_revoked = False, claims.none_revoked
+        return [self._delivery(one) for one in claims.found]
+
+    def _delivery(self, claimed: Claimed) -> RowsDelivery:
+        message = _message_in(claimed)
+        return RowsDelivery(
+            body=message.body,
+            queue=claimed.queue,
+            receipt=claimed.receipt,
+            count=claimed.receipt.count,
+            fence=claimed.fence,
+            strikes=claimed.strikes,
+            parks=message.parks,
+            races=message.races,
+            priority=message.priority,
+            sent_at=moment_of(claimed.put_at) if self.is_timed else None,
+            message=message,
+        )
 
     def _claim(self, limit: int, order: Sequence[str]) -> Claims:
         if self._closed:
@@ -437,13 +463,15 @@ class RowsConsumer(Consumer):
         return [isinstance(one, Committed) for one in self._broker.rows.commit(steps)]
 
     def holds(self, deliveries: Sequence[Delivery]) -> list[bool]:
-        return self._hold.has([delivery.receipt for delivery in deliveries])
+        return self._hold.has(list(map(receipt_of, deliveries)))
 
     def run_begins(self, delivery: Delivery) -> None:
-        self._hold.begin_run(delivery.receipt)
+        if isinstance(receipt := delivery.receipt, ClaimReceipt):
+            self._hold.begin_run(receipt)
 
     def run_ends(self, delivery: Delivery) -> None:
-        self._hold.end_run(delivery.receipt)
+        if isinstance(receipt := delivery.receipt, ClaimReceipt):
+            self._hold.end_run(receipt)
 
     def beat(self) -> bool:
         if self._closed or self._hold.beat():
@@ -464,6 +492,17 @@ class RowsConsumer(Consumer):
             self._hold.end()
         finally:
             self._listener.close()
+
+
+def _message_in(stored: StoredMessage | Claimed) -> Message:
+    """Return the message; bytes that no broker of ours has put become the body of one.
+
+    So a worker makes a dead letter of them. An error here would end each worker that claims them.
+    """
+    try:
+        return _decode_message(stored.body)
+    except MALFORMED:
+        return Message(uuid="", name="", queue=stored.queue, body=stored.body)
 
 
 def push_of(message: Message, *, id: int | None = None, place: Place = Place.LAST) -> Push:
@@ -497,21 +536,10 @@ def held_in(delivery: Delivery) -> Message:
     return delivery.message
 
 
-def _delivery(claimed: Claimed) -> RowsDelivery:
-    message = _decode_message(claimed.body)
-    receipt: ClaimReceipt = claimed.receipt
-    return RowsDelivery(
-        body=message.body,
-        queue=claimed.queue,
-        receipt=receipt,
-        count=receipt.count,
-        fence=claimed.fence,
-        strikes=claimed.strikes,
-        parks=message.parks,
-        priority=message.priority,
-        sent_at=moment_of(claimed.put_at),
-        message=message,
-    )
+def receipt_of(delivery: Delivery) -> ClaimReceipt:
+    """Return the delivery's receipt; one of another store gives a receipt that finds nothing."""
+    receipt = delivery.receipt
+    return receipt if isinstance(receipt, ClaimReceipt) else ClaimReceipt("", 0, 0)
 
 
 def _room(limit: QueueLimit) -> Room:

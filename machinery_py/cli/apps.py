@@ -16,6 +16,8 @@ from machinery_py.config.urls import redact
 from machinery_py.errors import AppNotFound, MachineryError
 from machinery_py.server import Server
 
+LIBRARIES = ("msgspec", "redis", "pymongo", "pika", "croniter")
+EXTRAS = ("psycopg",)
 HINT = "run from the folder that holds it or pass --app-dir"
 
 
@@ -179,7 +181,13 @@ def _listed(names: Iterable[str]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def installed_version(package: str) -> str:
+def library_versions() -> dict[str, str]:
+    """Return the versions of the packages that stores need; "" is missing, but for an extra."""
+    found = {name: _version(name) for name in (*LIBRARIES, *EXTRAS)}
+    return {name: version for name, version in found.items() if version or name in LIBRARIES}
+
+
+def _version(package: str) -> str:
     """Return the version of an installed package, or ""."""
     try:
         return metadata.version(package)

@@ -1,6 +1,7 @@
 """The program of a task process: `python -m machinery_py.cli.child TASKS:CONTROL:REPLIES:PARENT`.
 
-Started by worker/processes.py, with the numbers of its three pipes and of the worker's process.
+Started by worker/processes/pool.py, with the numbers of its three pipes and of the worker's
+process.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from machinery_py.cli.apps import AppBroken, load
 from machinery_py.cli.processes import die_with_parent
 from machinery_py.connections import forks, streams
 from machinery_py.errors import MachineryError
-from machinery_py.worker.child import JobLoop
-from machinery_py.worker.frames import (
+from machinery_py.worker.processes.child import JobLoop
+from machinery_py.worker.processes.frames import (
     FrameReader,
     FrameWriter,
     Job,

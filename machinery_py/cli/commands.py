@@ -24,6 +24,7 @@ from machinery_py.cli.options import (
     HEALTH,
     JSON,
     LIMIT,
+    MIGRATE,
     SEARCH,
     SEND,
     STATE,
@@ -304,10 +305,10 @@ _MODULES: Mapping[str, Sequence[Command]] = {
     ),
     "dead_letters": (
         Command(
-            "dead list",
+            "dead",
             "list messages that no worker could run",
             options=DEAD + LIMIT,
-            examples=("tasks",),
+            examples=("tasks", "replay tasks 17"),
         ),
         Command(
             "dead show", "show one dead letter with its message", words="ID", examples=("tasks 17",)
@@ -369,6 +370,14 @@ _MODULES: Mapping[str, Sequence[Command]] = {
             examples=("tasks digest", "tasks --undeclared"),
         ),
     ),
+    "migrate": (
+        Command(
+            "migrate",
+            "make the tables of the app's PostgreSQL, or bring them up to date",
+            options=MIGRATE,
+            examples=("tasks", "tasks --sql"),
+        ),
+    ),
     "doctor": (
         Command("config", "list every setting and its origin", examples=("tasks",)),
         Command(
@@ -406,8 +415,22 @@ _MODULES: Mapping[str, Sequence[Command]] = {
 COMMANDS = {command.name: command for commands in _MODULES.values() for command in commands}
 MODULE_OF = {one.name: module for module, commands in _MODULES.items() for one in commands}
 
+#: Commands with others below them; by itself each lists.
 GROUPS: Mapping[str, str] = {
     "limits": "limits of tasks, and what runs and waits by them; set, reset",
-    "dead": "dead letters: messages that no worker could run",
+    "dead": "messages that no worker could run; show, replay, delete",
     "periodic": "schedules with their last and next runs; pause, resume, run, change, remove",
 }
+
+#: The sections of the help.
+SECTIONS: Mapping[str, Sequence[str]] = {
+    "run": ("worker", "dashboard", "exporter", "relay"),
+    "look": (
+        "queues", "workers", "tasks", "show", "result", "top", "events", "limits", "periodic",
+        "dead", "config", "doctor", "health", "completion",
+    ),
+    "act": (
+        "send", "retry", "revoke", "flow", "pause", "resume", "purge", "control", "declare",
+        "forget", "migrate",
+    ),
+}  # fmt: skip

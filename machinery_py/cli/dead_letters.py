@@ -1,4 +1,4 @@
-"""Commands on dead letters: dead list, show, replay, delete."""
+"""Commands on dead letters: dead; dead show, replay, delete."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from machinery_py.server import Server
 
 
-def dead_list(server: Server, args: argparse.Namespace) -> int:
-    """Run `machinery dead list`."""
+def dead(server: Server, args: argparse.Namespace) -> int:
+    """Run `machinery dead`."""
     letters = server.inspect.dead(limit=args.limit, queue=args.queue)
     now = server.now()
     columns: dict[str, Callable[[DeadLetter], str]] = {
@@ -82,7 +82,7 @@ def _chosen(server: Server, args: argparse.Namespace, verb: str) -> list[str]:
     if args.rest and args.all:
         raise ArgumentError(f"dead {verb}: ids and --all exclude each other")
     if not args.rest and not args.all:
-        seen = typed(server.app, "dead list", module=args.app)
+        seen = typed(server.app, "dead", module=args.app)
         raise ArgumentError(f"dead {verb}: no ids (name them, or say --all; see: {seen})")
     if args.all:
         ids = [one.id for one in server.inspect.dead(limit=ALL, queue=args.queue)]

@@ -15,6 +15,8 @@ from contextlib import closing
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from machinery_py.backends.base import BackendFeatures
+from machinery_py.backends.listings import COMPLETE
 from machinery_py.cli import apps, logs
 from machinery_py.cli.output import (
     NONE,
@@ -43,7 +45,6 @@ SKEW = 5.0  # seconds that a worker's clock may be ahead
 LOW_SPACE = 256 << 20  # bytes
 SLOW = 1.0  # seconds of one question to a store
 EARLIEST = 2024  # a clock that shows an earlier year was never set
-PACKAGES = ("msgspec", "redis", "pymongo", "pika", "croniter")
 
 
 class Grade(StrEnum):
@@ -135,7 +136,7 @@ def _versions() -> Iterator[Finding]:
         f"machinery_py {__version__}, Python {python}, SQLite {sqlite3.sqlite_version}, "
         f"{sys.platform} {machine}",
     )
-    found = [f"{name} {apps.installed_version(name) or 'missing'}" for name in PACKAGES]
+    found = [f"{name} {one or 'missing'}" for name, one in apps.library_versions().items()]
     yield "packages", OK, ", ".join(found)
 
 
@@ -233,20 +234,28 @@ def _backend(server: Server) -> Iterator[tuple[Grade, str]]:
     if features.forgets:
         yield (
             NOTE,
-            "forgets results, schedules and keys of unique tasks when it restarts or is full; "
-            "so can a chord be lost",
+            "forgets results when it restarts or is full; so can a chord be lost",
         )
     elif not features.durable and not features.embedded:
-        yield (
-            NOTE,
-            "forgets states when it restarts; the key of a unique task without a state is free",
-        )
+        yield NOTE, "forgets states when it restarts"
     if not features.keeps_unfinished:
         kept = length(server.config.results_expire_in)
         yield (
             NOTE,
             f"keeps a state for {kept} (results_expire_in), also of a task that waits or runs",
         )
+    yield from _lacks(features)
+
+
+def _lacks(features: BackendFeatures) -> Iterator[tuple[Grade, str]]:
+    parts = {
+        "keys of unique tasks": features.claims,
+        "schedules": features.schedules,
+        "revocations": features.revocations,
+        "lists of tasks": features.listing,
+    }
+    if missing := [name for name, is_kept in parts.items() if not is_kept]:
+        yield NOTE, f"keeps no {', '.join(missing)} ({COMPLETE})"
 
 
 def _concerns(concerns: Iterable[Concern]) -> Iterator[tuple[Grade, str]]:
@@ -313,7 +322,7 @@ def _schedules(server: Server) -> Iterator[tuple[Grade, str]]:
 
 def _dead(server: Server) -> Iterator[tuple[Grade, str]]:
     if dead := sum(stats.dead for stats in server.broker.stats()):
-        yield NOTE, f"{many(dead, 'dead letter')} (see: {typed(server.app, 'dead list')})"
+        yield NOTE, f"{many(dead, 'dead letter')} (see: {typed(server.app, 'dead')})"
     else:
         yield OK, "0 dead letters"
 

@@ -22,7 +22,7 @@ from machinery_py.texts import cut
 
 TASK_FIELDS = ("task_uuid", "task_name", "attempt")
 
-_TASKS = "machinery_py.tasks"  # the logger of worker/task_log.py
+_TASKS = "machinery_py.tasks"  # the logger of worker/loops/task_log.py
 PIPE_BLOCK = 4_000  # characters of one write: a pipe keeps up to 4,096 bytes together
 LARGE_BLOCK = 1_000_000  # of one to a file: each may cost the interpreter's lock
 _LONGEST = 2_000  # bytes of one line of the library's own log, in text
@@ -70,7 +70,7 @@ class TextFormatter(logging.Formatter):
         self._before = self._after = ""  # of a line of a task, in this second
 
     def lines(self, lines: Iterable[Any]) -> Iterator[str]:
-        """Yield lines of worker/task_log.py as `format` would, in a fifth of its time."""
+        """Yield lines of worker/loops/task_log.py as `format` would, in a fifth of its time."""
         for line in lines:
             if line.level != logging.INFO:
                 yield self.format(line.record())
@@ -106,7 +106,7 @@ class JSONFormatter(logging.Formatter):
     """Lines for programs: one JSON object each, with the fields of `extra`."""
 
     def lines(self, lines: Iterable[Any]) -> Iterator[str]:
-        """Yield lines of worker/task_log.py as `format` would."""
+        """Yield lines of worker/loops/task_log.py as `format` would."""
         return (self.format(line.record()) for line in lines)
 
     def format(self, record: logging.LogRecord) -> str:
@@ -134,9 +134,9 @@ class LinesHandler(logging.StreamHandler[TextIO]):
         self._block = LARGE_BLOCK if _is_file(stream) else PIPE_BLOCK
 
     def write_lines(self, lines: Sequence[Any]) -> None:
-        """Write lines of worker/task_log.py. Blocks of whole lines stay whole in a pipe, too."""
+        """Write lines of worker/loops/task_log.py; blocks of whole lines stay whole in a pipe."""
         formatter = self.formatter
-        assert isinstance(formatter, TextFormatter | JSONFormatter)
+        assert isinstance(formatter, TextFormatter | JSONFormatter | _ShortFormatter)
         try:
             block: list[str] = []
             size = 0
@@ -155,6 +155,10 @@ class LinesHandler(logging.StreamHandler[TextIO]):
 
 class _ShortFormatter(logging.Formatter):
     """Lines of commands that end at once: warnings look like errors."""
+
+    def lines(self, lines: Iterable[Any]) -> Iterator[str]:
+        """Yield lines of worker/loops/task_log.py: the app may run a worker of its own."""
+        return (self.format(line.record()) for line in lines)
 
     def format(self, record: logging.LogRecord) -> str:
         return f"machinery: {clean(record.getMessage())}"

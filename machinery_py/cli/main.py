@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import NoReturn, cast
 
-from machinery_py.cli.commands import COMMANDS, GROUPS, MODULE_OF, Command, split_words
+from machinery_py.cli.commands import COMMANDS, GROUPS, MODULE_OF, SECTIONS, Command, split_words
 from machinery_py.config.urls import redact, redact_words
 from machinery_py.connections import streams
 from machinery_py.errors import (
@@ -39,7 +39,6 @@ INTERRUPTED = 130  # as shells tell of a program that Ctrl+C has ended
 
 NO_APP = "-"  # stands for the app of a command that takes none
 SHORTEST_HINTED = 2  # letters of a word; a longer one may be a known one, misspelt
-LIBRARIES = ("redis", "pymongo", "pika", "croniter", "msgspec")  # that `--version` tells of
 
 STORE_TROUBLE = (PublishRefused, PublishUnknown, BackendUnavailable, StoreUnusable)
 
@@ -142,6 +141,8 @@ def _run(words: list[str], program: str) -> int:
 
 
 def _command(words: Sequence[str]) -> tuple[Command | None, list[str]]:
+    if list(words[1:2]) == ["list"] and words[0] in GROUPS:
+        return COMMANDS[words[0]], list(words[2:])
     for length in (2, 1):
         command = COMMANDS.get(" ".join(words[:length]))
         if command is not None and len(words) >= length:
@@ -151,22 +152,17 @@ def _command(words: Sequence[str]) -> tuple[Command | None, list[str]]:
 
 def _unknown_command(words: Sequence[str]) -> str:
     """Return what is wrong with the words if they begin with no command; else ""."""
-    first, *rest = words
-    if first.startswith("-"):
-        return ""
-    if first not in GROUPS:
-        return unknown("command", first, {*COMMANDS, *GROUPS})
-    if rest and not rest[0].startswith("-"):
-        return unknown("command", rest[0], members(first), before=f"{first} ")
-    return ""
+    first = words[0]
+    return "" if first.startswith("-") else unknown("command", first, COMMANDS)
 
 
 def members(group: str) -> list[str]:
-    """Return the commands of a group, without its name."""
-    return [name.removeprefix(f"{group} ") for name in COMMANDS if name.startswith(f"{group} ")]
+    """Return the commands of a group, without its name; `list` is the group itself."""
+    below = [name.removeprefix(f"{group} ") for name in COMMANDS if name.startswith(f"{group} ")]
+    return below and ["list", *below]
 
 
-def unknown(what: str, word: str, known: Iterable[str], *, before: str = "") -> str:
+def unknown(what: str, word: str, known: Iterable[str]) -> str:
     """Return the error text for a word that is no command, or no option.
 
     The word is masked if it may be a URL: somebody may have left out the command in front of it.
@@ -174,7 +170,24 @@ def unknown(what: str, word: str, known: Iterable[str], *, before: str = "") -> 
     is_plain = word.replace("-", "").replace("_", "").isalnum()
     # Any two options of a letter are half the same.
     hint = nearest(word, known) if is_plain and len(word) > SHORTEST_HINTED else ""
-    return f"no {what} is called {before + (word if is_plain else redact(word))!r}{hint}"
+    return f"no {what} is called {(word if is_plain else redact(word))!r}{hint}"
+
+
+class _Sections(argparse.RawDescriptionHelpFormatter):
+    """Shows the commands in their sections."""
+
+    def _format_action(self, action: argparse.Action) -> str:
+        if not isinstance(action, argparse._SubParsersAction):
+            return super()._format_action(action)
+        shown: dict[str, str] = {}
+        self._indent()
+        for one in action._choices_actions:
+            shown[one.dest] = super()._format_action(one)
+        self._dedent()
+        sections = (
+            f"  {name}:\n{''.join(map(shown.__getitem__, of))}" for name, of in SECTIONS.items()
+        )
+        return "\n".join(sections)
 
 
 class _Version(argparse.Action):
@@ -182,15 +195,13 @@ class _Version(argparse.Action):
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
         import platform  # only who asks pays
-        from importlib import metadata
+
+        from machinery_py.cli import apps
 
         python = f"{platform.python_implementation()} {platform.python_version()}"
         print(f"machinery {__version__}\n{python} on {platform.system()} {platform.machine()}")
-        for name in LIBRARIES:
-            try:
-                print(name, metadata.version(name))
-            except metadata.PackageNotFoundError:
-                print(name, "is missing")
+        for name, version in apps.library_versions().items():
+            print(name, version or "is missing")
         raise SystemExit(DONE)
 
 
@@ -212,7 +223,7 @@ def main_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         prog=program,
         description="Run background tasks, send them and inspect them.",
         epilog=_examples(_MAIN_EXAMPLES, program) + (_APP_VARIABLE if program == PROGRAM else ""),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Sections,
     )
     help = "tell the versions of the package, Python and its libraries"
     parser.add_argument("--version", action=_Version, nargs=0, help=help)
@@ -246,7 +257,7 @@ def command_parser(command: Command, program: str = PROGRAM) -> argparse.Argumen
         prog=f"{program} {command.name}",
         usage=usage,
         description=command.help,
-        epilog=_examples(command.example_lines, program),
+        epilog=_below(command.name, program) + _examples(command.example_lines, program),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -260,6 +271,14 @@ def command_parser(command: Command, program: str = PROGRAM) -> argparse.Argumen
     )
     add_options(parser, command)
     return parser
+
+
+def _below(name: str, program: str) -> str:
+    """Return what help says of the commands below one."""
+    some = [one for one in COMMANDS.values() if one.name.startswith(f"{name} ")]
+    width = max((len(one.name) for one in some), default=0)
+    lines = (f"  {program} {one.name:{width}}  {one.help}\n" for one in some)
+    return f"more:\n{''.join(lines)}\n" if some else ""
 
 
 def add_options(parser: argparse.ArgumentParser, command: Command) -> None:

@@ -146,6 +146,7 @@ JSON: Options = (_switch("--json", "print JSON instead of a table"),)
 UNDECLARED: Options = (
     _switch("--undeclared", "instead of names: all that this application's code has dropped"),
 )
+MIGRATE: Options = (_switch("--sql", "print what would be run, and run nothing"),)
 YES: Options = (_switch("--yes -y", "do not ask"),)
 ANSWERS = _time("--timeout", "longest wait for answers; default: 2 s", 2.0)
 TERMINATE: Options = (

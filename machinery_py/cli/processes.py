@@ -4,7 +4,7 @@
                             3: read the settings again; end of file: the supervisor is gone, as 1
     process → supervisor    lines:
         ready 30.0 600.0    shutdown and stall timeout, before its first claim
-        sign …              for the keeper (worker/keeper.py)
+        sign …              for the keeper (worker/control/keeper.py)
         answering 1         or 0: whether its broker does
         file PATH           with --reload: a module that it has loaded
         over                it ends by itself, and the exit code is its own; without this line a

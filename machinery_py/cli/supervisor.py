@@ -11,9 +11,9 @@ cannot start, or MOST_FAILURES in one place that die without a word, such as an 
 process when it is imported. With `--reload` the place is empty until a file changes.
 
 A ready process gives signs of life. While a task holds its interpreter there are none: the process
-is *stalled*, and lives. Its keeper (worker/keeper.py), a thread here, beats for its sessions, and
-its heartbeat file says so. After `stall_timeout` the stacks of its threads are logged, which it
-writes on SIGUSR1, and STACKS_TIME later it is killed and replaced.
+is *stalled*, and lives. Its keeper (worker/control/keeper.py), a thread here, beats for its
+sessions, and its heartbeat file says so. After `stall_timeout` the stacks of its threads are
+logged, which it writes on SIGUSR1, and STACKS_TIME later it is killed and replaced.
 
 A process that was told to end, or that ends by itself and hangs in an exit handler, is killed
 PATIENCE after the shutdown timeout.
@@ -46,7 +46,7 @@ from machinery_py.cli.processes import (
 )
 from machinery_py.connections import proc
 from machinery_py.texts import get_logger
-from machinery_py.worker.keeper import DOUBTFUL, Keeper
+from machinery_py.worker.control.keeper import DOUBTFUL, Keeper
 
 if TYPE_CHECKING:
     from machinery_py.cli.metrics import ProcessCounts

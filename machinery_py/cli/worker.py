@@ -62,7 +62,7 @@ def _work(args: argparse.Namespace, link: ParentLink) -> int:
     try:
         # Loads the library; a signal may interrupt that from here on.
         from machinery_py.cli import apps
-        from machinery_py.worker import signs
+        from machinery_py.worker.control import signs
 
         server = apps.load(args.app, args.app_dir)
     finally:
@@ -167,7 +167,7 @@ def _read_again(server: Server, one: Worker) -> None:
 
 
 def _new_worker(server: Server, args: argparse.Namespace, link: ParentLink) -> Worker:
-    from machinery_py.worker.frames import Setup  # loads the library, as `_work` does
+    from machinery_py.worker.processes.frames import Setup  # loads the library, as `_work` does
 
     label = label_of(args, link.label)
     name = args.name and (f"{args.name}-{label}" if label else args.name)

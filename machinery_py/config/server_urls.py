@@ -11,11 +11,12 @@
     amqps://host/vhost                    with TLS, port 5671
     mongodb://user:secret@h1:27017,h2/database?replicaSet=rs0&w=majority
     mongodb+srv://user:secret@name/database
+    postgresql://user:secret@h1,h2:5432/database?sslmode=verify-full     postgres:// is the same
     memcache://h1:11211,h2:11211          each key lies on one of the servers
 
 A vhost with a slash is percent-encoded: /%2F is the vhost "/", as are //, which Celery writes, /
-and nothing. What may stand behind '?' is declared in the tables of `UrlOption`; MongoDB's client
-library reads its options itself.
+and nothing. What may stand behind '?' is declared in the tables of `UrlOption`; the client
+libraries of MongoDB and PostgreSQL read their options themselves.
 """
 
 from __future__ import annotations
@@ -367,6 +368,22 @@ def check_mongo_url(url: str) -> None:
         raise BadUrl(
             "found w=0 (expected a write concern that confirms; w=majority if you say nothing)"
         )
+
+
+# PostgreSQL
+
+
+def check_postgres_url(url: str) -> None:
+    """Refuse what can never work; the client library reads the rest.
+
+    Raises:
+        BadUrl: a bad host or port, a '#', or a '%' that libpq refuses (it shows what is around).
+    """
+    if re.search("%(?![0-9A-Fa-f]{2})|%00", url):
+        raise BadUrl("found a '%' that two hex digits of a character do not follow (write %25)")
+    address, _ = _without_fragment(url.partition("://")[2].rpartition("@")[2])
+    for host in address.partition("/")[0].split(","):
+        _host(host, 5432)
 
 
 # memcached

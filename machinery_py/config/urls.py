@@ -9,6 +9,7 @@
     redis://s1,s2/0?master_name=m      the master of these sentinels; else nodes of a cluster
     amqp://user:secret@host:5672/vhost  RabbitMQ; amqps:// with TLS
     mongodb://user:secret@h1,h2/db     a MongoDB; mongodb+srv://name/db by its name server
+    postgresql://user:secret@h1,h2/db  a PostgreSQL; or postgres://
     memcache://h1:11211,h2:11211       memcached servers; each key lies on one of them
 
 Nothing is opened and no name is looked up. Other schemes are those of store plug-ins (plugins.py).
@@ -30,6 +31,7 @@ from machinery_py.config.server_urls import (
     BadUrl,
     UrlOption,
     check_mongo_url,
+    check_postgres_url,
     choice,
     is_plain,
     number,
@@ -58,6 +60,8 @@ SCHEMES: dict[str, frozenset[Role]] = {
     "mongodb": _EVERYTHING,
     "mongodb+srv": _EVERYTHING,
     "null": _RESULTS,
+    "postgres": _EVERYTHING,
+    "postgresql": _EVERYTHING,
     "redis": _EVERYTHING,
     "redis+socket": _EVERYTHING,
     "rediss": _EVERYTHING,
@@ -258,6 +262,8 @@ _READERS: dict[str, Callable[[str], object]] = {
     "memcache": parse_memcache_url,
     "mongodb": check_mongo_url,
     "mongodb+srv": check_mongo_url,
+    "postgres": check_postgres_url,
+    "postgresql": check_postgres_url,
 }
 _REDIS = frozenset({"redis", "redis+socket", "rediss"})
 
@@ -286,16 +292,18 @@ def _is_scheme(text: str) -> bool:
 
 _SHORTEST_SECRET = 3  # letters; a shorter one would be found everywhere
 
-_USER_FIRST = frozenset({"amqp", "amqps", "mongodb", "mongodb+srv"})
+_USER_FIRST = frozenset({"amqp", "amqps", "mongodb", "mongodb+srv", "postgres", "postgresql"})
 """Schemes whose word before the colon is a user; with Redis it may be a part of the password."""
 
 _OPTIONS = {**AMQP_OPTIONS, **REDIS_OPTIONS, **SQLITE_OPTIONS}
 _HARMLESS = frozenset({
-    "authsource", "compressors", "connect", "connecttimeoutms", "connection_attempts",
-    "connection_timeout", "db", "directconnection", "journal", "loadbalanced", "maxpoolsize",
+    "application_name", "authsource", "channel_binding", "compressors", "connect",
+    "connect_timeout", "connecttimeoutms", "connection_attempts", "connection_timeout", "db",
+    "directconnection", "gssencmode", "journal", "keepalives", "keepalives_count",
+    "keepalives_idle", "keepalives_interval", "load_balance_hosts", "loadbalanced", "maxpoolsize",
     "protocol", "readpreference", "replicaset", "retry_delay", "retryreads", "retrywrites",
-    "serverselectiontimeoutms", "socket_timeout", "sockettimeoutms", "ssl", "timeout", "tls", "w",
-    "wtimeoutms",
+    "serverselectiontimeoutms", "socket_timeout", "sockettimeoutms", "ssl", "sslmode",
+    "target_session_attrs", "tcp_user_timeout", "timeout", "tls", "w", "wtimeoutms",
     *(name for name, option in _OPTIONS.items() if not option.is_secret),
 })  # fmt: skip
 """Options whose values may be shown: an incomplete list of secret ones would show a secret."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Iterator
 from typing import Protocol
 
 
@@ -51,12 +52,20 @@ def broken() -> list[int]:
         for number, identity in list(_numbers.items())
         if _is_changed(number, identity) and number in _numbers
     ]
-    for one, identity in list(_sockets.items()):
+    for one, identity in _kept():
         number = one.fileno()
         # The second fileno() finds out whether it is being closed at this moment.
         if number >= 0 and _is_changed(number, identity) and one.fileno() == number:
             found.append(number)
     return found
+
+
+def _kept() -> Iterator[tuple[HasNumber, Identity]]:
+    """Yield the sockets that are there now; others may be added and closed meanwhile."""
+    for reference in _sockets.keyrefs():  # unlike items(), one step for other threads
+        one = reference()
+        if one is not None and (identity := _sockets.get(one)) is not None:
+            yield one, identity
 
 
 def _is_changed(number: int, identity: Identity) -> bool:
@@ -72,7 +81,7 @@ def _identity(number: int) -> Identity:
 
 
 def _after_fork_in_child() -> None:
-    numbers = {*_numbers, *(number for one in list(_sockets) if (number := one.fileno()) >= 0)}
+    numbers = {*_numbers, *(number for one, _ in _kept() if (number := one.fileno()) >= 0)}
     _numbers.clear()
     _sockets.clear()
     if not numbers:

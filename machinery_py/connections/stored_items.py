@@ -2,7 +2,7 @@
 
     redis       connections/redis/keys.py            memcached   connections/memcached/keys.py
     rabbitmq    connections/rabbitmq/queues.py       sqlite      connections/sqlite/schema.py
-    mongodb     connections/mongodb/collections.py
+    mongodb     connections/mongodb/collections.py   postgresql  connections/postgresql/schema.py
 
 The tables of the documentation are drawn from them. Tests compare them with the items that a
 workload leaves on real servers.

@@ -26,7 +26,7 @@ from machinery_py.tasks.context import RUNNING, Context, current_task
 from machinery_py.tasks.signature import HEADER_SCHEDULE, HEADER_TRIES, Signature
 from machinery_py.texts import get_logger
 from machinery_py.version import __version__
-from machinery_py.worker.hooks import text_of, type_name_of
+from machinery_py.worker.running.hooks import text_of, type_name_of
 
 try:
     from opentelemetry import context, metrics, propagate, trace

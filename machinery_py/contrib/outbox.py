@@ -21,8 +21,8 @@ and not sent leaves it, and those behind it, to the one that may be sending it, 
 A row that the store refuses for good is set aside with the reason; those behind it go on. Any other
 trouble passes: the relay waits, and keeps the order. Of several relays one is at work at a time.
 
-Limits: a result backend that keeps no claims (null) knows a row for ten minutes, RabbitMQ beside it
-not at all: such a row may be published twice after a crash.
+Limits: with a result backend that keeps no claims (null, RabbitMQ, memcached) the broker knows a
+row for ten minutes, RabbitMQ not at all: such a row may be published twice after a crash.
 """
 
 from __future__ import annotations
@@ -286,7 +286,9 @@ class Relay:
         if app.store.backend.get_states([kept.uuid]):
             return
         signature = decode_signature(message.body)
-        sending = UniqueSending(app, app.registry.find(kept.name), signature, kept.groups)
+        sending = UniqueSending(
+            app, app.store, app.registry.find(kept.name), signature, kept.groups
+        )
         try:
             is_duplicate, uuid = sending.attempt(), sending.holder
         except DuplicateTask as error:

@@ -27,7 +27,7 @@ from machinery_py.server import Server
 from machinery_py.tasks.context import Context, current_task
 from machinery_py.tasks.signature import HEADER_SCHEDULE, Signature
 from machinery_py.values.json_values import shown
-from machinery_py.worker import task_log
+from machinery_py.worker.loops import task_log
 
 try:
     import sentry_sdk

@@ -132,25 +132,32 @@ class Call:
         self._result_converter: Callable[[Any], Any] | None = None
 
     def _learn(self) -> None:
-        """Resolve the annotations, once."""
+        """Resolve the annotations. Threads that run their first tasks at once may all be here.
+
+        So nothing that another one may be reading is changed, and `_hints`, which says that all is
+        there, comes last.
+        """
         try:
             hints = typing.get_type_hints(self.function, include_extras=True)
         except Exception:  # a name that only type checkers know
             hints = _known_hints(self.function)
         if self.in_batches:
             hints = {name: _item_of(hint) for name, hint in hints.items()}
+        positional: list[_Parameter] = []
+        keywords: dict[str, _Parameter] = {}
         for p in self._given:
             parameter = _Parameter.of(p, hints.get(p.name, Any))
             self._convert_any = self._convert_any or parameter.convert is not None
             if p.kind in _POSITIONAL:
-                self._parameters.append(parameter)
+                positional.append(parameter)
             elif p.kind is p.VAR_POSITIONAL:
                 self._rest = parameter
             elif p.kind is p.VAR_KEYWORD:
                 self._rest_by_name = parameter
             else:
-                self._keywords[p.name] = parameter
-        self._wires = [parameter.wire for parameter in self._parameters]
+                keywords[p.name] = parameter
+        self._parameters, self._keywords = positional, keywords
+        self._wires = [parameter.wire for parameter in positional]
         self._returns = hints.get("return", Any)
         self._result_converter = converter(self._returns)
         self._hints = hints

@@ -111,6 +111,8 @@ class TaskOptions(CallOptions, LimitOptions, total=False):
     on_worker_lost: "retry" (the default) or "fail": a cut-off run ends in FAILURE (WorkerLost).
     on_failure: "ack" (the default) or "dead_letter": the message of a task that has failed for good
         is kept as a dead letter, too, which does not expire.
+    transaction: its writes with `current_task().connection`, what it sends and its end are one
+        transaction of PostgreSQL, which any exception rolls back (docs/how-to/transactions.md).
     send_secrets: whether pydantic's SecretStr and SecretBytes may be among its arguments and
         results, which travel and are stored in clear text. None, and by default: where its
         annotations have them. What is not allowed is refused by `send`.
@@ -142,6 +144,7 @@ class TaskOptions(CallOptions, LimitOptions, total=False):
     ack: Literal["late", "early"]
     on_worker_lost: Literal["retry", "fail"]
     on_failure: Literal["ack", "dead_letter"]
+    transaction: bool
     send_secrets: bool | None
     unique: bool | Key
     unique_key: Key
@@ -183,6 +186,7 @@ class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
     ack: str = "late"
     on_worker_lost: str = "retry"
     on_failure: str = "ack"
+    transaction: bool = False
     send_secrets: bool | None = None
     unique: bool | Key = False
     unique_key: Key = ""
@@ -214,16 +218,20 @@ class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
         given: dict[str, Any] = {**options}
         check(name, given, TASK_OPTIONS)
         for option, value in given.items():
-            if isinstance(value, dt.timedelta):
-                given[option] = seconds_of(option, value)
+            if option in _LENGTHS and type(value) not in (int, float, type(None)):
+                given[option] = seconds_of(option, value)  # of a timedelta, or a number of numpy's
             elif option in _ERRORS:
                 given[option] = value and _tuple(value)
+        if given.get("transaction") and not given.get("pool"):
+            given["pool"] = "thread"  # a process has no connection of the worker's
         given["retries"] = counted_retries(given.get("retries", 0))
         settings = _with_key(name, cls(**given), options)
         _check_keys(name, settings)
         _check_exclusive(name, given, settings.exclusive)
         if "batch_within" in given and not settings.batch:
             raise ValueError(f"{name}: batch_within={settings.batch_within:g} (it needs batch=…)")
+        if settings.transaction:
+            _check_transaction(name, settings)
         kill_after = settings.kill_after
         if kill_after is not None and (settings.pool == "thread" or settings.time_limit is None):
             raise ValueError(
@@ -242,6 +250,19 @@ class TaskSettings(msgspec.Struct, frozen=True, kw_only=True):
         if isinstance(error, (NoRetry, *self.dont_retry_on)):
             return False
         return self.retry_on is None or isinstance(error, (*self.retry_on, TimeLimitExceeded))
+
+
+def _check_transaction(name: str, settings: TaskSettings) -> None:
+    """Refuse what ends before, or beside, the thread that commits."""
+    for option, value in ("pool", "process"), ("ack", "early"):
+        if getattr(settings, option) == value:
+            raise ValueError(
+                f"{name}: transaction=True and {option}={value!r} (one thread runs and commits it)"
+            )
+    if settings.batch:
+        raise ValueError(
+            f"{name}: transaction=True and batch={settings.batch} (each call has a transaction)"
+        )
 
 
 def _with_key(name: str, settings: TaskSettings, options: TaskOptions) -> TaskSettings:
@@ -375,6 +396,7 @@ _TYPES: Mapping[str, tuple[Any, str]] = {
     "uuid": (str, _TEXT),
     "headers": (Mapping, "a mapping of names to texts"),
     "ignore_result": (bool, "True or False"),
+    "transaction": (bool, "True or False"),
 }
 # For one call None would read as "none", whatever its task says.
 _NEVER_NONE = frozenset({"exclusive", "headers", "ignore_result", "queue"})

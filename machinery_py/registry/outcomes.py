@@ -21,6 +21,7 @@ from machinery_py.tasks.lineage import Last, lasts_of
 from machinery_py.tasks.linking import link
 from machinery_py.tasks.signature import (
     COUNTED,
+    FIRST_ATTEMPT,
     HEADER_ATTEMPT,
     HEADER_FAILED,
     HEADER_LAST,
@@ -36,12 +37,13 @@ from machinery_py.tasks.signature import (
     HEADER_UNIQUE_START,
     UNLIMITED,
     Arg,
+    AttemptNumber,
     Chain,
     Lazy,
     Signature,
     Step,
 )
-from machinery_py.tasks.states import GroupMeta, State, TaskState
+from machinery_py.tasks.states import FAILURE, RETRY, SUCCESS, GroupMeta, State, TaskState
 from machinery_py.tasks.workflow import is_tolerant
 from machinery_py.texts import MAX_ERROR, cut, get_logger, printable
 from machinery_py.wire.signatures import decode_signature, encode_signature
@@ -145,7 +147,7 @@ class Batched(msgspec.Struct, frozen=True, gc=False, tag=True):
     outcomes: Sequence[Succeeded | Failed | Postponed | Retried | Rejected | Lost | Replaced]
 
 
-# Tagged, since what a task process replies holds one of them (worker/frames.py).
+# Tagged, since what a task process replies holds one of them (worker/processes/frames.py).
 Outcome = Succeeded | Failed | Postponed | Retried | Rejected | Lost | Batched | Replaced
 
 MAX_REPLACED = 1000  # bytes of the names in the state of a task that was replaced
@@ -224,7 +226,7 @@ def _next(
     match outcome:
         case Succeeded(results):
             return FollowUp(
-                state=State.SUCCESS,
+                state=SUCCESS,
                 results=results,
                 send=_success_callbacks(signature, results),
                 arrived=(Arrived(member=signature, ok=True),)
@@ -236,7 +238,7 @@ def _next(
                 text = f"{error}; postponed {limit} times, which is its limit"
                 return _failure(signature, Failed(error=text, error_type=POSTPONED))
             return FollowUp(
-                state=State.RETRY, error=error, retry=_postponed(signature, now=now, delay=delay)
+                state=RETRY, error=error, retry=_postponed(signature, now=now, delay=delay)
             )
         case Retried(failed=failed):
             if (left := tries_left(signature, outcome.retries)) <= 0:
@@ -244,14 +246,14 @@ def _next(
             return _retry(failed, _asked(signature, outcome, left, now=now, backoff=backoff))
         case Rejected(error=error):
             return FollowUp(
-                state=State.RETRY,
+                state=RETRY,
                 error=error,
                 error_type=REJECTED,
                 retry=_put_back(signature, now=now),
             )
         case Lost(error=error):
             return FollowUp(
-                state=State.RETRY,
+                state=RETRY,
                 error=error,
                 error_type=WORKER_LOST,
                 retry=_struck(signature, error, now),
@@ -272,7 +274,7 @@ def _next(
 
 def _retry(failed: Failed, retry: Signature[Any]) -> FollowUp:
     return FollowUp(
-        state=State.RETRY,
+        state=RETRY,
         error=failed.error,
         error_type=failed.error_type,
         traceback=failed.traceback,
@@ -299,7 +301,7 @@ def _replaced(signature: Signature[Any], workflow: Step[Any], now: dt.datetime) 
     uuid, text = signature.uuid, f"replaced by {', '.join(task_names(workflow)) or 'nothing'}"
     known = {one.uuid: one for one in (*plan.first, *plan.awaited)}
     return FollowUp(
-        state=State.RETRY,
+        state=RETRY,
         error=cut(text, MAX_REPLACED),
         error_type="Replaced",
         last=known[uuid],
@@ -313,7 +315,7 @@ def _replaced(signature: Signature[Any], workflow: Step[Any], now: dt.datetime) 
 
 def _failure(signature: Signature[Any], failed: Failed) -> FollowUp:
     return FollowUp(
-        state=State.FAILURE,
+        state=FAILURE,
         error=failed.error,
         error_type=failed.error_type,
         traceback=failed.traceback,
@@ -364,7 +366,7 @@ def _next_try(
         delay = min(delay, MAX_DELAY)  # else Fibonacci's pauses would soon be years
     # Go's field: the delay before this try, from which the next Fibonacci number is taken.
     signature = signature.replace(retry_timeout=max(int(min(LONGEST, delay)), 1))
-    return _again(_counted_down(signature, left), now=now, delay=delay, attempt=1)
+    return _again(_counted_down(signature, left), now=now, delay=delay, tries=1)
 
 
 def _asked(
@@ -378,7 +380,7 @@ def _asked(
     delay = wanted.delay if wanted.eta is None else (wanted.eta - now).total_seconds()
     if delay is None:
         return _next_try(signature, left, now=now, backoff=backoff)
-    return _again(_counted_down(signature, left), now=now, delay=delay, attempt=1)
+    return _again(_counted_down(signature, left), now=now, delay=delay, tries=1)
 
 
 def _counted_down(signature: Signature[Any], left: int) -> Signature[Any]:
@@ -400,18 +402,18 @@ def _put_back(signature: Signature[Any], *, now: dt.datetime) -> Signature[Any]:
 
 
 def _again(
-    signature: Signature[Any], *, now: dt.datetime, delay: float, attempt: int = 0
+    signature: Signature[Any], *, now: dt.datetime, delay: float, tries: int = 0
 ) -> Signature[Any]:
     """Return the same task for its next run; UUID, group and callbacks stay.
 
     Args:
-        attempt: how many tries this is further.
+        tries: by how many the next run is further; 0: it is no further try.
     """
-    attempt += signature.attempt
+    attempt = AttemptNumber(signature.attempt + tries)
     # Only a Go worker sends what is still to be counted; it is not counted from the retry.
     headers = {key: value for key, value in signature.headers.items() if key not in COUNTED}
     headers[HEADER_RUN] = str(signature.run + 1)
-    if attempt > 1:
+    if attempt > FIRST_ATTEMPT:
         headers[HEADER_ATTEMPT] = str(attempt)
     delay = min(LONGEST, max(0.0, delay))
     return signature.replace(headers=headers, eta=now + dt.timedelta(seconds=delay))
@@ -507,7 +509,7 @@ def broken(then: FollowUp, signature: Signature[Any], now: dt.datetime) -> Seque
         states.append(
             TaskState(
                 task_uuid=uuid,
-                state=State.FAILURE,
+                state=FAILURE,
                 error=f"step {signature.name} {signature.uuid} failed: {then.error}",
                 error_type=STEP_FAILED,
                 root=signature.root,

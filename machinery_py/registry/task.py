@@ -38,7 +38,7 @@ from machinery_py.tasks.context import Context
 from machinery_py.tasks.signature import HEADER_UNIQUE, Arg, Signature, Step, new_uuid
 from machinery_py.tasks.workflow import Group
 
-INTERRUPTIBLE = True  # calls user code and takes no lock, see worker/executors.py
+INTERRUPTIBLE = True  # calls user code and takes no lock, see worker/running/executors.py
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -95,6 +95,11 @@ class Task(Generic[P, R]):
             secrets=self.settings.send_secrets,
         )
         check_keys(name, self.settings, self.call.names)
+        if self.settings.transaction and self.call.is_async:
+            raise ValueError(
+                f"{name}: transaction=True and a coroutine function (expected a function: one "
+                "thread runs and commits it)"
+            )
         self.own_rules = rules_of(self.settings.limits)
         self.limit_also(())
         self._sender = sender

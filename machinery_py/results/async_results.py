@@ -48,6 +48,7 @@ class ResultSource(Protocol):
     def waiters(self) -> AsyncWaiters: ...
     def convert(self, name: str, value: Any) -> Any: ...
     def worker_hint(self, queue: str) -> tuple[str, str]: ...
+    def check_wait(self, result: Waitable[Any]) -> None: ...
     def revoke(self, uuids: Sequence[str]) -> None: ...
 
 
@@ -79,10 +80,12 @@ class Waitable(Generic[R]):
             ResultTimeout: the result was not there in time; the task goes on.
             ResultExpired: there is no state (any more).
             BackendUnavailable: the result backend was away when the time was up.
+            Unsupported: in the `server.transaction` that sends the task.
             TypeError, ValueError: the timeout is no length, or NaN.
         """
         if not propagate:
             return cast(R, self._get_all(timeout))
+        self._source.check_wait(self)
         self._forget_failures()
         wait = Wait(self, timeout)
         # What was sent just now has not ended: its first look is the one after `watch`.
@@ -128,6 +131,7 @@ class Waitable(Generic[R]):
         """Wait in a coroutine: `get` for coroutines."""
         if not propagate:
             return cast(R, await self._get_all_async(timeout))
+        self._source.check_wait(self)
         self._forget_failures()
         wait = Wait(self, timeout)
         with self._source.waiters.waiter() as waiter:

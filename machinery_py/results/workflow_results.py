@@ -63,7 +63,7 @@ class GroupResult(Waitable[R]):
     def results(self) -> list[AsyncResult[Any]]:
         """The result of each member, in order."""
         return [
-            AsyncResult[Any](self._source, one, name=name, queue=self._queue)
+            AsyncResult(self._source, one, name=name, queue=self._queue)
             for one, name in zip(self._uuids, self._names, strict=True)
         ]
 

@@ -34,7 +34,7 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NewType, Protocol, TypeVar
+from typing import Any, NewType, Protocol, TypeVar, final
 
 import msgspec
 
@@ -100,6 +100,7 @@ class Write(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     kept_by: Key | None = None
 
 
+@final
 class RowStep(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Changes that become true together, or not at all.
 
@@ -118,11 +119,6 @@ class RowStep(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     create: Mapping[Key, Write] = {}
     write: Mapping[Key, Write | None] = {}
     durable: bool = True
-
-    def size(self) -> int:
-        """Return how many bytes of bodies it carries."""
-        written = (*self.create.values(), *self.write.values())
-        return sum(len(write.body) for write in written if write is not None)
 
 
 class Committed(msgspec.Struct, frozen=True, gc=False):
@@ -189,6 +185,44 @@ class Patience:
         time.sleep(random.uniform(*PAUSE))
 
 
+class OwnTransaction(ABC):
+    """A transaction that a store has begun for user code. Belongs to one thread.
+
+    Attributes:
+        connection: for the user's statements. It refuses `commit` and `rollback`.
+        rows: as `Rows.on`; its last step may take messages and join sets.
+    """
+
+    connection: Any
+    rows: Rows
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Commit. Any error says that it was rolled back, but for one that `is_unknown`."""
+
+    @abstractmethod
+    def is_raced(self, error: BaseException) -> bool:
+        """Return whether it is not the task's fault, by an error or its causes, before `close`.
+
+        Others were in the way, or the connection was lost before the commit: the same may work.
+        """
+
+    @abstractmethod
+    def is_unknown(self, error: BaseException) -> bool:
+        """Return whether a `commit` with this error may have been carried out; before `close`."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """End the statement that the task waits for, and let nothing be committed; from any thread.
+
+        It may take seconds.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Roll back what is not committed, and give the connection back. May be called twice."""
+
+
 class Rows(ABC):
     """A store of rows. Any thread may call any method.
 
@@ -251,11 +285,12 @@ class Rows(ABC):
     def on(self, connection: object) -> Rows:
         """Return these rows inside a transaction that its caller has begun on the connection.
 
-        There `commit` takes one step with `once`, `expect`, `create` and `write`, sends it in one
-        statement, and neither begins, ends nor repeats anything: what it wrote is true when the
-        caller commits, and never if not. What waits for others or repeats by itself is refused:
-        `change`, and all that other steps would have to wait for until that commit. Settings of the
-        connection stay as they are.
+        There `commit` takes one step with `once`, `expect`, `create` and `write` (where there are
+        messages, also with `pushes` of new ones, and `tell`), sends it in one statement, and
+        neither begins, ends nor repeats anything: what it wrote is true when the caller commits,
+        and never if not. What waits for others or repeats by itself is refused: `change`, and all
+        that other steps would have to wait for until that commit. Settings of the connection stay
+        as they are.
 
         Raises:
             Unsupported: the store has no transactions that a caller could share.
@@ -265,6 +300,23 @@ class Rows(ABC):
             f"{type(self).__name__}: a step cannot be part of your transaction "
             "(this store has none that it could share: send after the commit, or by an outbox)"
         )
+
+    def open_transaction(self) -> OwnTransaction:
+        """Return a transaction on a connection of its own, which its caller closes.
+
+        Raises:
+            Unsupported: as `on`.
+        """
+        self.on(None)
+        raise AssertionError
+
+    def forget(self, rows: Sequence[StoredRow]) -> None:
+        """Delete the rows that are still as they were read.
+
+        One that another step or a caller's transaction changes at this moment may stay: this does
+        not wait for the end of that. So it is for rows that nobody is hindered by.
+        """
+        self.commit([RowStep(expect={row.key: row.version}, write={row.key: None}) for row in rows])
 
     @abstractmethod
     def expire(self, items: int) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol, TypeVar
 
-from machinery_py.clock import micros
+from machinery_py.clock import Clock, micros
 from machinery_py.rows.contract import (
     NO_ROW,
     Conflict,
@@ -14,7 +14,7 @@ from machinery_py.rows.contract import (
     StepResult,
     StoredRow,
 )
-from machinery_py.rows.messages import MessageRows, MessageStep
+from machinery_py.rows.messages import MessageStep
 
 T = TypeVar("T")
 
@@ -43,14 +43,23 @@ class Draft(MessageStep, kw_only=True, gc=False):
         )
 
 
-def read(rows: MessageRows, keys: Iterable[Key]) -> dict[Key, StoredRow | None]:
+class StepRows(Protocol):
+    """Part of MessageRows that drafts need, and that rows in a transaction have."""
+
+    clock: Clock
+
+    def read(self, keys: Sequence[Key], /) -> list[StoredRow | None]: ...
+    def commit(self, steps: Sequence[MessageStep], /) -> list[StepResult]: ...
+
+
+def read(rows: StepRows, keys: Iterable[Key]) -> dict[Key, StoredRow | None]:
     """Return the rows of these keys."""
     wanted = list(dict.fromkeys(keys))
     return dict(zip(wanted, rows.read(wanted), strict=True)) if wanted else {}
 
 
 def carry_out(
-    rows: MessageRows, keys: Iterable[Key], plan: Callable[[Draft], T], *, new: bool = False
+    rows: StepRows, keys: Iterable[Key], plan: Callable[[Draft], T], *, new: bool = False
 ) -> tuple[T, StepResult | None]:
     """Carry out what `plan` drafts over the rows of these keys, as one step.
 
@@ -73,7 +82,7 @@ def carry_out(
         if draft.is_empty():
             return result, None
         [done] = rows.commit([draft])
-        if not isinstance(done, Conflict):
+        if type(done) is not Conflict:
             return result, done
         if new:
             new = False

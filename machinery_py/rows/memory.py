@@ -38,8 +38,7 @@ from machinery_py.rows.messages import (
     EVER,
     MessageRows,
     MessageStep,
-    check_message_step,
-    of_rows,
+    checked,
 )
 
 AGAIN = 60_000_000  # µs until a row that another one keeps is looked at again
@@ -80,8 +79,7 @@ class MemoryRows(MemoryMessages, MessageRows):
     """
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
-        super().__init__()
-        self.clock = clock
+        super().__init__(clock)
         self.lock: AbstractContextManager[object] = threading.RLock()
         self._last = self._next = 0
         self._began_at = micros(clock.now()) - round(clock.monotonic() * 1e6)
@@ -97,9 +95,9 @@ class MemoryRows(MemoryMessages, MessageRows):
 
     def begin(self) -> None:
         """Note the time, once for each call: fences, and moments of messages, go on from it."""
-        self.wall = micros(self.clock.now())
-        self.moment = self.now()
-        self._next = fence_after(self._last, self.wall)
+        self.wall = wall = micros(self.clock.now())
+        self.moment = self._began_at + round(self.clock.monotonic() * 1e6)
+        self._next = fence_after(self._last, wall)
 
     def next_fence(self, number: int = 1) -> Fence:
         """Return the first of so many fences. Called after `begin`."""
@@ -132,18 +130,19 @@ class MemoryRows(MemoryMessages, MessageRows):
         by = kept.row.kept_by
         return by is not None and self._read(by, now) is not None
 
+    def is_empty(self, kind: str) -> bool:
+        return not self._kinds.get(kind)
+
     def is_closed(self, queue: str) -> bool:
         """Return whether nothing is to be claimed from the queue."""
         there = self._kinds.get(CLOSED)
         return bool(there) and self._read(Key(CLOSED, queue), self.moment) is not None
 
     def commit(self, steps: Sequence[RowStep | MessageStep]) -> list[StepResult]:
-        whole = [one if isinstance(one, MessageStep) else of_rows(one) for one in steps]
-        for step in whole:
-            check_message_step(step)
+        whole = list(map(checked, steps))
         with self.lock:
             self.begin()
-            done = [self.carry_out(step) for step in whole]
+            done = list(map(self.carry_out, whole))
             self.tell_news()
             return done
 
@@ -162,7 +161,8 @@ class MemoryRows(MemoryMessages, MessageRows):
             return result
 
     def put(self, key: Key, write: Write) -> Version:
-        version = Version(self.next_fence())
+        version = Version(Fence(self._next))
+        self._last, self._next = version, version + 1
         row = StoredRow(
             key=key, body=write.body, version=version, facts=write.facts, kept_by=write.kept_by
         )
@@ -173,7 +173,8 @@ class MemoryRows(MemoryMessages, MessageRows):
             kind[key.id] = kept = KeptRow(row, ends)
         else:
             kept.row, kept.ends = row, ends
-        self._listed.pop(key.kind, None)
+        if self._listed:
+            self._listed.pop(key.kind, None)
         if ends is not None:
             self._note(kept, ends)
             if self._expiring[0][0] <= self.moment:

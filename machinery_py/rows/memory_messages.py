@@ -17,6 +17,7 @@ from machinery_py.clock import Clock
 from machinery_py.fences import Fence
 from machinery_py.rows.contract import PAGE, page_of
 from machinery_py.rows.messages import (
+    REVOKED,
     Claimed,
     ClaimReceipt,
     Claims,
@@ -31,6 +32,7 @@ from machinery_py.rows.messages import (
     queue_topic,
 )
 from machinery_py.rows.steps import StepTarget
+from machinery_py.rows.suspects import Suspects
 
 Order = tuple[int, int, int]  # priority, turn, number; the least is the next
 
@@ -61,7 +63,7 @@ class KeptMessage(msgspec.Struct, kw_only=True, gc=False):
             queue=self.queue,
             body=self.body,
             put_at=self.put_at,
-            place=(self.due, self.order) if self.is_late else self.order,
+            place=(self.due, self.id) if self.is_late else self.order,
         )
 
     def claimed(self, hold: str, fence: Fence) -> Claimed:
@@ -76,12 +78,13 @@ class KeptMessage(msgspec.Struct, kw_only=True, gc=False):
 
 
 class KeptHold(msgspec.Struct):
-    """A hold, and what it has claimed."""
+    """A hold, and what it has claimed. Claims with a number below `oldest_claim` give nothing."""
 
     body: bytes
     lease: float
     beat_at: int
     is_ended: bool = False
+    oldest_claim: int = 0
     messages: dict[int, KeptMessage] = {}
 
 
@@ -174,8 +177,10 @@ class MemoryMessages(StepTarget):
     clock: Clock
     lock: contextlib.AbstractContextManager[object]
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
         self.wall = 0
+        self._suspects = Suspects(clock)
         self._number = 0
         self._claims = itertools.count(1)
         self._waiting: dict[int, KeptMessage] = {}  # and late
@@ -190,6 +195,9 @@ class MemoryMessages(StepTarget):
 
     @abstractmethod
     def next_fence(self) -> Fence: ...
+
+    @abstractmethod
+    def is_empty(self, kind: str) -> bool: ...
 
     @abstractmethod
     def is_closed(self, queue: str) -> bool: ...
@@ -409,16 +417,24 @@ class MemoryMessages(StepTarget):
             return [hold.report() for hold in self.all_holds.values() if not hold.kept.is_ended]
 
     def dead_holds(self) -> list[str]:
-        """Return holds that have missed their beats, at the second look."""
         with self.lock:
-            return [hold.id for hold in self.all_holds.values() if hold.looks_dead()]
+            self._suspects.look(
+                (hold.id, hold.kept.beat_at, hold.kept.lease)
+                for hold in self.all_holds.values()
+                if hold.is_stalled()
+            )
+            return [hold.id for hold in self.all_holds.values() if self._is_dead(hold)]
+
+    def _is_dead(self, hold: MemoryHold) -> bool:
+        kept = hold.kept
+        return kept.is_ended or self._suspects.dead.get(hold.id) == kept.beat_at
 
     def condemn(self, hold: str, items: int) -> int | None:
         with self.lock:
             there = self.all_holds.get(hold)
             if there is None:
                 return 0
-            return self.give_back(there, items) if there.is_dead() else None
+            return self.give_back(there, items) if self._is_dead(there) else None
 
     def give_back(self, hold: MemoryHold, items: int, *, struck: bool = True) -> int:
         """End a hold; return how many messages went back. Called with the lock held."""
@@ -444,24 +460,9 @@ class MemoryHold(Hold):
         self.id = id
         self.kept = kept
         self.rows = rows
-        self._suspect = 0  # the beat that was the last one at two looks, or at one: below 0
 
-    def _is_stalled(self) -> bool:
+    def is_stalled(self) -> bool:
         return self.rows.now() - self.kept.beat_at > self.kept.lease * 1e6
-
-    def looks_dead(self) -> bool:
-        """Look whether it has missed its beats, a second time. Called with the lock held."""
-        if not self._is_stalled():
-            self._suspect = 0
-        elif abs(self._suspect) == self.kept.beat_at:
-            self._suspect = self.kept.beat_at
-        else:
-            self._suspect = -self.kept.beat_at
-        return self.is_dead()
-
-    def is_dead(self) -> bool:
-        """Return whether it was ended, or looked dead and has not beaten since."""
-        return self.kept.is_ended or self._suspect == self.kept.beat_at
 
     def claim(
         self,
@@ -476,17 +477,18 @@ class MemoryHold(Hold):
         with rows.lock:
             rows.begin()
             next_due = rows.promote()
-            if self.kept.is_ended:
+            if self.kept.is_ended or number < self.kept.oldest_claim:
                 return Claims([], next_due)
             found: list[Claimed] = []
             if lost is not None:
+                self.kept.oldest_claim = number
                 for one in self.kept.messages.values():
                     if one.claim >= lost:
                         one.claim = number
                         found.append(one.claimed(self.id, rows.next_fence()))
                         size -= len(one.body)
             rows.claim(self, queues, items, size, number, found)
-            return Claims(found, next_due)
+            return Claims(found, next_due, rows.is_empty(REVOKED))
 
     def has(self, receipts: Sequence[ClaimReceipt]) -> list[bool]:
         with self.rows.lock:
@@ -495,16 +497,14 @@ class MemoryHold(Hold):
     # Without the lock, which would cost each task two turns of it.
 
     def begin_run(self, receipt: ClaimReceipt) -> None:
-        self.set_runs(receipt, True)
-
-    def end_run(self, receipt: ClaimReceipt) -> None:
-        self.set_runs(receipt, False)
-
-    def set_runs(self, receipt: ClaimReceipt, runs: bool) -> None:
-        """Note whether the message runs."""
         message = self.kept.messages.get(receipt.id)
         if message is not None and message.count == receipt.count:
-            message.runs = runs
+            message.runs = True
+
+    def end_run(self, receipt: ClaimReceipt) -> None:
+        message = self.kept.messages.get(receipt.id)
+        if message is not None and message.count == receipt.count:
+            message.runs = False
 
     def write(self, body: bytes) -> None:
         with self.rows.lock:
@@ -526,7 +526,7 @@ class MemoryHold(Hold):
             body=self.kept.body,
             beat_at=self.kept.beat_at,
             holding=len(self.kept.messages),
-            stalled=self._is_stalled(),
+            stalled=self.is_stalled(),
         )
 
 

@@ -48,6 +48,7 @@ import msgspec
 from machinery_py.bounds import STEP_BYTES
 from machinery_py.clock import Clock
 from machinery_py.fences import Fence
+from machinery_py.receipts import Receipt
 from machinery_py.rows.contract import (
     PAGE,
     SURE,
@@ -63,6 +64,8 @@ from machinery_py.rows.contract import (
 
 #: A queue is closed, and nothing is claimed from it, while there is the row (CLOSED, its name).
 CLOSED = "closed"
+#: A task is revoked while there is the row (REVOKED, its UUID).
+REVOKED = "revoked"
 EVER = 2**62  # µs
 
 
@@ -74,15 +77,22 @@ def queue_topic(queue: str) -> str:
     return f"queue {queue}"
 
 
-class ClaimReceipt(msgspec.Struct, frozen=True, gc=False):
-    """The name of one claim of a message. `count`: how often it has been claimed."""
+class ClaimReceipt(msgspec.Struct, Receipt, frozen=True, gc=False):
+    """The name of one claim of a message.
+
+    Attributes:
+        count: how often it has been claimed.
+        claim: number of the hold's claim, where a crash of the server may undo one: the next one
+            has the same count.
+    """
 
     hold: str
     id: int
     count: int
+    claim: int = 0
 
     def __str__(self) -> str:
-        return f"{self.id}.{self.count}.{self.hold}"
+        return f"{self.id}.{self.count}.{self.claim}.{self.hold}"
 
 
 def waiting_at(id: int) -> ClaimReceipt:
@@ -129,7 +139,7 @@ class Room(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Condition of a step: behind it no more than `limit` messages wait in the queue.
 
     Exact only where steps are carried out one after the other; elsewhere it may be late by the
-    pushes of one moment.
+    pushes of one moment. A late message that is due counts when the store has looked for such.
 
     Attributes:
         adds: how many of the step's messages come to the queue at once.
@@ -160,6 +170,9 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class MessageStep(msgspec.Struct, kw_only=True, gc=False):
     """A step of rows and messages. Whoever writes it may add to it until it is carried out.
 
+    It writes `create`, then `write`, then `joins`, in their order: the last that names a row wins.
+    The row of a set is in `joins` alone.
+
     Attributes:
         once, expect, create, write, durable: as in RowStep.
         takes: receipts that must be the last of their messages; these leave their hold or queue,
@@ -183,29 +196,38 @@ class MessageStep(msgspec.Struct, kw_only=True, gc=False):
     tell: tuple[str, ...] = ()
     durable: bool = True
 
+    def size(self) -> int:
+        """Return how many bytes of bodies it carries."""
+        size = sum(len(push.body) for push in self.pushes if push.body is not None)
+        for write in (*self.create.values(), *self.write.values()):
+            if write is not None:
+                size += len(write.body)
+        for join in self.joins:
+            size += len(join.write.body) + sum(len(write.body) for write in join.beside.values())
+        return size
 
-def of_rows(step: RowStep) -> MessageStep:
-    """Return a step of rows as one that has no messages."""
-    return MessageStep(
-        once=step.once,
-        expect=dict(step.expect),
-        create=step.create,
-        write=dict(step.write),
-        durable=step.durable,
-    )
 
-
-def check_message_step(step: MessageStep) -> None:
-    """Raise NameRefused if an id or a name in it is too long."""
+def checked(step: RowStep | MessageStep) -> MessageStep:
+    """Return it as a step of messages, or raise NameRefused: an id or a name in it is too long."""
+    if type(step) is RowStep:  # isinstance has to ask the metaclass of structs
+        step = MessageStep(
+            once=step.once,
+            expect=dict(step.expect),
+            create=step.create,
+            write=dict(step.write),
+            durable=step.durable,
+        )
     for key in step.expect:
         if len(key.id) > SURE:
             check_keys((key,))
     if step.create:
         check_writes(step.create)
-    if step.write:
-        check_writes(step.write)
+    for key, write in step.write.items():
+        if len(key.id) > SURE or (write and write.facts and len(write.facts.name) > SURE):
+            check_writes({key: write})
     for join in step.joins:
         check_keys((join.set, join.ready, Key("member", join.member)))
+    return step
 
 
 class StoredMessage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -235,10 +257,16 @@ class Claimed(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Claims(msgspec.Struct, frozen=True, gc=False):
-    """Result of a claim. `next_due`: of the next late message; None: there is none."""
+    """Result of a claim.
+
+    Attributes:
+        next_due: of the next late message; None: there is none.
+        none_revoked: the step that claimed saw no row of REVOKED; False says nothing.
+    """
 
     found: list[Claimed]
     next_due: int | None
+    none_revoked: bool = False
 
 
 class QueueCount(msgspec.Struct, kw_only=True, gc=False):
@@ -289,7 +317,8 @@ class Hold(ABC):
             size: end before the bodies exceed so many bytes; one message at least.
             number: of this claim, rising.
             lost: first all that was claimed under this number and later ones: their replies did not
-                come. They have the receipts that they had, and may be more than `items`.
+                come. They have the receipts that they had, and may be more than `items`. A claim
+                with a smaller number than this one's that is carried out later gives nothing.
         """
 
     @abstractmethod
@@ -398,7 +427,7 @@ class HoldKeeper(ABC):
 
     @abstractmethod
     def dead_holds(self) -> list[str]:
-        """Return the holds whose process is dead, or has missed its beats.
+        """Return the holds whose process is dead, or has missed its beats, as Suspects says.
 
         And those that were ended, while messages are in them.
         """
@@ -407,7 +436,8 @@ class HoldKeeper(ABC):
     def condemn(self, hold: str, items: int) -> int | None:
         """End a hold that is dead, and give back up to so many of its messages; return how many.
 
-        Those that ran get a strike. Less than `items`: none is left. None: it has beaten meanwhile,
+        Those that ran get a strike. Less than `items`: none is left but what a step has at this
+        moment, which a later call gives back. None: it has beaten meanwhile,
         and lives; that is decided by the step that would end it, not before.
         """
 
@@ -448,9 +478,10 @@ class MessageRows(Rows, MessageQueues, HoldKeeper):
 
     @abstractmethod
     def fences(self, number: int) -> Fence:
-        """Take so many numbers of the store's sequence, and return the first of them.
+        """Return the first of so many numbers of the store's sequence, one behind the other.
 
-        They are greater than all fences that were given before. Some may never be used.
+        They are greater than all fences that were given before the call. Calls at the same moment
+        may get the same numbers: they are fences of different things. Some may never be used.
         """
 
     @abstractmethod

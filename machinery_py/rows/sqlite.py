@@ -34,7 +34,7 @@ from machinery_py.rows.contract import (
     Write,
     check_writes,
 )
-from machinery_py.rows.messages import EVER, MessageRows, MessageStep, check_message_step, of_rows
+from machinery_py.rows.messages import EVER, MessageRows, MessageStep, checked
 from machinery_py.rows.sqlite_messages import Moves, SQLiteMessages
 from machinery_py.texts import printable
 
@@ -146,11 +146,9 @@ class SQLiteRows(SQLiteMessages, MessageRows):
                 self._seen = None
 
     def commit(self, steps: Sequence[RowStep | MessageStep]) -> list[StepResult]:
-        whole = [one if isinstance(one, MessageStep) else of_rows(one) for one in steps]
-        for step in whole:
-            check_message_step(step)
+        whole = list(map(checked, steps))
         done: list[StepResult] = []
-        for piece in pieces(whole, _size, most=MOST):
+        for piece in pieces(whole, MessageStep.size, most=MOST):
             with self._writing(any(step.durable for step in piece)) as connection:
                 done += self._carry_out(connection, piece)
         return done
@@ -320,17 +318,6 @@ def _expire(connection: sqlite3.Connection, now: int, items: int) -> int:
     """Delete expired rows; return how many were looked at, at most."""
     kept = connection.execute(_PUT_OFF, (now, items, now + AGAIN)).rowcount
     return kept + connection.execute(_EXPIRE, (now, items - kept)).rowcount
-
-
-def _size(step: MessageStep) -> int:
-    size = 0
-    for write in (*step.create.values(), *step.write.values()):
-        if write is not None:
-            size += len(write.body)
-    for push in step.pushes:
-        if push.body is not None:
-            size += len(push.body)
-    return size
 
 
 def _read(connection: sqlite3.Connection, keys: Sequence[Key], now: int) -> list[StoredRow | None]:

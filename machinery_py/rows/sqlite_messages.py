@@ -12,11 +12,11 @@ its queue sleep on without a look at the file.
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -31,12 +31,13 @@ from machinery_py.connections.sqlite.wakeup import ANY, Kind
 from machinery_py.errors import MachineryError
 from machinery_py.fences import Fence
 from machinery_py.rows.contract import PAGE
+from machinery_py.rows.file_holds import FileHold
 from machinery_py.rows.messages import (
     CLOSED,
+    REVOKED,
     Claimed,
     ClaimReceipt,
     Claims,
-    Hold,
     HoldKeeper,
     HoldReport,
     MessageQueues,
@@ -50,6 +51,7 @@ from machinery_py.rows.messages import (
 )
 from machinery_py.rows.sqlite_turns import forget_turns, give_turns, serve_turns
 from machinery_py.rows.steps import StepTarget
+from machinery_py.rows.suspects import Suspects
 from machinery_py.texts import printable
 
 WAITING, LATE = 0, 1  # states; held: 2
@@ -169,6 +171,11 @@ _COUNTS = " UNION ALL ".join(
 _REGISTER = "INSERT INTO holds (id, body, pid, place, beat_at, lease) VALUES (?, ?, ?, ?, ?, ?)"
 _HOLDS = "SELECT id, body, pid, place, beat_at, lease, ended FROM holds"
 _ALIVE = "SELECT 1 FROM holds WHERE id = ? AND NOT ended"
+# Out: whether no task is revoked; nothing if the hold was ended.
+_CLAIMS = f"""
+SELECT NOT EXISTS (SELECT 1 FROM rows WHERE kind = '{REVOKED}') FROM holds
+WHERE id = ? AND NOT ended
+"""
 _END = "UPDATE holds SET ended = 1 WHERE id = ?"
 _FORGET = """
 DELETE FROM holds WHERE id = ?1 AND ended AND NOT EXISTS (
@@ -186,6 +193,13 @@ _HOLDING = "SELECT hold, count(*) FROM items INDEXED BY items_held WHERE state =
 _decode_next = msgspec.json.Decoder(list[Next]).decode
 _decode_where = msgspec.json.Decoder(list[tuple[int, str, int, str]]).decode
 _HoldRow = tuple[str, bytes, int, str, int, int, int]
+
+
+class _Beat(NamedTuple):
+    """A beat of a hold. `since`: the monotonic second at which a look saw it first."""
+
+    at: int
+    since: float
 
 
 def count_waiting(connection: sqlite3.Connection, queue: str) -> int:
@@ -295,7 +309,8 @@ class SQLiteMessages(MessageQueues, HoldKeeper):
 
     def __init__(self, driver: SQLiteDriver) -> None:
         self.driver = driver
-        self._suspects: dict[str, int] = {}  # hold → the beat that was seen before
+        self._beats: dict[str, _Beat] = {}  # by hold, as the last look saw them
+        self._suspects = Suspects(driver.clock)
         self._next_sweep = 0.0
 
     def listen(self) -> SQLiteTopicListener:
@@ -406,29 +421,32 @@ class SQLiteMessages(MessageQueues, HoldKeeper):
         if monotonic >= self._next_sweep:
             self._next_sweep = monotonic + SWEEP
             session_files.sweep(self.driver.sessions_folder, {row[0] for row in rows})
-        dead: list[str] = []
-        suspects: dict[str, int] = {}
-        for row in rows:
-            id, beat_at = row[0], row[4]
-            if self._is_dead(row):
-                dead.append(id)
-            if self._is_silent(row):
-                suspects[id] = beat_at
-        self._suspects = suspects
-        return dead
+        silent = [(row[0], row[4], row[5] / 1e6) for row in rows if self._is_silent(row)]
+        self._suspects.look(silent)
+        self._beats = {
+            row[0]: self._last_look(row) or _Beat(at=row[4], since=monotonic) for row in rows
+        }
+        return [row[0] for row in rows if self._is_dead(row)]
 
     def _is_dead(self, row: _HoldRow) -> bool:
-        """Return whether its process has ended, or had not beaten at an earlier look, nor since."""
-        id, beat_at, ended = row[0], row[4], row[6]
-        if ended or self._look(id) is SessionState.DEAD:
+        """Return whether its process has ended, or was silent for long, and is still."""
+        if row[6] or self._look(row[0]) is SessionState.DEAD:
             return True
-        return self._suspects.get(id) == beat_at and self._is_silent(row)
+        return self._suspects.dead.get(row[0]) == row[4] and self._is_silent(row)
 
     def _is_silent(self, row: _HoldRow) -> bool:
         id, _, pid, where, beat_at, lease, _ = row
-        return self.driver.now() - beat_at > lease and (
+        silence = self.driver.now() - beat_at
+        if before := self._last_look(row):  # the clock may have been set back behind the beat
+            silence = max(silence, round((self.driver.clock.monotonic() - before.since) * 1e6))
+        return silence > lease and (
             self._look(id) is SessionState.UNKNOWN or is_suspended(pid, where)
         )
+
+    def _last_look(self, row: _HoldRow) -> _Beat | None:
+        """Return what the last look saw of the hold, if it has not beaten since."""
+        before = self._beats.get(row[0])
+        return before if before and before.at == row[4] else None
 
     def _look(self, hold: str) -> SessionState:
         return session_files.look(self.driver.sessions_folder, hold)
@@ -445,7 +463,7 @@ class SQLiteMessages(MessageQueues, HoldKeeper):
             struck = None if ran is None else as_json(sorted(id for id, _ in ran))
             back, is_over = self.give_back(connection, hold, items, struck)
         if is_over:
-            self._suspects.pop(hold, None)
+            self._beats.pop(hold, None)
             session_files.remove(folder, hold)
         return back
 
@@ -459,18 +477,15 @@ class SQLiteMessages(MessageQueues, HoldKeeper):
         return back, connection.execute(_FORGET, (hold,)).rowcount > 0
 
 
-class SQLiteHold(Hold):
+class SQLiteHold(FileHold):
     """A row, and a locked file."""
 
-    id = ""
-
     def __init__(self, messages: SQLiteMessages, body: bytes, lease: float) -> None:
-        self._messages = messages
         self._driver = driver = messages.driver
+        super().__init__(SessionFile(driver.sessions_folder))
+        self._messages = messages
         self._lease = round(lease * 1e6)
-        self._pid = os.getpid()
-        self._file = SessionFile(driver.sessions_folder)
-        self.id = self._file.key
+        self._oldest_claim = 0  # that may still give anything
         self._beat_at = now = driver.now()
         try:
             with driver.claiming() as connection:
@@ -500,9 +515,11 @@ class SQLiteHold(Hold):
             if due is not None and due <= driver.now():
                 self._messages.promote_due(connection)
                 due = connection.execute(_NEXT_DUE).fetchone()[0]
-            if connection.execute(_ALIVE, (self.id,)).fetchone() is None:
+            claims = connection.execute(_CLAIMS, (self.id,)).fetchone()
+            if claims is None or number < self._oldest_claim:
                 return Claims([], due)
             if lost is not None:
+                self._oldest_claim = number
                 found = _decode_next(connection.execute(_LOST, (self.id, lost)).fetchone()[0])
                 size -= sum(one.size for one in found)
             again = len(found)
@@ -523,7 +540,7 @@ class SQLiteHold(Hold):
                     connection.execute(_CLAIM, (ids, self.id, number, count))
             serve_turns(connection, new)
             fence = next_fence(connection, driver.now(), len(found))
-        return Claims(self._claimed(found, fence), due)
+        return Claims(self._claimed(found, fence), due, bool(claims[0]))
 
     def _claimed(self, found: Sequence[Next], fence: Fence) -> list[Claimed]:
         """Return what was claimed, with fences from this one on."""
@@ -569,9 +586,6 @@ class SQLiteHold(Hold):
             except MachineryError:
                 return  # if it kills this process now, the next death counts
 
-    def end_run(self, receipt: ClaimReceipt) -> None:
-        self._file.ends((receipt.id, ALL))
-
     def write(self, body: bytes) -> None:
         with self._driver.claiming() as connection:
             connection.execute("UPDATE holds SET body = ? WHERE id = ?", (body, self.id))
@@ -588,26 +602,9 @@ class SQLiteHold(Hold):
             self._beat_at = now
         return True
 
-    def end(self) -> None:
-        if self._pid != os.getpid():
-            return  # it is the parent's
-        try:
-            with self._driver.claiming() as connection:
-                self._messages.give_back(connection, self.id, -1, "[]")
-        except BaseException:
-            self.abandon()  # then others find us dead
-            raise
-        self._file.end()
-
-    def abandon(self) -> None:
-        """Release only the lock that proves its life, as a dying process does."""
-        self._file.abandon()
-
-    def __del__(self) -> None:
-        # Nobody can end it any more: others must find it dead, and not alive for as long as this
-        # process.
-        if self.id:
-            self.abandon()
+    def _give_back(self) -> None:
+        with self._driver.claiming() as connection:
+            self._messages.give_back(connection, self.id, -1, "[]")
 
 
 def _take(connection: sqlite3.Connection, queue: str, limit: int, number: int) -> list[Next]:

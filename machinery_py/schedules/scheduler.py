@@ -112,7 +112,7 @@ class Scheduler:
         self._synced = -1  # how many declarations the store has been told; -1: not yet
         self._known: dict[str, Known] = {}
         self._unreadable: dict[str, bytes] = {}
-        self._version = self._era = ""
+        self._version = ""
         self._stale = True
         self._read_at = 0.0
         self._read_now = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)  # the store's time then
@@ -178,16 +178,6 @@ class Scheduler:
             self._version = records.version
             self._take(records.bodies)
         self._find_ahead()
-        if records.era != self._era:
-            gone = sorted(
-                self._declared.all().keys() - self._known.keys() - self._unreadable.keys()
-            )
-            if self._era and gone:
-                logger.warning(
-                    "schedules were forgotten by the result backend, and are stored again: %s",
-                    ", ".join(gone),
-                )
-            self._era, self._synced = records.era, -1
         if len(self._declared) != self._synced:
             count = len(self._declared)
             self._sync()

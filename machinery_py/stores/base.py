@@ -38,7 +38,9 @@ from machinery_py.errors import (
     PublishRefused,
     PublishUnknown,
     StoreUnusable,
+    Unsupported,
 )
+from machinery_py.rows.contract import OwnTransaction
 from machinery_py.tasks.states import Arrival, GroupMeta, TaskState, size_of_state
 from machinery_py.texts import get_logger
 from machinery_py.threads import INSIDE
@@ -92,16 +94,6 @@ class Settlement(DeliveryEnd, frozen=True, kw_only=True, gc=False):
     groups: Sequence[GroupMeta] = ()
     arrivals: Sequence[Arrival] = ()
     riders: Sequence[Rider] = ()
-
-
-def carried_by(settlement: Settlement) -> int:
-    """Return about how many bytes a settlement carries."""
-    size = len(settlement.delivery.body)
-    for state in settlement.states:
-        size += size_of_state(state)
-    if settlement.send or settlement.arrivals:
-        size += carried_along(settlement)
-    return size
 
 
 def carried_along(settlement: Settlement) -> int:
@@ -253,7 +245,12 @@ class Session(ABC):
 
         Called in the thread that ended the call. Returns about how many bytes it carries.
         """
-        return carried_by(settlement)
+        size = len(settlement.delivery.body)
+        for state in settlement.states:
+            size += size_of_state(state)
+        if settlement.send or settlement.arrivals:
+            size += carried_along(settlement)
+        return size
 
     @abstractmethod
     def settle(
@@ -297,6 +294,26 @@ class Session(ABC):
     def close(self) -> None:
         """Close the consumer, as Consumer.close."""
         self.consumer.close()
+
+
+class StoreTransaction(ABC):
+    """A transaction of a store, in which user code writes. Belongs to one thread.
+
+    Attributes:
+        own: with the connection for that code.
+        store: as `Store.within` of it.
+    """
+
+    own: OwnTransaction
+    store: Store
+
+    @abstractmethod
+    def settle(self, session: Session, settlement: Settlement) -> Verdict:
+        """Settle as the last step before `own.commit`; unless SETTLED the caller rolls back."""
+
+    @abstractmethod
+    def is_held(self, session: Session, delivery: Delivery) -> bool:
+        """Return whether the session has the delivery, when the transaction has come to an end."""
 
 
 class Store(ABC):
@@ -384,6 +401,38 @@ class Store(ABC):
 
         Returns True to one caller; for all others, and if a rider refuses it, nothing is written.
         """
+
+    def within(self, connection: object) -> Store:
+        """Return a store that submits in a transaction which its caller has begun.
+
+        Its `submit` is called once, not repeated: after an error the transaction is over. A limit
+        of a queue is looked at before. Of the backend it knows claims and states.
+
+        Args:
+            connection: as the store of rows takes it, see `Rows.on`.
+
+        Raises:
+            Unsupported: broker and backend are not in one database that has transactions, or the
+                connection is none to it.
+        """
+        del connection
+        raise self._has_no_transactions()
+
+    def open_transaction(self) -> StoreTransaction:
+        """Return a transaction for a task that this store has delivered.
+
+        Raises:
+            Unsupported: as `within`.
+        """
+        raise self._has_no_transactions()
+
+    def _has_no_transactions(self) -> Unsupported:
+        names = self.broker.features.name, self.backend.features.name
+        return Unsupported(
+            "tasks cannot be sent or settled in your transaction: the broker is {!r}, the result "
+            "backend {!r} (both must be one postgresql:// URL; else by an outbox: "
+            "docs/how-to/outbox.md)".format(*names)
+        )
 
     def publish_left(self, key: str) -> None:  # noqa: B027 - most stores keep no messages of their own
         """Publish what a submission with riders and this token left when it was cut off.

@@ -344,11 +344,11 @@ class MongoSession(Session):
 
     def _without_ended(self, deliveries: list[Delivery]) -> list[Delivery]:
         """Return the deliveries whose run has not ended; second messages of a task are dropped."""
-        rows = self._store.states.tasks.load_ended(one.receipt.uuid for one in deliveries)
+        rows = self._store.states.tasks.load_ended(receipt_of(one).uuid for one in deliveries)
         over = {
             one.receipt: Disposal(delivery=one)
             for one in deliveries
-            if (row := rows.get(one.receipt.uuid)) and row.state and _is_over(one, row.state)
+            if (row := rows.get(receipt_of(one).uuid)) and row.state and _is_over(one, row.state)
         }
         if not over:
             return deliveries
@@ -357,12 +357,12 @@ class MongoSession(Session):
 
     def _without_refused(self, deliveries: list[Delivery]) -> list[Delivery]:
         """Return the deliveries that can be run; a foreign document makes a dead letter."""
-        refused = self._store.states.tasks.refusals(one.receipt.uuid for one in deliveries)
+        refused = self._store.states.tasks.refusals(receipt_of(one).uuid for one in deliveries)
         if not refused:
             return deliveries
         dead: list[Disposal] = []
         for delivery in deliveries:
-            uuid = delivery.receipt.uuid
+            uuid = receipt_of(delivery).uuid
             if uuid in refused:
                 error = str(refused[uuid])
                 logger.error(
@@ -374,7 +374,7 @@ class MongoSession(Session):
                     )
                 )
         self.consumer.dispose(dead)
-        return [delivery for delivery in deliveries if delivery.receipt.uuid not in refused]
+        return [delivery for delivery in deliveries if receipt_of(delivery).uuid not in refused]
 
     def settle(
         self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()

@@ -83,6 +83,14 @@ class Family(ABC):
     def limits(self) -> Limits:
         raise Unsupported(f"{redact(self.url)} keeps no limits")
 
+    def migration(self) -> str:
+        """Return the SQL that brings its tables up to date; "" if they are, or it has none."""
+        return ""
+
+    def migrate(self) -> tuple[int, int]:
+        """Carry `migration` out; return the version of its tables before it, and now."""
+        return 0, 0
+
     def together(self) -> Store | None:
         """Return a store in which broker and backend settle as one, if they can."""
         return None
@@ -105,6 +113,8 @@ FAMILIES: dict[str, str] = {
     "amqps": "machinery_py.stores.rabbitmq:AMQPFamily",
     "mongodb": "machinery_py.stores.mongodb:MongoDBFamily",
     "mongodb+srv": "machinery_py.stores.mongodb:MongoDBFamily",
+    "postgres": "machinery_py.stores.postgresql:PostgreSQLFamily",
+    "postgresql": "machinery_py.stores.postgresql:PostgreSQLFamily",
 }
 
 
@@ -113,8 +123,9 @@ def add_family(
 ) -> None:
     """Let URLs of this scheme open a store of your own.
 
-    Call it before the Config with such a URL is made. The keeper of a worker (worker/keeper.py)
-    imports no code of yours, so it cannot open such a broker: its workers beat by themselves alone.
+    Call it before the Config with such a URL is made. The keeper of a worker
+    (worker/control/keeper.py) imports no code of yours, so it cannot open such a broker: its
+    workers beat by themselves alone.
 
     Args:
         target: `module:name` of the `Family`, imported when a URL needs it.
@@ -310,8 +321,12 @@ class Stores:
             )
         return self._lock_family
 
+    @property
+    def families(self) -> Iterable[Family]:
+        return self._families.values()
+
     def close(self) -> None:
         """Give everything back. May be called twice."""
         self.store.close()
-        for family in self._families.values():
+        for family in self.families:
             family.close()

@@ -41,7 +41,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -68,6 +68,7 @@ from machinery_py.errors import (
 )
 from machinery_py.fences import Fence
 from machinery_py.names import REASON, check_message
+from machinery_py.receipts import Receipt
 from machinery_py.stores.base import (
     AWAY,
     Firing,
@@ -290,7 +291,7 @@ class TwoSession(Session):
         super().__init__(consumer)
         self._store = store
         self._settling = threading.Lock()  # a repeat must see what the first try has left undone
-        self._parked: dict[Any, _Parked] = {}  # by receipt
+        self._parked: dict[Receipt, _Parked] = {}
         self._warned_at = -math.inf
         features = store.backend.features
         self._knows_outboxes = features.keeps and not features.forgets

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import msgspec
 import redis as _redis  # noqa: F401 – the drivers load it when they connect, and a fork may come in between there
 
-from machinery_py.backends.base import Verdict
+from machinery_py.backends.base import CONFLICT, Verdict
 from machinery_py.backends.redis.backend import VERDICTS, RedisBackend
 from machinery_py.backends.redis.cluster import ClusterBackend
 from machinery_py.backends.redis.documents import Changes, new_state, packed_states
@@ -70,8 +70,12 @@ from machinery_py.tasks.states import State
 from machinery_py.wire.decode import known_fields
 from machinery_py.wire.states import encode_group
 
+# Where the values of a settlement stand, from its place on; see settle.lua.
+_END = ("END_QUEUE", "END_RECEIPT", "END_FATE", "END_CHANGE", "END_MORE")
+_ENDS: dict[str, object] = {"END": len(_END), **{name: at for at, name in enumerate(_END)}}
+
 # Queues and messages are as putting.lua says, changes and states as changes.lua.
-_lua = Folder("stores/lua", MESSAGES | STATES, away=BrokerUnavailable)
+_lua = Folder("stores/lua", MESSAGES | STATES | _ENDS, away=BrokerUnavailable)
 
 NEW = _lua.script("new", "publishing", TOKEN_LIFE=TOKEN_LIFE)
 SUBMIT = _lua.script("submit", "publishing", TOKEN_LIFE=TOKEN_LIFE)
@@ -295,7 +299,10 @@ class RedisSession(Session):
         letters, to_wake = driver.run_packed(SETTLE, argument)
         if to_wake:
             driver.unblock(to_wake)
-        return [VERDICTS[letter] for letter in letters]
+        verdicts = [VERDICTS[letter] for letter in letters]
+        over = zip(settlements, verdicts, strict=True)
+        consumer.note_ended([one.delivery for one, verdict in over if verdict is not CONFLICT])
+        return verdicts
 
 
 class ClusterStore(TwoStores):

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from machinery_py.tasks.signature import HEADER_ATTEMPTS, Signature
+from machinery_py.tasks.signature import HEADER_ATTEMPTS, AttemptNumber, Signature
 from machinery_py.texts import cut, printable
 from machinery_py.values.malformed import MALFORMED
 
@@ -24,7 +24,7 @@ class Attempt(msgspec.Struct, frozen=True, array_like=True, gc=False):
         started_at: None if it did not start.
     """
 
-    number: int
+    number: AttemptNumber
     started_at: dt.datetime | None
     ended_at: dt.datetime
     worker: str

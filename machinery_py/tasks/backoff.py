@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from machinery_py.clock import ABOVE_ZERO, Seconds, seconds_of
+from machinery_py.tasks.signature import AttemptNumber
 from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
@@ -130,7 +131,7 @@ def check_backoff(backoff: object) -> None:
                 ) from None
 
 
-def delay_for(backoff: Backoff, attempt: int, previous: int) -> float:
+def delay_for(backoff: Backoff, attempt: AttemptNumber, previous: int) -> float:
     """Seconds to wait after the failed try number `attempt` (1 for the first).
 
     A function that fails, or gives no length, is logged, and Fibonacci's pause is taken.

@@ -5,20 +5,23 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import datetime as dt
+import math
+import numbers
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from decimal import Decimal
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from machinery_py.errors import ArgumentError, MachineryError, TimeLimitExceeded
+from machinery_py.errors import ArgumentError, MachineryError, TimeLimitExceeded, Unsupported
 from machinery_py.fences import Fence, local_fence
 from machinery_py.tasks.signature import HEADER_FAILED, Signature
 from machinery_py.texts import quoted
 from machinery_py.values.json_values import Failure, NeedsTags, pack, shown
 from machinery_py.values.malformed import MALFORMED
 
-INTERRUPTIBLE = True  # calls user code and takes no lock, see worker/executors.py
+INTERRUPTIBLE = True  # calls user code and takes no lock, see worker/running/executors.py
 
 T = TypeVar("T")
 
@@ -31,8 +34,8 @@ Report = Callable[[tuple[float, float] | None], None]
 NO_STATE: Mapping[str, Any] = {}
 
 
-class Run(Protocol):
-    """Run of a task, as far as it lends its slot while it waits for other tasks."""
+class SlotHolder(Protocol):
+    """Run of a task, which lends its slot while it waits for other tasks."""
 
     def wait_begins(self) -> bool:
         """Lend the slot. False: this thread has none; no `wait_ends` follows."""
@@ -66,6 +69,7 @@ class Context:
 
     __slots__ = (
         "_cancelled",
+        "_connection",
         "_delivery",
         "_last_report",
         "_report",
@@ -93,9 +97,11 @@ class Context:
         state: Mapping[str, Any] = NO_STATE,
         noted: dict[str, str] | None = None,
         handed_on: Mapping[str, str] = NO_STATE,
-        run: Run | None = None,
+        run: SlotHolder | None = None,
+        connection: object = None,
     ) -> None:
         self.signature = signature
+        self._connection = connection
         self._run = run
         self.state = state
         self.handed_on = handed_on
@@ -154,6 +160,19 @@ class Context:
         return Failure(task=name, uuid=uuid, error=error, error_type=error_type)
 
     @property
+    def connection(self) -> Any:
+        """The connection of psycopg in whose transaction the task runs.
+
+        Raises:
+            Unsupported: it has no `transaction=True`, or the run is over.
+        """
+        if self._connection is None:
+            raise Unsupported(
+                f"{self.name} runs in no transaction (@server.task(transaction=True))"
+            )
+        return self._connection
+
+    @property
     def is_redelivery(self) -> bool:
         """Say whether this run may be a repeat: an earlier delivery ended without a verdict."""
         return self._delivery > 1
@@ -170,7 +189,7 @@ class Context:
 
     def end(self) -> None:
         """Report nothing any more: the run is over."""
-        self._report = self._run = None
+        self._report = self._run = self._connection = None
 
     def check_time(self) -> None:
         """
@@ -181,7 +200,16 @@ class Context:
             raise TimeLimitExceeded(f"task {self.name} {self.uuid}: its time limit is over")
 
     def progress(self, done: float, total: float) -> None:
-        """Publish the progress as `result.get_state().progress`. Cheap enough for a loop."""
+        """Publish the progress as `result.get_state().progress`. Cheap enough for a loop.
+
+        Raises:
+            TypeError: one of them is no number.
+            ValueError: one is NaN or infinite.
+        """
+        if type(done) is not float or type(total) is not float:
+            done, total = _number("done", done), _number("total", total)
+        if not (math.isfinite(done) and math.isfinite(total)):
+            raise ValueError(f"progress of {done} of {total}: expected finite numbers")
         if self._report is None:
             return
         now = time.monotonic()
@@ -238,6 +266,16 @@ def notes_json(noted: Mapping[str, str]) -> str:
     if not noted:
         return ""
     return "{" + ",".join([f"{name}:{value}" for name, value in dict(noted).items()]) + "}"
+
+
+def _number(what: str, value: object) -> float:
+    """Return a number of any kind, as numpy's or a Fraction, as a float."""
+    if isinstance(value, (numbers.Real, Decimal)):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+    raise TypeError(f"progress: {what} is {value!r} (expected a number)")
 
 
 def _as_json(name: str, value: Any) -> str:
@@ -330,7 +368,7 @@ async def waiting_for_tasks_async() -> AsyncIterator[None]:
     await run.wait_ends_async(at_once=False)
 
 
-def _lending() -> Run | None:
+def _lending() -> SlotHolder | None:
     task = RUNNING.get()
     run = None if task is None else task._run
     return run if run is not None and run.wait_begins() else None
@@ -339,7 +377,7 @@ def _lending() -> Run | None:
 def check_time() -> None:
     """Raise if the time of the task is up. Called where this library may wait or take locks.
 
-    There the worker does not interrupt a task from outside (worker/executors.py).
+    There the worker does not interrupt a task from outside (worker/running/executors.py).
 
     Raises:
         TimeLimitExceeded: a task runs here, and its time is up.

@@ -7,8 +7,8 @@ step behind it is its chord's callback.
 
 Where Go has room for one callback and a group has several (the members of a group behind it, those
 of `then` and `catch`), a signature of the task JOIN stands for them. No worker runs it: when the
-group is settled, its callbacks are sent, or fail, in that one step (worker/chords.py). A group
-that is the last step of a member is followed by a JOIN too, whose result is the group's list.
+group is settled, its callbacks are sent, or fail, in that one step (worker/loops/chords.py). A
+group that is the last step of a member is followed by a JOIN too, whose result is the group's list.
 """
 
 from __future__ import annotations

@@ -62,6 +62,8 @@ UNLIMITED = 2**31 - 1
 
 RunNumber = NewType("RunNumber", int)  # of a task: how many of its runs ended before this one
 FIRST_RUN = RunNumber(0)
+AttemptNumber = NewType("AttemptNumber", int)  # of a task: which of its tries this is
+FIRST_ATTEMPT = AttemptNumber(1)
 
 
 class Arg(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -415,9 +417,11 @@ class Signature(msgspec.Struct, Step[R], frozen=True, kw_only=True, gc=False):
         return HEADER_FIXED in self.headers
 
     @property
-    def attempt(self) -> int:
+    def attempt(self) -> AttemptNumber:
         """Number of this try: 1 for the first. Go workers do not count: they leave it as it was."""
-        return _number(self.headers, HEADER_ATTEMPT, 1) if self.headers else 1
+        if not self.headers:
+            return FIRST_ATTEMPT
+        return AttemptNumber(_number(self.headers, HEADER_ATTEMPT, FIRST_ATTEMPT))
 
     @property
     def postponed(self) -> int:

@@ -11,7 +11,7 @@ import msgspec
 
 from machinery_py.bounds import size_of
 from machinery_py.errors import nearest
-from machinery_py.tasks.signature import FIRST_RUN, Arg, RunNumber
+from machinery_py.tasks.signature import FIRST_ATTEMPT, FIRST_RUN, Arg, AttemptNumber, RunNumber
 from machinery_py.values.malformed import MALFORMED
 
 ZERO_TIME = dt.datetime(1, 1, 1, tzinfo=dt.timezone.utc)  # Go's time that was never set
@@ -32,25 +32,27 @@ class State(StrEnum):
         return self is State.SUCCESS or self is State.FAILURE
 
 
-_P, _RC, _S, _RT, _OK, _F = State
-FINISHED = (_OK, _F)
+#: The states by their bare names, for what each task passes: an attribute of an enum is slow in
+#: Python 3.11.
+PENDING, RECEIVED, STARTED, RETRY, SUCCESS, FAILURE = State
+FINISHED = (SUCCESS, FAILURE)
 
 _ALSO = {
-    "WAITING": _P,
-    "QUEUED": _P,
-    "SENT": _P,
-    "CLAIMED": _RC,
-    "RUNNING": _S,
-    "ACTIVE": _S,
-    "RETRYING": _RT,
-    "RETRIED": _RT,
-    "SUCCEEDED": _OK,
-    "SUCCESSFUL": _OK,
-    "DONE": _OK,
-    "OK": _OK,
-    "FAILED": _F,
-    "FAIL": _F,
-    "ERROR": _F,
+    "WAITING": PENDING,
+    "QUEUED": PENDING,
+    "SENT": PENDING,
+    "CLAIMED": RECEIVED,
+    "RUNNING": STARTED,
+    "ACTIVE": STARTED,
+    "RETRYING": RETRY,
+    "RETRIED": RETRY,
+    "SUCCEEDED": SUCCESS,
+    "SUCCESSFUL": SUCCESS,
+    "DONE": SUCCESS,
+    "OK": SUCCESS,
+    "FAILED": FAILURE,
+    "FAIL": FAILURE,
+    "ERROR": FAILURE,
 }
 
 
@@ -74,19 +76,21 @@ def state_named(word: str) -> State:
 #: state is unknown, because it has expired, or a Go program published the task without one.
 LEGAL: dict[State | None, frozenset[State]] = {
     None: frozenset(State),
-    _P: frozenset({_RC, _S, _RT, _OK, _F}),
-    _RC: frozenset({_S, _RT, _OK, _F}),
-    _S: frozenset({_RT, _OK, _F}),
-    _RT: frozenset({_OK, _F}),
-    _OK: frozenset(),
-    _F: frozenset(),
+    PENDING: frozenset({RECEIVED, STARTED, RETRY, SUCCESS, FAILURE}),
+    RECEIVED: frozenset({STARTED, RETRY, SUCCESS, FAILURE}),
+    STARTED: frozenset({RETRY, SUCCESS, FAILURE}),
+    RETRY: frozenset({SUCCESS, FAILURE}),
+    SUCCESS: frozenset(),
+    FAILURE: frozenset(),
 }
 
 #: Legal changes between runs: the next run follows RETRY, and a replay of a dead letter or of a
 #: failed task starts anew.
 _NEXT_RUN: dict[State, frozenset[State]] = {
-    **dict.fromkeys((_P, _RC, _S, _RT), frozenset({_RC, _S, _RT, _OK, _F})),
-    **dict.fromkeys((_OK, _F), frozenset[State]()),
+    **dict.fromkeys(
+        (PENDING, RECEIVED, STARTED, RETRY), frozenset({RECEIVED, STARTED, RETRY, SUCCESS, FAILURE})
+    ),
+    **dict.fromkeys((SUCCESS, FAILURE), frozenset[State]()),
 }
 
 
@@ -125,7 +129,7 @@ class TaskState(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaul
     ttl: int = 0
 
     run: RunNumber = FIRST_RUN
-    attempt: int = 1
+    attempt: AttemptNumber = FIRST_ATTEMPT
     queue: str = ""
     error_type: str = ""
     traceback: str = ""
@@ -142,7 +146,7 @@ class TaskState(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaul
 
     @property
     def is_finished(self) -> bool:
-        return self.state is _OK or self.state is _F
+        return self.state is SUCCESS or self.state is FAILURE
 
     def life(self, expire_in: float) -> float:
         """Return the seconds that it is kept once finished; others are kept for `expire_in`."""

@@ -34,8 +34,8 @@ from machinery_py.tasks.states import State, TaskState
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.values.values import to_python
 from machinery_py.wire.signatures import decode_signature, encode_signature
-from machinery_py.worker.execution import Execution
 from machinery_py.worker.inline import Inline
+from machinery_py.worker.running.execution import Execution
 from machinery_py.worker.worker import Worker
 
 LEAD = dt.timedelta(seconds=1)  # lead of the harness's clock over the machine's at its start

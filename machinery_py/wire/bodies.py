@@ -1,27 +1,20 @@
-"""Bodies of rows: msgpack, also of texts that are not UTF-8, and of results that it cannot hold."""
+"""Bodies of rows: msgpack, or JSON where people read them; also of texts that are not UTF-8, and of
+results that msgpack cannot hold.
+"""
 
 from __future__ import annotations
 
 import datetime as dt
 import json
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 from msgspec.structs import force_setattr
 
 from machinery_py.fences import NO_FENCE, Fence
-from machinery_py.tasks.states import TaskState
+from machinery_py.tasks.states import GroupMeta, TaskState
 from machinery_py.texts import printable
-
-_encode = msgspec.msgpack.Encoder().encode
-
-
-def encode(value: object) -> bytes:
-    """Return the value as msgpack; half a surrogate pair in a text is written out."""
-    try:
-        return _encode(value)
-    except UnicodeEncodeError:
-        plain = msgspec.to_builtins(value, builtin_types=(bytes, dt.datetime))
-        return _encode(_readable(plain))
 
 
 def _readable(value: object) -> object:
@@ -48,35 +41,66 @@ class TaskBody(msgspec.Struct, array_like=True, gc=False):
     odd: dict[int, str] = {}
 
 
-_decode_task = msgspec.msgpack.Decoder(TaskBody).decode
+class Bodies:
+    """Bodies in one format."""
+
+    def __init__(
+        self,
+        encode: Callable[[Any], bytes],
+        decoder: Callable[[type[Any]], Callable[[bytes], Any]],
+    ) -> None:
+        self._encode = encode
+        self.decoder = decoder
+        self._decode_task: Callable[[bytes], TaskBody] = decoder(TaskBody)
+        self._decode_group: Callable[[bytes], GroupMeta] = decoder(GroupMeta)
+
+    def encode(self, value: object) -> bytes:
+        """Return the value in this format; half a surrogate pair in a text is written out."""
+        try:
+            return self._encode(value)
+        except UnicodeEncodeError:
+            plain = msgspec.to_builtins(value, builtin_types=(bytes, dt.datetime))
+            return self._encode(_readable(plain))
+
+    def encode_task(self, state: TaskState | None, mark: str, epoch: Fence) -> bytes:
+        """Return the body of a task's row.
+
+        Results with integers of more than 64 bits, or half a surrogate pair, are kept as they are.
+        """
+        try:
+            return self._encode((state, mark, epoch))
+        except (OverflowError, UnicodeEncodeError):
+            if state is None or not state.results:
+                return self.encode((state, mark, epoch))
+            results, odd = list(state.results), dict[int, str]()
+            for number, arg in enumerate(results):
+                try:
+                    self._encode(arg.value)
+                except (OverflowError, UnicodeEncodeError):
+                    odd[number] = json.dumps(arg.value)
+                    results[number] = msgspec.structs.replace(arg, value=None)
+            state = msgspec.structs.replace(state, results=results)
+            return self.encode((state, mark, epoch, odd))
+
+    def decode_task(self, body: bytes) -> TaskBody:
+        """Return what `encode_task` was given."""
+        one = self._decode_task(body)
+        if one.state is not None and one.state.results:
+            results = list(one.state.results)
+            for number, text in one.odd.items():
+                results[number] = msgspec.structs.replace(results[number], value=json.loads(text))
+            force_setattr(one.state, "results", tuple(results))  # it is ours alone yet
+        return one
+
+    def decode_group(self, body: bytes) -> GroupMeta:
+        """Return the record of a group."""
+        meta = self._decode_group(body)
+        force_setattr(meta, "task_uuids", tuple(meta.task_uuids))
+        return meta
 
 
-def encode_task(state: TaskState | None, mark: str, epoch: Fence) -> bytes:
-    """Return the body of a task's row.
-
-    Results with integers of more than 64 bits, or half a surrogate pair, are kept as they are.
-    """
-    try:
-        return _encode((state, mark, epoch))
-    except (OverflowError, UnicodeEncodeError):
-        if state is None or not state.results:
-            return encode((state, mark, epoch))
-        results, odd = list(state.results), dict[int, str]()
-        for number, arg in enumerate(results):
-            try:
-                _encode(arg.value)
-            except (OverflowError, UnicodeEncodeError):
-                odd[number] = json.dumps(arg.value)
-                results[number] = msgspec.structs.replace(arg, value=None)
-        return encode((msgspec.structs.replace(state, results=results), mark, epoch, odd))
-
-
-def decode_task(body: bytes) -> TaskBody:
-    """Return what `encode_task` was given."""
-    one = _decode_task(body)
-    if one.state is not None and one.state.results:
-        results = list(one.state.results)
-        for number, text in one.odd.items():
-            results[number] = msgspec.structs.replace(results[number], value=json.loads(text))
-        force_setattr(one.state, "results", tuple(results))  # it is ours alone yet
-    return one
+MSGPACK = Bodies(
+    msgspec.msgpack.Encoder().encode, lambda kind: msgspec.msgpack.Decoder(kind).decode
+)
+JSON = Bodies(msgspec.json.Encoder().encode, lambda kind: msgspec.json.Decoder(kind).decode)
+encode = MSGPACK.encode

@@ -11,7 +11,6 @@ import contextlib
 import math
 import os
 import threading
-import time
 from collections.abc import Callable
 
 from machinery_py.app import Application
@@ -27,31 +26,32 @@ from machinery_py.schedules.scheduler import Declared
 from machinery_py.schedules.thread import SchedulerThread
 from machinery_py.stores.base import Session
 from machinery_py.texts import get_logger
-from machinery_py.worker.agent import Agent
+from machinery_py.unique import report_unkept_keys
+from machinery_py.worker.admission.limit_watch import LimitWatch
 from machinery_py.worker.autoscale import Autoscaler, check_autoscale
-from machinery_py.worker.chords import settle_ready_groups
-from machinery_py.worker.executors import Executors
-from machinery_py.worker.frames import Setup
-from machinery_py.worker.go_groups import GoGroupPoller
-from machinery_py.worker.hooks import HandlerSetters
+from machinery_py.worker.connected import Connected
+from machinery_py.worker.control.agent import Agent
+from machinery_py.worker.control.signs import signs_for
+from machinery_py.worker.control.steering import Steering
 from machinery_py.worker.lease import WorkerLease
-from machinery_py.worker.limit_watch import LimitWatch
-from machinery_py.worker.maintenance import Maintenance
+from machinery_py.worker.loops.chords import settle_ready_groups
+from machinery_py.worker.loops.go_groups import GoGroupPoller
+from machinery_py.worker.loops.maintenance import Maintenance
+from machinery_py.worker.loops.receiver import Receiver
+from machinery_py.worker.loops.settler import Settler
+from machinery_py.worker.loops.timer import Timer
 from machinery_py.worker.parts import CONSUMER, Part, RunningParts, added
-from machinery_py.worker.processes import ProcessPool
-from machinery_py.worker.receiver import Receiver
+from machinery_py.worker.processes.frames import Setup
+from machinery_py.worker.processes.pool import ProcessPool
 from machinery_py.worker.reconnect import Reconnect, open_patiently
-from machinery_py.worker.settler import Settler
-from machinery_py.worker.signs import Signs, signs_for
-from machinery_py.worker.steering import Steering
+from machinery_py.worker.running.executors import Executors
+from machinery_py.worker.running.hooks import HandlerSetters
 from machinery_py.worker.stopping import StopRequest
 from machinery_py.worker.surroundings import Surroundings
-from machinery_py.worker.timer import Timer
 
 logger = get_logger(__name__)
 
 LOOP_WAIT = 10.0  # seconds for a thread to end
-SETTLER_WAIT = 2.0  # seconds for a task that has ended to reach the settler
 
 
 class Engine(HandlerSetters):
@@ -105,17 +105,16 @@ class Engine(HandlerSetters):
         self._attendant: threading.Thread | None = None  # ends what `start` began
         self._runs = 0  # that were started
         self._is_new = True  # so a request to stop is for its first run, not for one that is over
-        self._session: Session | None = None
+        self._connected: Connected | None = None
         self._parts: RunningParts | None = None  # while it runs
         self._added: list[AddedPart] = []
         self._is_patient = self._is_online = False
         self._timer = Timer(f"{self.name}-timer")
         self._agent = Agent(app, self.name)
         self._limits = LimitWatch(app, self.name)
-        self._signs: Signs | None = None
         self._processes = ProcessPool(self.name)
         self._processes.close()
-        self._processed_before = 0
+        self._count: tuple[int, Settler | None] = (0, None)  # of ended tasks: before, and by whom
         self._declared = declared
         self._scheduler: SchedulerThread | None = None
 
@@ -127,7 +126,7 @@ class Engine(HandlerSetters):
             Part("events", stop=self._go_offline),
             Part("lifespan", ("events",), self._enter, lambda: self._surroundings.leave(LOOP_WAIT)),
             Part("broker", ("lifespan",), self._connect, self._disconnect),  # and its beats
-            Part("control", ("broker",), lambda: self._agent.start(self._steering.handlers())),
+            Part("control", ("broker",), lambda: self._agent.start(self._live.steering.handlers())),
             Part("timer", ("broker",), self._timer.start, lambda: self._timer.close(LOOP_WAIT)),
             Part("pool", ("broker",), stop=self._close_pool),
             Part("settler", ("pool",), self._settle, self._close_settler),
@@ -151,13 +150,12 @@ class Engine(HandlerSetters):
             session = self._open()
         if session is not None:
             try:
-                self._build(session)
+                self._connected = self._around(session)
             except BaseException:
                 session.close()
                 raise
-            self._session = session
             self._serve(self.order)
-            self._maintenance.timer.start()
+            self._connected.maintenance.timer.start()
 
     def _open(self) -> Session:
         app = self.app
@@ -181,35 +179,32 @@ class Engine(HandlerSetters):
             with contextlib.suppress(MachineryError):
                 session.close()
             raise
-        self._signs = signs_for(app.store.broker, app.config)
         return session
 
-    def _build(self, session: Session) -> None:
+    def _around(self, session: Session) -> Connected:
         """Make the parts around the session; none of them runs yet."""
         app = self.app
         self._reconnect.succeeded()
-        self._groups = GoGroupPoller(app.store.backend)
-        self._processed_before = self.processed
-        self._settler = Settler(
-            app, session, self._groups, reconnect=self._reconnect, name=self.name
-        )
+        groups = GoGroupPoller(app.store.backend)
+        settler = Settler(app, session, groups, reconnect=self._reconnect, name=self.name)
+        self._count = self.processed, settler
         lease = WorkerLease(session, app.config.lease)
-        self._executors = Executors(
+        executors = Executors(
             self._concurrency,
             session,
             name=self.name,
             lease=lease,
-            on_done=self._settler.put,
-            on_mark=self._settler.mark,
+            on_done=settler.put,
+            on_mark=settler.mark,
             processes=self._processes,
             loop=self._surroundings.loop,
         )
-        self._receiver = Receiver(
+        receiver = Receiver(
             app,
             self._hooks,
             session,
-            self._executors,
-            self._settler,
+            executors,
+            settler,
             order=self.order,
             reconnect=self._reconnect,
             lease=lease,
@@ -217,39 +212,53 @@ class Engine(HandlerSetters):
             burst=self.burst,
             autoscaler=Autoscaler(*self.autoscale) if self.autoscale else None,
         )
-        self._executors.on_room = self._receiver.has_room
-        self._maintenance = Maintenance(
-            app,
-            session,
-            self._receiver,
-            self._executors,
-            self._settler,
-            self._groups,
-            lease=lease,
-            name=self.name,
-            on_beat=self._on_beat,
-        )
-        self._steering = Steering(
-            app,
-            self.name,
-            self._receiver,
-            self._executors,
-            self._settler,
-            resize=self.resize,
-            on_queues=self._serve,
-            on_shutdown=self._retire,
-            pool=self.pool,
+        executors.on_room = receiver.has_room
+        return Connected(
+            session=session,
+            signs=signs_for(app.store.broker, app.config),
+            settler=settler,
+            executors=executors,
+            receiver=receiver,
+            maintenance=Maintenance(
+                app,
+                session,
+                receiver,
+                executors,
+                settler,
+                groups,
+                lease=lease,
+                name=self.name,
+                on_beat=self._on_beat,
+            ),
+            steering=Steering(
+                app,
+                self.name,
+                receiver,
+                executors,
+                settler,
+                resize=self.resize,
+                on_queues=self._serve,
+                on_shutdown=self._retire,
+                pool=self.pool,
+            ),
         )
 
+    @property
+    def _live(self) -> Connected:
+        """The parts around the session. For those that are started after it, and stopped before."""
+        assert self._connected is not None
+        return self._connected
+
     def _settle(self) -> None:
-        self._settler.start(self._receiver.settled, self._receiver.reported)
+        self._live.settler.start(self._live.receiver.settled, self._live.receiver.reported)
 
     def _consume(self) -> None:
         # Before its first claim: what it claims may end the process.
+        report_unkept_keys(self.app)
         self.app.events.emit(WorkerOnline(worker=self.name))
         self._is_online = True
-        self._emit_heartbeat()
-        self._receiver.start()
+        self._emit_heartbeat(self._live)
+        self._live.receiver.start()
 
     def _schedule(self) -> None:
         if self._declared is not None:
@@ -258,9 +267,8 @@ class Engine(HandlerSetters):
 
     def _serve(self, order: QueueOrder) -> None:
         self.order, self.queues = order, order.names
-        if self._signs is not None and self._session is not None:
-            consumer, answers = self._session.consumer, self._steering.answers
-            self._signs.keep(consumer, self.queues, self.app.config, answers)
+        if self._connected is not None:
+            self._connected.tell_signs(order.names, self.app.config)
 
     def _retire(self) -> None:
         logger.info("worker %s was ordered to end when the running tasks are done", self.name)
@@ -272,52 +280,25 @@ class Engine(HandlerSetters):
             self._scheduler.stop()  # claims must not go on until it has ended
 
     def _drain(self) -> None:
-        """Claim no more, let running tasks end in time, and give back those that do not."""
-        try:
-            self._receiver.stop()
-            self._receiver.hand_back()
-            self._wait_while(
-                lambda: bool(self._executors.busy()) and not self._stop_request.is_abrupt,
-                self.shutdown_timeout,
-            )
-        finally:  # also by Ctrl+C
-            self._hand_over()
-
-    def _hand_over(self) -> None:
-        """Give back what still runs; what has ended gets to the settler."""
-        unfinished = self._receiver.hand_back(started=True)
-        for execution in self._executors.running():
-            self._executors.cancel(execution)
-        # Ended tasks must be with the settler before it is closed.
-        self._wait_while(lambda: self._executors.are_ending(unfinished), SETTLER_WAIT)
-        back = [one.signature.uuid for one in unfinished if not one.is_final]
-        if back:
-            logger.warning(
-                "%d unfinished tasks go back to their queues: %s", len(back), ", ".join(back[:5])
-            )
+        self._live.drain(self._stop_request, self.shutdown_timeout)
 
     def _close_settler(self) -> None:
-        if not self._settler.close(timeout=max(5.0, self.shutdown_timeout)):
+        if not self._live.settler.close(timeout=max(5.0, self.shutdown_timeout)):
             logger.error("some results could not be stored; their tasks will run again")
         self._surroundings.call_ends(LOOP_WAIT)  # before what they may need is stopped
 
     def _close_pool(self) -> None:
-        self._executors.close()
+        self._live.executors.close()
 
     def _disconnect(self) -> None:
         self._agent.stop(LOOP_WAIT)
         if self._scheduler is not None:
             self._scheduler.join(LOOP_WAIT)
-        session, self._session = self._session, None
-        if session is not None:
-            self._maintenance.timer.close(LOOP_WAIT)
+        connected, self._connected = self._connected, None
+        if connected is not None:
+            connected.maintenance.timer.close(LOOP_WAIT)
             self.app.locks.flush()
-            try:
-                session.close()
-            except MachineryError as error:
-                logger.warning("this worker could not sign off, and will be found gone: %s", error)
-            if self._signs is not None:
-                self._signs.drop(session.consumer)
+            connected.close()
         self._processes.close()
 
     def _go_offline(self) -> None:
@@ -335,61 +316,52 @@ class Engine(HandlerSetters):
         if self.autoscale is not None:
             raise MachineryError(f"worker {self.name} scales itself (start it without autoscale)")
         concurrency = concurrency or 2 * (os.cpu_count() or 1)
-        if self._session is not None:
-            self._receiver.resize(concurrency)
+        if self._connected is not None:
+            self._connected.receiver.resize(concurrency)
         self._concurrency = concurrency
 
     @property
     def concurrency(self) -> int:
         """Number of tasks that may run at a time now; with `autoscale` it changes by itself."""
-        return self._executors.concurrency if self._session is not None else self._concurrency
+        connected = self._connected
+        return connected.executors.concurrency if connected is not None else self._concurrency
 
     def blame(self) -> None:
         """Give a strike to all begun tasks that are not settled, should this process die now."""
-        session = self._session
-        if session is not None:
-            for execution in self._receiver.held():
-                if execution.call_started:
-                    session.consumer.run_begins(execution.delivery)
+        if (connected := self._connected) is not None:
+            connected.blame()
 
     @property
     def ready(self) -> bool:
         """Whether tasks can be received and settled."""
-        return (
-            self._session is not None
-            and self._receiver.connected
-            and not self._receiver.loop.is_stopping()
-            and self._settler.healthy
-        )
+        connected = self._connected
+        return connected is not None and connected.is_ready
 
     @property
     def processed(self) -> int:
         """Number of tasks that have ended here."""
-        settler = getattr(self, "_settler", None)
-        return self._processed_before + (settler.processed if settler is not None else 0)
+        before, settler = self._count
+        return before + (settler.processed if settler is not None else 0)
 
     @property
     def active(self) -> int:
         """Number of tasks that run now."""
-        return len(self._executors.running()) if self._session is not None else 0
-
-    def _wait_while(self, is_so: Callable[[], bool], timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        while is_so() and time.monotonic() < deadline:
-            self._stop_request.wait(0.02)
+        connected = self._connected
+        return len(connected.executors.running()) if connected is not None else 0
 
     def _on_beat(self) -> None:
-        if self._signs is not None:
-            self._signs.give()
+        connected = self._connected
+        if connected is not None and connected.signs is not None:
+            connected.signs.give()
         self.beat_at = boottime()
-        if self._is_online:  # the first event of a worker says that
-            self._emit_heartbeat()
+        if connected is not None and self._is_online:  # the first event of a worker says that
+            self._emit_heartbeat(connected)
 
-    def _emit_heartbeat(self) -> None:
+    def _emit_heartbeat(self, connected: Connected) -> None:
         self.app.publisher.emit_heartbeat(
             worker=self.name,
             active=self.active,
             processed=self.processed,
             slots=self.concurrency,
-            interval=self._maintenance.beat_every,
+            interval=connected.maintenance.beat_every,
         )

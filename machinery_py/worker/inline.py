@@ -11,16 +11,16 @@ from machinery_py.app import Application
 from machinery_py.revocation import revoked_among
 from machinery_py.stores.base import Session
 from machinery_py.tasks.context import RUNNING
-from machinery_py.worker import task_log
-from machinery_py.worker.batches import Batches
-from machinery_py.worker.chords import settle_ready_groups
-from machinery_py.worker.end_hooks import call_end_handlers
-from machinery_py.worker.event_loop import EventLoopThread
-from machinery_py.worker.execution import Execution
-from machinery_py.worker.hooks import WorkerHooks
-from machinery_py.worker.intake import accept, peek
-from machinery_py.worker.runner import run, run_async
-from machinery_py.worker.settler import release, report_end
+from machinery_py.worker.admission.batches import Batches
+from machinery_py.worker.admission.intake import accept, peek
+from machinery_py.worker.loops import task_log
+from machinery_py.worker.loops.chords import settle_ready_groups
+from machinery_py.worker.loops.settler import release, report_end
+from machinery_py.worker.running.end_hooks import call_end_handlers
+from machinery_py.worker.running.event_loop import EventLoopThread
+from machinery_py.worker.running.execution import Execution
+from machinery_py.worker.running.hooks import WorkerHooks
+from machinery_py.worker.running.runner import Run, run_async, run_here
 from machinery_py.worker.surroundings import lifespans
 
 
@@ -99,28 +99,27 @@ class Inline:
         if mark is not None:
             session.settle([], [mark])
         if not execution.settings.batch:
-            self._run(session, execution)
+            self._run(session, Run(execution))
         elif (batch := batches.add(execution, 0.0)) is not None:
             self._run(session, batch)
 
-    def _run(self, session: Session, execution: Execution) -> None:
-        def report(execution: Execution) -> None:
-            calls = execution.calls or (execution,)
-            marks = [mark for one in calls if (mark := one.mark()) is not None]
-            session.settle([], marks)
+    def _run(self, session: Session, run: Run) -> None:
+        def report(run: Run) -> None:
+            session.settle([], [mark for one in run.calls if (mark := one.mark()) is not None])
 
-        if execution.is_async:
+        for one in run.calls:
+            one.begin()
+        if run.is_async:
             # On a loop of its own: the caller may be inside a running one.
             try:
-                contextvars.Context().run(self._hooks.run_coroutine, run_async(execution, report))
+                contextvars.Context().run(self._hooks.run_coroutine, run_async(run, report))
             except KeyboardInterrupt as error:  # it ended our waiting; the loop cancels the task
-                execution.finish(execution.failed(error))
+                run.finish(run.failed(error))
         else:
-            run(execution, report)
-        calls = execution.calls or (execution,)
-        for one in calls:
+            run_here(run, report)
+        for one in run.calls:
             self._settle(session, one)
-        for one in calls:
+        for one in run.calls:
             if one.interrupt is not None:  # Ctrl+C is for the caller, in whose thread it ran
                 raise one.interrupt
 

@@ -14,7 +14,7 @@ from typing import Any
 from machinery_py.errors import ConfigError, MachineryError
 from machinery_py.registry.hooks import AddedPart, WorkerPart
 from machinery_py.texts import get_logger, quoted
-from machinery_py.worker.hooks import WorkerHooks, text_of, type_name_of
+from machinery_py.worker.running.hooks import WorkerHooks, text_of, type_name_of
 
 logger = get_logger(__name__)
 

@@ -16,9 +16,9 @@ from machinery_py.app import Application
 from machinery_py.errors import MachineryError
 from machinery_py.registry.hooks import Lifespan, RunCoroutine
 from machinery_py.texts import get_logger
-from machinery_py.worker.end_hooks import EndHooks
-from machinery_py.worker.event_loop import EventLoopThread
-from machinery_py.worker.hooks import WorkerHooks, name_of, text_of, type_name_of
+from machinery_py.worker.running.end_hooks import EndHooks
+from machinery_py.worker.running.event_loop import EventLoopThread
+from machinery_py.worker.running.hooks import WorkerHooks, name_of, text_of, type_name_of
 from machinery_py.worker.stopping import StopRequest
 
 logger = get_logger(__name__)

@@ -13,8 +13,8 @@ from machinery_py.errors import MachineryError
 from machinery_py.registry.hooks import WorkerPart, added_part
 from machinery_py.texts import get_logger
 from machinery_py.worker.engine import Engine
+from machinery_py.worker.loops.timer import TimerEntry
 from machinery_py.worker.parts import RunningParts
-from machinery_py.worker.timer import TimerEntry
 
 logger = get_logger(__name__)
 
@@ -208,11 +208,12 @@ class Worker(Engine):
     # Inside
 
     def _wait(self) -> None:
-        while not self._stop_request.is_made:
+        connected = self._connected  # None if it was stopped before
+        while connected is not None and not self._stop_request.is_made:
             self._stop_request.wait(0.1 if self.burst or self._max_per_child[1] else 0.5)
             if self._reconnect.given_up is not None:
                 raise self._reconnect.given_up
-            failure = self._failure()
+            failure = connected.failure or self._timer.failure
             if failure is not None:
                 self.on_failure()
                 raise MachineryError(f"worker {self.name} cannot go on: {failure!r}") from failure
@@ -220,21 +221,11 @@ class Worker(Engine):
                 self.is_worn = True
                 logger.info("this worker ends after %d tasks, to be renewed", self.processed)
                 return
-            if self.burst and self._receiver.idle_since is not None and not self._receiver.held():
+            if self.burst and connected.receiver.is_idle:
                 return
-
-    def _failure(self) -> BaseException | None:
-        """Return what has ended a thread that the worker cannot do without."""
-        return (
-            self._receiver.loop.failure
-            or self._settler.loop.failure
-            or self._maintenance.timer.failure
-            or self._executors.limits.failure
-            or self._timer.failure
-        )
 
     def _is_worn(self) -> bool:
         max_tasks, max_memory = self._max_per_child
         # In threads, since its last start: the pool counts from there, too.
-        runs = self.processed - self._processed_before - self._processes.calls
+        runs = self.processed - self._count[0] - self._processes.calls
         return runs > 0 and (0 < max_tasks <= runs or 0 < max_memory < proc.memory())

@@ -24,8 +24,9 @@ import msgspec
 
 from machinery_py.app import Application
 from machinery_py.backends.base import Change, Rider
+from machinery_py.backends.listings import COMPLETE
 from machinery_py.bounds import STEP_ITEMS, in_steps
-from machinery_py.errors import MachineryError, WorkflowError
+from machinery_py.errors import MachineryError, Unsupported, WorkflowError
 from machinery_py.inspection.replay import anew, mend, replay
 from machinery_py.registry.outcomes import CHORD_FAILED, STEP_FAILED, Arrived, followers
 from machinery_py.tasks.context import on_behalf_of
@@ -52,10 +53,16 @@ def retry(app: Application, uuid: str, read: Callable[[], Iterable[TaskState]]) 
         read: reads the states of its tasks.
 
     Raises:
+        Unsupported: the result backend keeps no claims.
         WorkflowError: somebody else retries it, or something that is needed is not kept.
         BackendUnavailable, PublishRefused, PublishUnknown: some of it may be done; repeat it.
     """
     backend, name, token = app.store.backend, f"retry {uuid}", new_uuid("").encode()
+    if not backend.features.claims:
+        raise Unsupported(
+            f"workflow {uuid} cannot be retried: the {backend.features.name} backend keeps no "
+            f"claims, and two programs could retry it at once ({COMPLETE}, or send it anew)"
+        )
     taken = Rider(name=name, expected=None, body=token, life=LONGEST)
     if not backend.amend(taken) and backend.claims([name]) != [token]:
         raise WorkflowError(f"workflow {uuid} is being retried (wait up to {LONGEST:g} s)")
@@ -65,7 +72,7 @@ def retry(app: Application, uuid: str, read: Callable[[], Iterable[TaskState]]) 
         return _retry(app, uuid, list(filter(_has_failed, states)))
     finally:
         try:
-            backend.release([(name, token)])
+            backend.amend(Rider(name=name, expected=token, body=None, life=LONGEST))
         except MachineryError as error:
             logger.debug("the claim of a retry is kept for %g s: %s", LONGEST, error)
 

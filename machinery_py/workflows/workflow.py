@@ -19,7 +19,7 @@ from machinery_py.errors import StateNotFound, WorkflowError
 from machinery_py.revocation import WAITING_LIFE, revoke
 from machinery_py.tasks.plans import PREFIX, RecordedStep, steps_in, workflow_name
 from machinery_py.tasks.states import GroupMeta, State, TaskState
-from machinery_py.worker.chords import settle_ready_groups
+from machinery_py.worker.loops.chords import settle_ready_groups
 from machinery_py.workflows.retry import members_of, retry
 
 SHOWN = 20  # tasks of a step that its report holds
@@ -89,7 +89,8 @@ class Workflow:
 
     def refresh(self) -> None:
         """Read the states of all its tasks."""
-        self.is_cancelled = bool(self._app.store.backend.revoked([self.uuid]))
+        backend = self._app.store.backend
+        self.is_cancelled = bool(backend.features.revocations and backend.revoked([self.uuid]))
         reports = [self._report(place) for place in range(len(self._steps))]
         self._reports = reports
 
@@ -127,6 +128,7 @@ class Workflow:
         callbacks are sent. May be repeated, and must be after an error.
 
         Raises:
+            Unsupported: nothing was done; the result backend keeps no revocations.
             BackendUnavailable, PublishRefused, PublishUnknown: some of it may be done.
         """
         self._app.store.backend.revoke([self.uuid], WAITING_LIFE)

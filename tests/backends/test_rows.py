@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from machinery_py.backends.base import Change
-from machinery_py.backends.rows import LOOKED, RowsBackend
-from machinery_py.rows.contract import PAGE, Key, StoredRow
+from machinery_py.backends.rows import GROUP, LOOKED, TASK, RowsBackend
+from machinery_py.rows.contract import PAGE, Facts, Key, StoredRow, Write
 from machinery_py.rows.memory import MemoryRows
+from machinery_py.rows.messages import MessageStep
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.testing.clocks import ManualClock
 
@@ -69,6 +70,17 @@ def test_old_groups_without_members_are_forgotten_in_steps(backend: RowsBackend)
     assert there == [0, GROUPS - 1]
 
 
+def test_result_is_kept_for_a_chord_whose_arrival_is_a_change_of_its_own() -> None:
+    clock = ManualClock()
+    backend = RowsBackend(MemoryRows(clock), expire_in=60.0)
+    done = TaskState(task_uuid="a", state=State.SUCCESS)
+    arrival = Arrival(group_uuid="g", task_uuid="a", total=2, ok=True, callback=b"c")
+    backend.apply([Change(key="a", states=(done,)), Change(key="g", arrivals=(arrival,))])
+    clock.advance(3600.0)
+
+    assert list(backend.get_states(["a"])) == ["a"]
+
+
 def test_outboxes_are_listed_from_the_oldest_page_by_page() -> None:
     clock = ManualClock()
     rows = CountedRows(clock)
@@ -94,3 +106,29 @@ def test_chords_that_are_ready_are_listed_from_the_oldest_page_by_page() -> None
 
     assert [one.group_uuid for one in backend.ready_groups(3)] == ["0", "1", "2"]
     assert rows.listed <= PAGE
+
+
+def test_ended_tasks_are_counted_without_their_bodies() -> None:
+    clock = ManualClock()
+    rows = MemoryRows(clock)
+    facts = Facts(at=rows.now(), name="Fmail")
+    rows.commit([MessageStep(write={Key("task", "t"): Write(body=b"not read", facts=facts)})])
+
+    [count] = RowsBackend(rows).finished_since(clock.now())
+    assert (count.queue, count.succeeded, count.failed) == ("mail", 0, 1)
+
+
+def test_rows_of_strangers_end_neither_house_keeping_nor_listings() -> None:
+    """As a role of PostgreSQL may write them that sends, and no more."""
+    clock = ManualClock()
+    backend = RowsBackend(MemoryRows(clock), expire_in=60.0)
+    state = TaskState(task_uuid="ours", state=State.PENDING)
+    backend.apply([Change(key="ours", states=(state,))])
+    odd = Write(body=b"\xc1", facts=Facts(at=1))
+    backend.rows.commit([MessageStep(write={Key(TASK, "odd"): odd, Key(GROUP, "odd"): odd})])
+    clock.advance(3600.0)
+
+    backend.tend()
+
+    assert backend.rows.read([Key(GROUP, "odd")]) == [None]
+    assert [one.task_uuid for _, one in backend.list_states().found] == ["ours"]

@@ -14,7 +14,7 @@ from machinery_py.worker.inline import Inline
 DAY = dt.timedelta(days=1)
 
 
-@pytest.mark.parametrize("store", ["memory", "sqlite", "redis", "mongodb"])
+@pytest.mark.parametrize("store", ["memory", "sqlite", "redis", "mongodb", "postgresql"])
 @pytest.mark.parametrize("is_new", [False, True])
 def test_retry_waits_no_day_when_the_clock_is_set_back(
     request: pytest.FixtureRequest, tmp_path: Path, store: str, is_new: bool
@@ -27,6 +27,8 @@ def test_retry_waits_no_day_when_the_clock_is_set_back(
         url = request.getfixturevalue("empty_redis").url
     elif store == "mongodb":
         url = request.getfixturevalue("mongodb_url")
+    elif store == "postgresql":
+        url = request.getfixturevalue("postgres_url")
     server = Server(url, clock=clock)
 
     @server.task

@@ -12,6 +12,7 @@ import pytest
 from machinery_py import Config, Server
 from machinery_py.brokers.base import Message
 from machinery_py.testing.waiting import HANG
+from tests.support.fixtures import url_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -35,28 +36,11 @@ os._exit(9)
 """
 
 
-@pytest.fixture(params=["redis", "amqp", "sqlite"])
-def url(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> str:
-    match request.param:
-        case "redis":
-            return str(request.getfixturevalue("empty_redis").url)
-        case "sqlite":
-            return f"sqlite:///{tmp_path}/messages.db"
-        case _:
-            return str(request.getfixturevalue("amqp_url"))
-
-
-def test_unseen_death_counts_from_the_second_run_on(url: str, tmp_path: pathlib.Path) -> None:
-    check(url, tmp_path)
-
-
-def test_unseen_death_counts_from_the_second_run_on_in_mongodb(
-    mongodb_url: str, tmp_path: pathlib.Path
+@pytest.mark.parametrize("store", ["redis", "amqp", "sqlite", "postgresql", "mongodb"])
+def test_unseen_death_counts_from_the_second_run_on(
+    store: str, request: pytest.FixtureRequest, tmp_path: pathlib.Path
 ) -> None:
-    check(mongodb_url, tmp_path)
-
-
-def check(url: str, tmp_path: pathlib.Path) -> None:
+    url = url_of(store, tmp_path / "messages.db", request)
     server = Server(Config(broker=url, result_backend="memory://"))
     server.broker.put(
         [Message(uuid=name, name=name, queue="q", body=name.encode()) for name in ("runs", "held")],

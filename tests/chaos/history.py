@@ -96,6 +96,7 @@ class History:
     strikes: dict[str, int] = field(default_factory=dict)  # of each dead letter
     # What is published or held during a fault may be there twice, or a state without its message.
     doubles: bool = False
+    forgets: bool = False  # a server that is killed may forget what it has just let be claimed
     left: list[str] = field(default_factory=list)  # what should not be in the stores any more
     incidents: list[str] = field(
         default_factory=list

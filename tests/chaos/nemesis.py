@@ -3,7 +3,7 @@
 kill      SIGKILL a worker, start another         term    SIGTERM one, start another; exit code 0
 child     SIGKILL one of a worker's task processes
 freeze    SIGSTOP one for longer than its lease   server  SIGKILL the server, restart on its files
-clients   CLIENT KILL                             scripts SCRIPT FLUSH
+clients   CLIENT KILL, pg_terminate_backend       scripts SCRIPT FLUSH
 drop, reset, hole    a worker's proxy drops replies, resets its connections, lets nothing through
 """
 
@@ -21,12 +21,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from machinery_py.worker.processes import TRIES
+from machinery_py.worker.processes.pool import TRIES
 from tests.chaos.history import Happened
 from tests.chaos.plan import Fault, Plan
 from tests.support.private import PrivateServer
+from tests.support.private_postgres import PostgreSQLServer
 from tests.support.private_redis import RedisServer
 from tests.support.proxy import Proxy
+from tests.support.supervised import children
 
 ROOT = pathlib.Path(__file__).parents[2]
 DROPPED = 0.2  # of the replies, while they are dropped
@@ -48,8 +50,8 @@ class Member:
     def pids(self) -> list[int]:
         """The supervisor, which may be the child of `unshare`, and its worker process."""
         is_apart = self.process.args[0] == APART[0]  # type: ignore[index]  # a list, as Fleet has made it
-        supervisors = _children(self.process.pid) if is_apart else [self.process.pid]
-        return [pid for one in supervisors for pid in (one, *_children(one))]
+        supervisors = children(self.process.pid) if is_apart else [self.process.pid]
+        return [pid for one in supervisors for pid in (one, *children(one))]
 
     def signal(self, number: signal.Signals) -> None:
         """Send it to the supervisor; SIGSTOP and SIGCONT to all that is below it as well."""
@@ -59,7 +61,7 @@ class Member:
                 os.kill(pid, number)
 
     def task_processes(self) -> list[int]:
-        return [pid for worker in self.pids()[1:] for pid in _children(worker)]
+        return [pid for worker in self.pids()[1:] for pid in children(worker)]
 
     def kill(self) -> None:
         """Kill the supervisor and its worker process, and wait until they are gone."""
@@ -68,14 +70,6 @@ class Member:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for thread in pathlib.Path(f"/proc/{pid}/task").iterdir():
-            found += map(int, (thread / "children").read_text().split())
-    return found
 
 
 class Fleet:
@@ -352,13 +346,14 @@ class Nemesis:
         self._down += time.monotonic() - start
 
     def _command(self, fault: Fault) -> None:
-        assert isinstance(self._server, RedisServer)
-        words = (
-            ("CLIENT", "KILL", "TYPE", "normal") if fault.kind == "clients" else ("SCRIPT", "FLUSH")
-        )
         start = time.monotonic()
-        killed = self._server.cli(*words)
-        self._fleet.note(fault.kind, "", start, time.monotonic(), str(killed))
+        if isinstance(self._server, PostgreSQLServer):
+            done = str(self._server.end_clients())
+        else:
+            assert isinstance(self._server, RedisServer)
+            clients, scripts = ("CLIENT", "KILL", "TYPE", "normal"), ("SCRIPT", "FLUSH")
+            done = str(self._server.cli(*(clients if fault.kind == "clients" else scripts)))
+        self._fleet.note(fault.kind, "", start, time.monotonic(), done)
 
     def _harm_link(self, fault: Fault) -> None:
         slot, proxy = sorted(self._proxies.items())[int(fault.victim * len(self._proxies))]

@@ -1,7 +1,8 @@
 """Reasons for a second run: a fault took the task from its process, or made two messages of it.
 
 Where one store has messages and states, a process loses what it holds only by dying, standing still
-or being cut off for a lease. Over AMQP (History.doubles) there is more:
+or being cut off for a lease. PostgreSQL does not wait for the disk with a claim, so a killed server
+may have forgotten it (History.forgets). Over AMQP (History.doubles) there is more:
 
     lost        a delivery ends with its connection: a reset or a killed server takes it as well
     doubled     what was published and not confirmed is published again, with its UUID: of two such
@@ -62,7 +63,7 @@ class Repeats:
         lost = (
             self.was_taken(before, after.start) or self.is_zombie(before) or self.is_zombie(after)
         )
-        return lost or self.is_doubled(before, after)
+        return lost or self.is_forgotten(before, after.start) or self.is_doubled(before, after)
 
     def was_taken(self, one: Run, until: float) -> bool:
         """Whether a fault hit its process between start and settlement, and before `until`."""
@@ -106,6 +107,14 @@ class Repeats:
             fault.start <= one.start <= fault.end + (ZOMBIE if fault.kind in ZOMBIES else NOTICED)
             for fault in self._at(one.worker)
             if fault.kind in ZOMBIES or (self._history.doubles and fault.kind in BREAKS)
+        )
+
+    def is_forgotten(self, one: Run, until: float) -> bool:
+        """Whether the server was killed soon after it was claimed, or while it ran."""
+        last = min(until, one.settled if one.settled is not None else until)
+        return self._history.forgets and any(
+            fault.kind == "server" and fault.start <= last and fault.end + ZOMBIE >= one.start
+            for fault in self.faults[EVERYBODY]
         )
 
     def is_doubled(self, before: Run, after: Run) -> bool:

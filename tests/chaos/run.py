@@ -3,9 +3,9 @@
     python -m tests.chaos.run --url sqlite --tasks 20000 --workers 4 --kill-every 2 --seed 7
 
 `--url` is any store's, or a broker's and a backend's with a space between. "sqlite" is a file in
-the run's folder, "redis" a private server with an append-only file, and "amqp+redis" a private
-RabbitMQ with results in a private Redis; the first is harmed. The folder keeps the plan, ledgers,
-journals, logs, faults, and the verdict.
+the run's folder, "redis" a private server with an append-only file, "postgresql" a private one, and
+"amqp+redis" a private RabbitMQ with results in a private Redis; the first is harmed. The folder
+keeps the plan, ledgers, journals, logs, faults, and the verdict.
 """
 
 from __future__ import annotations
@@ -33,16 +33,14 @@ from tests.chaos.nemesis import ROOT, Fleet, Nemesis, proxies_for
 from tests.chaos.observer import Observer
 from tests.chaos.plan import Plan
 from tests.support.private import PrivateServer
-from tests.support.servers import RabbitMQServer, RedisServer
+from tests.support.servers import PostgreSQLServer, RabbitMQServer, RedisServer
 
 QUIET = 0.05  # seconds between two looks whether all is done
 LOOKS = 20  # in a row, that must find nothing
 STORE = 1000  # states that are read at once
-NOT_AMQP = (
-    "clients",
-    "scripts",
-    "drop",
-)  # AMQP has no replies that could be left out: a connection is whole or broken
+#: Faults that a server cannot have. AMQP has no replies that could be left out: a connection is
+#: whole or broken.
+SPARED = {RabbitMQServer: ("clients", "scripts", "drop"), PostgreSQLServer: ("scripts",)}
 PASSED, FAILED, INVALID = 0, 1, 2  # exit codes
 
 
@@ -68,7 +66,6 @@ def run(options: Options, folder: pathlib.Path) -> Verdict:
     """The whole run; ends every process that it started."""
     with contextlib.ExitStack() as stack:
         harmed, broker, backend = _stores(options.url, folder, stack)
-        spared = () if isinstance(harmed, RedisServer) else NOT_AMQP
         plan = Plan(
             seed=options.seed,
             tasks=options.tasks,
@@ -76,7 +73,7 @@ def run(options: Options, folder: pathlib.Path) -> Verdict:
             kill_every=options.kill_every,
             lease=options.lease,
             with_server=harmed is not None,
-            spared=spared,
+            spared=SPARED.get(type(harmed), ()),
         )
         plan.store(folder / "plan.json")
         proxies = stack.enter_context(proxies_for(harmed, options.workers))
@@ -92,7 +89,8 @@ def run(options: Options, folder: pathlib.Path) -> Verdict:
             plan, folder, urls, concurrency=options.concurrency, apart=bool(options.apart)
         )
         stack.callback(fleet.close)
-        return _Controller(options, plan, folder, url, server, fleet).go(
+        forgets = isinstance(harmed, PostgreSQLServer)
+        return _Controller(options, plan, folder, url, server, fleet, forgets=forgets).go(
             lambda: Nemesis(plan, fleet, server=harmed, proxies=proxies)
         )
 
@@ -104,6 +102,9 @@ def _stores(
     if wanted == "redis":
         redis = stack.enter_context(RedisServer(appendonly=True))
         return redis, redis.url, ""
+    if wanted == "postgresql":
+        postgresql = stack.enter_context(PostgreSQLServer())
+        return postgresql, postgresql.url, ""
     if wanted == "amqp+redis":
         rabbit = stack.enter_context(RabbitMQServer())
         return rabbit, rabbit.url, stack.enter_context(RedisServer(appendonly=True)).url
@@ -122,6 +123,8 @@ class _Controller:
         url: str,
         server: Server,
         fleet: Fleet,
+        *,
+        forgets: bool,
     ) -> None:
         self._options = options
         self._plan = plan
@@ -134,6 +137,7 @@ class _Controller:
         self._starts = Tally(folder)
         self._items = plan.items()
         self._history = new_history(self._items)
+        self._history.forgets = forgets
         self._began_at = dt.datetime.now(dt.timezone.utc)
 
     def go(self, new_nemesis: Callable[[], Nemesis]) -> Verdict:

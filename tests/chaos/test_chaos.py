@@ -13,7 +13,7 @@ import pytest
 
 from tests.chaos.checker import Verdict
 from tests.chaos.run import Options, run
-from tests.support.servers import RedisServer, require
+from tests.support.servers import PostgreSQLServer, RedisServer, require
 
 FIXED = 7
 FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
@@ -47,6 +47,20 @@ def chaos(url: str, seed: int, folder: pathlib.Path, *, tasks: int = 3000) -> Ve
 @pytest.mark.parametrize("seed", SEEDS)
 def test_sqlite_loses_and_doubles_nothing_under_kills(seed: int, tmp_path: pathlib.Path) -> None:
     verdict = chaos("sqlite", seed, tmp_path / "run")
+
+    assert verdict.word == "PASSED", verdict.page(f"seed {seed}")
+    assert "kill" in str(verdict.figures["faults"])
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(2 * HANG)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_postgresql_loses_and_doubles_nothing_under_kills(
+    seed: int, tmp_path: pathlib.Path
+) -> None:
+    require(PostgreSQLServer)
+
+    verdict = chaos("postgresql", seed, tmp_path / "run")
 
     assert verdict.word == "PASSED", verdict.page(f"seed {seed}")
     assert "kill" in str(verdict.figures["faults"])

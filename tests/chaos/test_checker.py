@@ -343,6 +343,16 @@ def test_a_second_execution_where_messages_may_be_doubled(
     assert verdict.rules() == (set() if explained else {"unexplained repeat"})
 
 
+@pytest.mark.parametrize("forgets", [True, False])
+def test_checker_explains_a_repeat_by_a_claim_that_was_forgotten(forgets: bool) -> None:
+    history = good()
+    history.forgets = forgets
+    again(history, "task", 5.0)
+    history.faults.append(Happened(kind="server", worker="", start=0.5, end=0.6))
+
+    assert check(history).rules() == (set() if forgets else {"unexplained repeat"})
+
+
 @pytest.mark.parametrize(
     ("fault", "explained"),
     [

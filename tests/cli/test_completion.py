@@ -44,7 +44,7 @@ def test_bash_completes_commands_options_and_choices(
         return {word.strip() for word in done.stdout.splitlines()}
 
     assert {"worker"} == completed("wor") - {"workers"}
-    assert {"list", "show", "replay", "delete"} <= completed("dead", "")
+    assert {"show", "replay", "delete"} <= completed("dead", "")
     assert {"--queues", "--quiet"} & completed("worker", "--qu") == {"--queues"}
     assert {"--json", "--delay"} <= completed("send", "tasks", "--")
     assert completed("worker", "--pool", "") == {"thread", "process"}

@@ -38,6 +38,7 @@ CHANGING = {
         "revoke",
         "purge",
         "declare",
+        "migrate",
     ),
     *(
         "pause",
@@ -79,7 +80,13 @@ class Shop:
         (folder / f"{self.name}.py").write_text(APP.format(url=f"sqlite:///{folder}/shop.db"))
 
     def call(self, command: str, *words: str) -> int:
-        return main([*command.split(), self.name, *words, "--app-dir", str(self.folder)])
+        root = logging.getLogger()
+        handlers, level = list(root.handlers), root.level
+        try:
+            return main([*command.split(), self.name, *words, "--app-dir", str(self.folder)])
+        finally:
+            root.handlers[:] = handlers
+            root.setLevel(level)
 
     @property
     def server(self) -> Server:

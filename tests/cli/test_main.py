@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import re
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from machinery_py import __version__
-from machinery_py.cli.commands import COMMANDS, split_words
+from machinery_py.cli.commands import COMMANDS, GROUPS, SECTIONS, split_words
 from machinery_py.cli.main import command_parser, main
 from machinery_py.cli.options import seconds
 from tests.cli.app import HANG, App, app_in_a_folder
@@ -46,13 +47,37 @@ def test_the_help_above_the_commands_ends_in_examples(
     assert "\nexamples:\n  machinery" in capsys.readouterr().out
 
 
+def test_each_command_is_in_one_section_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    names = [name for members in SECTIONS.values() for name in members]
+    assert sorted(names) == sorted({name.partition(" ")[0] for name in COMMANDS})
+
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out.partition("\ncommands:\n")[2].partition("\nexamples:")[0]
+    words = re.findall(r"^ {2,4}([a-z]+:?)", shown, re.MULTILINE)
+    assert words == [one for name, of in SECTIONS.items() for one in (f"{name}:", *of)]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_group_lists_by_itself_and_its_help_names_what_is_below(
+    group: str, app: App, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed = app.run(group, "tasks", "--json")
+    assert (listed.returncode, json.loads(listed.stdout)) == (0, [])
+    assert app.run(group, "list", "tasks", "--json").stdout == listed.stdout
+
+    assert main([group, "--help"]) == 0
+    text = capsys.readouterr().out
+    below = [name for name in COMMANDS if name.startswith(f"{group} ")]
+    assert re.findall(rf"^  machinery ({group} \w+)  ", text, re.MULTILINE)[: len(below)] == below
+
+
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
 
     first, python, *libraries = capsys.readouterr().out.splitlines()
     assert first == f"machinery {__version__}"
     assert python.startswith(f"{platform.python_implementation()} {platform.python_version()} on ")
-    names = ["redis", "pymongo", "pika", "croniter", "msgspec"]
+    names = ["msgspec", "redis", "pymongo", "pika", "croniter", "psycopg"]
     assert libraries == [f"{name} {metadata.version(name)}" for name in names]
 
 
@@ -60,7 +85,7 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "text"),
     [
         ("wroker tasks", "no command is called 'wroker'; did you mean 'worker'?"),
-        ("dead lsit tasks", "no command is called 'dead lsit'; did you mean 'list'?"),
+        ("dead lsit tasks", "too many arguments: tasks; did you mean 'list'?"),
         ("periodic puase tasks", "too many arguments: tasks; did you mean 'pause'?"),
         ("queues tasks --jsno", "no option is called '--jsno'; did you mean '--json'?"),
         ("queues tasks --app_dir=x", "no option is called '--app_dir'; did you mean '--app-dir'?"),

@@ -22,7 +22,7 @@ import pytest
 from machinery_py import Config, Server, Worker
 from machinery_py.cli.worker import _read_again, _read_again_soon
 from machinery_py.testing.waiting import wait_until
-from machinery_py.worker import receiver
+from machinery_py.worker.loops import receiver
 from tests.cli.app import HANG, TASKS, App, app_in_a_folder
 from tests.support.private import free_port
 

@@ -208,7 +208,7 @@ def test_all_wrong_values_are_told_at_once() -> None:
         "  concurrency: found '4' (expected a whole number, 0 or more)",
         "  broker URL 'reddis://h': unknown scheme 'reddis'"
         " (known: amqp, amqps, eager, memory, mongodb, mongodb+srv, "
-        "redis, redis+socket, rediss, sqlite; did you mean 'redis'?)",
+        "postgres, postgresql, redis, redis+socket, rediss, sqlite; did you mean 'redis'?)",
     ]
 
 
@@ -247,7 +247,8 @@ def test_all_wrong_values_are_told_at_once() -> None:
             "amqp.queue_binding_args: found a mapping (expected a mapping of names to values)",
         ),
         ({"lock": "null"}, "lock URL 'null': 'null' works as result backend only (as lock: eager, "
-                           "memory, mongodb, mongodb+srv, redis, redis+socket, rediss, sqlite)"),
+                           "memory, mongodb, mongodb+srv, postgres, postgresql, redis, "
+                           "redis+socket, rediss, sqlite)"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_with_what_is_expected(

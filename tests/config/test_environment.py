@@ -226,7 +226,8 @@ def test_errors_of_all_places_are_told_together(tmp_path: Path) -> None:
             "  MACHINERY_LEASE: lease: found 'later' (expected a number, 0.001 to 3153600000 s)",
             "  broker URL 'reddis://host': unknown scheme 'reddis' "
             "(known: amqp, amqps, eager, memory, mongodb, "
-            "mongodb+srv, redis, redis+socket, rediss, sqlite; did you mean 'redis'?)",
+            "mongodb+srv, postgres, postgresql, redis, redis+socket, rediss, sqlite; "
+            "did you mean 'redis'?)",
         ]
     )
 

@@ -316,7 +316,7 @@ def test_a_wrong_variable_is_named_with_what_is_expected() -> None:
         "(expected a mapping of names to values)",
         "  MACHINERY_URL: broker URL 'null': 'null' works as result backend only "
         "(as broker: amqp, amqps, eager, memory, mongodb, mongodb+srv, "
-        "redis, redis+socket, rediss, sqlite)",
+        "postgres, postgresql, redis, redis+socket, rediss, sqlite)",
     ]
 
 

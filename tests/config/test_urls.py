@@ -229,6 +229,7 @@ def test_masking_a_masked_url_changes_nothing(url: str) -> None:
         ("sqlite:///a.db", "sqlite"),
         ("Redis+Socket:///a.sock", "redis+socket"),
         ("mongodb+srv://h", "mongodb+srv"),
+        ("PostgreSQL://h/d", "postgresql"),
         ("eager", "eager"),
         ("null", "null"),
         ("memory", ""),
@@ -281,7 +282,7 @@ def test_null_is_only_a_result_backend() -> None:
     assert refusal("null", "broker") == (
         "broker URL 'null': 'null' works as result backend only"
         " (as broker: amqp, amqps, eager, memory, mongodb, "
-        "mongodb+srv, redis, redis+socket, rediss, sqlite)"
+        "mongodb+srv, postgres, postgresql, redis, redis+socket, rediss, sqlite)"
     )
     assert "works as result backend only" in refusal("null://", "lock")
 
@@ -290,11 +291,11 @@ def test_an_unknown_scheme_names_the_known_and_the_nearest() -> None:
     assert refusal("reddis://host", "broker") == (
         "broker URL 'reddis://host': unknown scheme 'reddis'"
         " (known: amqp, amqps, eager, memory, mongodb, mongodb+srv, "
-        "redis, redis+socket, rediss, sqlite; did you mean 'redis'?)"
+        "postgres, postgresql, redis, redis+socket, rediss, sqlite; did you mean 'redis'?)"
     )
     known = (
         "(known: amqp, amqps, eager, memcache, memory, mongodb, mongodb+srv, null, "
-        "redis, redis+socket, rediss, sqlite"
+        "postgres, postgresql, redis, redis+socket, rediss, sqlite"
     )
     assert known in refusal("x://", "result backend")
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -48,6 +50,30 @@ def test_nothing_is_broken_when_their_owners_close_them(pipe: tuple[int, int]) -
     theirs.close()
 
     assert descriptors.broken() == []
+
+
+def test_sockets_may_come_and_go_while_they_are_looked_at() -> None:
+    """As connections of a task's threads, while its process tells its end."""
+    enough = threading.Event()
+
+    def connect() -> None:
+        while not enough.is_set():
+            pairs = [socket.socketpair() for _ in range(20)]
+            for one in itertools.chain.from_iterable(pairs):
+                descriptors.keep(one)
+                one.close()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=connect)
+    thread.start()
+    try:
+        for _ in range(20_000):
+            assert descriptors.broken() == []
+    finally:
+        enough.set()
+        thread.join()
+        sys.setswitchinterval(interval)
 
 
 def test_descriptor_closed_by_others_is_broken(pipe: tuple[int, int]) -> None:

@@ -11,15 +11,16 @@ import pytest
 @pytest.mark.parametrize(
     ("module", "library", "extra"),
     [
-        ("opentelemetry", "opentelemetry", "otel"),
-        ("sentry", "sentry_sdk", "sentry"),
-        ("django", "django", "django"),
-        ("flask", "flask", "flask"),
-        ("sqlalchemy", "sqlalchemy", "sqlalchemy"),
+        ("contrib.opentelemetry", "opentelemetry", "otel"),
+        ("contrib.sentry", "sentry_sdk", "sentry"),
+        ("contrib.django", "django", "django"),
+        ("contrib.flask", "flask", "flask"),
+        ("contrib.sqlalchemy", "sqlalchemy", "sqlalchemy"),
+        ("stores.postgresql", "psycopg", "postgres"),
     ],
 )
 def test_missing_library_is_named_with_its_extra(module: str, library: str, extra: str) -> None:
-    program = f"import sys; sys.modules[{library!r}] = None; import machinery_py.contrib.{module}"
+    program = f"import sys; sys.modules[{library!r}] = None; import machinery_py.{module}"
 
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False

@@ -48,8 +48,8 @@ from machinery_py.errors import (
     for_good,
 )
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.worker import receiver
-from machinery_py.worker.steering import Steering
+from machinery_py.worker.control.steering import Steering
+from machinery_py.worker.loops import receiver
 from machinery_py.worker.worker import Worker
 
 ID = "0123456789abcdef" * 2
@@ -301,7 +301,7 @@ def test_change_that_is_not_made_in_time_is_told(
     worker = server.new_worker("ada", 1)
     monkeypatch.setattr(receiver, "CHANGE_TIMEOUT", 0.1)
     with worker:
-        monkeypatch.setattr(worker._executors, "resize", hang)
+        monkeypatch.setattr(worker._live.executors, "resize", hang)
         with pytest.raises(MachineryError, match="not done after 0.2 s; it may be done later"):
             worker.resize(3)
         assert hangs.is_set()
@@ -399,7 +399,7 @@ def test_stopping_worker_ends_its_tasks_answers_and_takes_no_change(server: Serv
         wait_until(lambda: set(server.control.ping(timeout=0.1)) == {"ada"} and worker.active == 1)
         workers = server.control.workers("ada", timeout=HANG)
         workers.shutdown()
-        wait_until(worker._receiver.loop.is_stopping)
+        wait_until(worker._live.receiver.loop.is_stopping)
         workers.shutdown()
         assert [one.uuid for one in workers.active()["ada"]] == [held.uuid]
         with pytest.raises(MachineryError, match="ada: this worker is stopping"):

@@ -116,6 +116,8 @@ def test_failed_task_is_retried_copied_and_deleted(shop: Shop, browser: Browser)
     browser.press("Retry")
     browser.see("Sent again.")
     wait_until(lambda: shop.server.backend.get_state(shop.uuids["failed"]).finished_at != before)
+    # Anew: while it waited, the page had "Revoke …" at this place.
+    browser.open(f"#/task?uuid={shop.uuids['failed']}")
     browser.see("Failure", css=".title")
     browser.press("Delete …")
     browser.press("Delete 1 task")

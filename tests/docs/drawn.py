@@ -15,6 +15,7 @@ from typing import Any
 
 from machinery_py.connections.memcached import keys as memcached_keys
 from machinery_py.connections.mongodb import collections as mongodb_collections
+from machinery_py.connections.postgresql import schema as postgresql_schema
 from machinery_py.connections.rabbitmq import queues as rabbitmq_queues
 from machinery_py.connections.redis import keys as redis_keys
 from machinery_py.connections.sqlite import schema as sqlite_schema
@@ -23,6 +24,7 @@ from machinery_py.tasks.signature import Arg, Signature
 from machinery_py.tasks.states import _NEXT_RUN, LEGAL, GroupMeta, State, TaskState
 from machinery_py.wire.signatures import encode_signature
 from machinery_py.wire.states import encode_group, encode_state
+from machinery_py.worker.running.execution import STEPS, Transition
 from tests.docs import celery_rows, dashboard_rows
 from tests.system import endings
 
@@ -37,6 +39,16 @@ def transitions(table: Mapping[Any, frozenset[State]]) -> str:
     for before, after in table.items():
         cells = ["yes" if state in after else "–" for state in State]
         lines.append(f"| {before or '(none)'} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def steps(table: Iterable[Transition]) -> str:
+    """Which stage of an execution may follow which, as a table."""
+    lines = ["| step | from | to | made by |", "|---|---|---|---|"]
+    for step in table:
+        before = ", ".join(one.name for one in step.before)
+        after = "the same" if step.after is None else step.after.name
+        lines.append(f"| `{step.verb}` | {before} | {after} | {step.by} |")
     return "\n".join(lines)
 
 
@@ -119,6 +131,7 @@ def _json(body: bytes) -> str:
 
 DRAWN: Mapping[str, Callable[[], str]] = {
     "states.LEGAL": lambda: transitions(LEGAL),
+    "execution.STEPS": lambda: steps(STEPS),
     "states next run": lambda: transitions(_NEXT_RUN),
     "endings": endings.table,
     "endings otherwise": endings.otherwise,
@@ -145,6 +158,7 @@ DRAWN: Mapping[str, Callable[[], str]] = {
     "mongodb collections": lambda: stored(mongodb_collections.ITEMS, shared=False),
     "memcached keys": lambda: stored(memcached_keys.ITEMS),
     "sqlite tables": lambda: stored(sqlite_schema.ITEMS),
+    "postgresql tables": lambda: stored(postgresql_schema.ITEMS),
 }
 
 

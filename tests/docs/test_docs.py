@@ -459,6 +459,8 @@ def test_every_store_has_its_row() -> None:
             "memcache": "memcache://h",
             "mongodb": "mongodb://h",
             "mongodb+srv": "mongodb+srv://h",
+            "postgres": "postgres://h",
+            "postgresql": "postgresql://h",
         }
         url = str(urls.get(scheme, scheme))
         family = factory.open_family(url, FamilyOptions(clock=ManualClock()))

@@ -16,7 +16,7 @@ import pytest
 import machinery_py
 from machinery_py import Server
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.worker import settler
+from machinery_py.worker.loops import settler
 from tests.support.servers import RedisServer, require
 
 PACKAGE = pathlib.Path(machinery_py.__file__).parent

@@ -12,7 +12,7 @@ import pytest
 
 from machinery_py import Chain, Server, Signature, State, TaskFailed
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.worker.intake import FIRST_PAUSE
+from machinery_py.worker.admission.intake import FIRST_PAUSE
 from tests.interop.conftest import Fleet
 from tests.interop.fleet import call, message
 from tests.interop.golang import GoError, Peer
@@ -227,7 +227,7 @@ def _state(server: Server, uuid: str) -> State | None:
 def test_tasks_known_only_to_the_other_side_reach_it(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.DEBUG, "machinery_py.worker.intake")
+    caplog.set_level(logging.DEBUG, "machinery_py.worker.admission.intake")
     server = fleet.python_worker()
     go = fleet.go_worker()
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""The contract of limits over a Redis Cluster."""
+"""Limits in a Redis Cluster when one node is away."""
 
 from __future__ import annotations
 
@@ -7,21 +7,11 @@ import pytest
 from machinery_py.connections.redis.cluster import RedisClusterDriver
 from machinery_py.errors import BackendUnavailable
 from machinery_py.limits.redis import ClusterLimits
-from machinery_py.testing.conformance.limits import LEASE, ONE, LimitsConformance, OpenLimits
-from tests.stores.redis_cluster.case import ClusterClock, Clusters, clock, open_cluster
+from machinery_py.testing.conformance.limits import LEASE, ONE
+from tests.stores.redis_cluster.case import ClusterClock, clock, open_cluster
 from tests.support.servers import RedisCluster as ClusterServers
 
 __all__ = ["clock", "open_cluster"]
-
-
-class TestClusterLimits(LimitsConformance):
-    @pytest.fixture
-    def clock(self, empty_cluster: ClusterServers) -> ClusterClock:
-        return ClusterClock(empty_cluster)
-
-    @pytest.fixture
-    def open_limits(self, open_cluster: Clusters) -> OpenLimits:
-        return lambda: ClusterLimits(open_cluster())
 
 
 def test_node_that_is_away_leaves_the_slots_of_others(

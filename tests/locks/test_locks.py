@@ -1,10 +1,10 @@
-"""The contract of locks, over memory, SQLite and Redis, and Go's own locks."""
+"""Locks whose reply is lost, of several processes, and Go's own."""
 
 from __future__ import annotations
 
 import datetime as dt
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import pytest
 from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.errors import Unsupported
-from machinery_py.locks import Lock
 from machinery_py.locks.base import go_lock_key
 from machinery_py.locks.memory import MemoryLock
 from machinery_py.locks.redis import RedisLock
@@ -25,47 +24,13 @@ from machinery_py.rows.messages import MessageStep
 from machinery_py.rows.sqlite import SQLiteRows
 from machinery_py.schedules.timetable import Schedule
 from machinery_py.testing.clocks import ManualClock
-from machinery_py.testing.conformance.locks import LockConformance, OpenLock, taken
-from tests.stores.redis.case import Drivers, ServerClock, clock, open_driver
+from machinery_py.testing.conformance.locks import taken
+from tests.stores.redis.case import clock, open_driver
 from tests.stores.sqlite.processes import Other
 from tests.support.proxy import Proxy
 from tests.support.servers import RedisServer
 
 __all__ = ["clock", "open_driver"]
-
-
-class TestMemoryLock(LockConformance):
-    @pytest.fixture
-    def open_lock(self, clock: ManualClock) -> OpenLock:
-        lock = MemoryLock(MemoryRows(clock))
-        return lambda: lock
-
-
-class TestSQLiteLock(LockConformance):
-    @pytest.fixture
-    def open_lock(self, clock: ManualClock, tmp_path: Path) -> Iterator[OpenLock]:
-        drivers: list[SQLiteDriver] = []
-
-        def open_sqlite() -> Lock:
-            drivers.append(
-                SQLiteDriver(tmp_path / "machinery.db", clock=clock, synchronous="NORMAL")
-            )
-            return RowsLock(SQLiteRows(drivers[-1]))
-
-        yield open_sqlite
-        for driver in drivers:
-            driver.close()
-
-
-class TestRedisLock(LockConformance):
-    @pytest.fixture
-    def clock(self, redis_url: str) -> Iterator[ServerClock]:
-        with closing(ServerClock(redis_url)) as clock:
-            yield clock
-
-    @pytest.fixture
-    def open_lock(self, open_driver: Drivers) -> OpenLock:
-        return lambda: RedisLock(open_driver())
 
 
 class RepeatingRows(MemoryRows):

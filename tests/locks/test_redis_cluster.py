@@ -1,26 +1,15 @@
-"""The contract of locks over a Redis Cluster, and Go's locks in it."""
+"""Go's locks in a Redis Cluster."""
 
 from __future__ import annotations
 
 import pytest
 
 from machinery_py.locks.redis import ClusterLock
-from machinery_py.testing.conformance.locks import LockConformance, OpenLock
 from machinery_py.testing.waiting import together
 from tests.stores.redis_cluster.case import ClusterClock, Clusters, clock, open_cluster
 from tests.support.servers import RedisCluster as ClusterServers
 
 __all__ = ["clock", "open_cluster"]
-
-
-class TestClusterLock(LockConformance):
-    @pytest.fixture
-    def clock(self, empty_cluster: ClusterServers) -> ClusterClock:
-        return ClusterClock(empty_cluster)
-
-    @pytest.fixture
-    def open_lock(self, open_cluster: Clusters) -> OpenLock:
-        return lambda: ClusterLock(open_cluster())
 
 
 def nanoseconds(clock: ClusterClock) -> int:

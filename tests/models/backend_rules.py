@@ -252,7 +252,7 @@ class BackendMachine(StateRules):
         self.run(redis_scripts.NEWEST, backend.newest, *place)
         self.run(redis_scripts.FIND, backend.find, *place, limit, words, name, reading=rows_last)
 
-    @rule(rows=st.lists(st.tuples(Task, Expire), max_size=2))
+    @rule(rows=st.lists(st.tuples(Task, Expire), max_size=2, unique_by=lambda row: row[0]))
     def delete(self, rows: list[tuple[str, int]]) -> None:
         self.run(redis_scripts.DELETE, backend.delete, rows, "mpy:done")
 

@@ -127,12 +127,13 @@ def claim(
     apart: bool,
     timed: bool,
     fences: str,
+    highest: Sequence[int],
 ) -> object:
     moment = int(now)
     problems = [DELAYED] if type(redis.keys.get(DELAYED, Zset())) is not Zset else []
     problems += [name for name, _ in queues if type(redis.keys.get(name, [])) is not list]
     places = [place for place, (name, _) in enumerate(queues) if name not in problems]
-    queues = [queues[place] for place in places]
+    queues, known = [queues[place] for place in places], [highest[place] for place in places]
     for _, prefix in queues:
         if noted:
             number = client.partition(".")[0]
@@ -155,7 +156,7 @@ def claim(
             arrivals = f"{queue[1]}i:{session}"
             bodies = redis.take(arrivals, len(redis.items(arrivals)))
             waits = [0 for _ in bodies] if timed else []
-            found += fly(redis, place, queue, session, claim, 0, bodies, waits)
+            found += fly(redis, place, queue, session, claim, 0, bodies, waits, known[place])
             if timed and bodies:
                 forget_marks(redis, queue)
     for place, queue in enumerate(queues):
@@ -166,7 +167,9 @@ def claim(
             unpark(redis, queue, moment, room)
         if not paused[place]:
             most = limit - len(found)
-            found += from_lists(redis, place, queue, session, claim, most, moment, timed)
+            found += from_lists(
+                redis, place, queue, session, claim, most, moment, timed, known[place]
+            )
     if will_sleep and not found:
         for place, queue in enumerate(queues):
             away = not paused[place] and (apart or place + 1 != blocking_queue)
@@ -222,10 +225,16 @@ def fly(
     claim: int,
     level: int,
     bodies: Sequence[str],
-    waits: Sequence[int] = (),
+    waits: Sequence[int],
+    known: int,
 ) -> list[Delivery]:
-    """Each message gets a receipt, and what was noted of it: this is one delivery more."""
+    """Each message gets a receipt, and what was noted of it: this is one delivery more.
+
+    A receipt that the session knows is not given again, though a crash has undone its claim.
+    """
     found: list[Delivery] = []
+    if bodies and int(redis.get(queue[1] + "n") or 0) < known:
+        redis.keys[queue[1] + "n"] = str(known)
     for number, body in enumerate(bodies):
         receipt = redis.count(queue[1] + "n")
         note = redis.erase(queue[1] + "a", digest(body)) or "0 0 0\n"
@@ -264,6 +273,7 @@ def from_lists(
     limit: int,
     now: int,
     timed: bool,
+    known: int,
 ) -> list[Delivery]:
     """The highest priority first, and what has none last."""
     found: list[Delivery] = []
@@ -273,7 +283,7 @@ def from_lists(
             taken = redis.take(list_of(queue, level), limit - len(found))
             is_timed = timed and level == 0 and bool(taken)
             waits = waits_of(redis, queue, len(taken), now) if is_timed else []
-            found += fly(redis, place, queue, session, claim, level, taken, waits)
+            found += fly(redis, place, queue, session, claim, level, taken, waits, known)
             if is_timed:
                 forget_marks(redis, queue)
             if level and not redis.exists(list_of(queue, level)):

@@ -92,6 +92,7 @@ class Arrivals(ScriptMachine):
         noted=st.booleans(),
         apart=st.booleans(),
         timed=st.booleans(),
+        known=st.sampled_from([0, 0, 0, 7]),
     )
     def claim(
         self,
@@ -105,6 +106,7 @@ class Arrivals(ScriptMachine):
         noted: bool,
         apart: bool,
         timed: bool,
+        known: int = 0,
     ) -> None:
         now, self.claims = self.passed(passed), self.claims + 1
         lost = [self.claims - one for one in lost]
@@ -124,6 +126,7 @@ class Arrivals(ScriptMachine):
             apart,
             timed,
             "mpy:fence",
+            [known] * len(keys),
             reading=claimed,
         )
 

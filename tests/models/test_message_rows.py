@@ -1,6 +1,6 @@
 """Each store of messages against messages in memory: the same moves, the same answers.
 
-Without tenants: in memory a tenant's turns are forgotten when nothing waits, in SQLite when they
+Without tenants: in memory a tenant's turns are forgotten when nothing waits, elsewhere when they
 are over. Without `Place.WAITED`, whose share depends on how each store counts its claims.
 """
 
@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from machinery_py.clock import micros
+from machinery_py.connections.postgresql.client import PostgreSQLDriver
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.rows.contract import Facts, Key, StepResult, Write
 from machinery_py.rows.memory import MemoryRows
@@ -33,14 +34,19 @@ from machinery_py.rows.messages import (
     Room,
     waiting_at,
 )
+from machinery_py.rows.postgresql import PostgreSQLRows
+from machinery_py.rows.postgresql_messages import PostgreSQLHold
 from machinery_py.rows.sqlite import SQLiteRows
 from machinery_py.rows.sqlite_messages import SQLiteHold
 from machinery_py.testing.clocks import ManualClock
+from machinery_py.testing.waiting import HANG
 from tests.models.machine import EXAMPLES, SHRINK
 
 LEASE = 10.0  # seconds
 QUEUES, HOLDS = ("mail", "jobs"), 3
 READY, SET, TOKEN = Key("ready", "s"), Key("set", "s"), Key("token", "t")
+
+EMPTY = "TRUNCATE machinery.rows, machinery.members, machinery.items, machinery.holds"
 
 PICK, HOLD, QUEUE = st.integers(0, 9), st.integers(0, HOLDS - 1), st.sampled_from(QUEUES)
 DUE = st.sampled_from((0, 0, 0, 1, 5))  # seconds from now
@@ -101,11 +107,13 @@ class Both:
 
     def do(self, move: Move) -> None:
         self.number += 1
-        self.clock.advance(LEASE + 1.0 if move.what == "die" else move.pause)
-        for side in self.sides:  # in memory a hold lives by its beats
-            for number, hold in enumerate(side.holds):
-                if move.what != "die" or number != move.hold:
-                    hold.beat()
+        for seconds in (LEASE + 1.0, LEASE) if move.what == "die" else (move.pause,):
+            self.clock.advance(seconds)
+            for side in self.sides:  # in memory a hold lives by its beats
+                for number, hold in enumerate(side.holds):
+                    if move.what != "die" or number != move.hold:
+                        hold.beat()
+                side.rows.dead_holds()
         model, store = (self._do(move, side) for side in self.sides)
         assert model == store, move
         self.compare()
@@ -116,6 +124,7 @@ class Both:
 
     def _put(self, move: Move, side: Side) -> object:
         now = micros(self.clock.now())
+        side.rows.promote()  # when what is due counts for a room is the store's
         pushes = tuple(
             Push(
                 queue=move.queue,
@@ -134,6 +143,8 @@ class Both:
         hold, lost = side.holds[move.hold], side.lost[move.hold]
         queues = QUEUES if move.pick % 2 else (move.queue,)
         claims = hold.claim(queues, 1 + move.pick % 3, number=self.number, lost=lost)
+        if lost is not None:  # and it is carried out late
+            assert hold.claim(queues, 3, number=lost).found == []
         if move.flag and move.pick < 3:  # the reply is lost
             side.lost[move.hold] = self.number if lost is None else lost
         else:
@@ -204,10 +215,9 @@ class Both:
     def _die(self, move: Move, side: Side) -> object:
         """Let a process die: its lock is free, or its beats are missed at two looks."""
         dying = side.holds[move.hold]
-        if isinstance(dying, SQLiteHold):
+        if isinstance(dying, (SQLiteHold, PostgreSQLHold)):
             dying.abandon()
         else:
-            side.rows.dead_holds()
             assert side.rows.dead_holds() == [dying.id]
         back = [side.rows.condemn(dying.id, 2) for _ in range(9)]
         self._open(move, side)
@@ -235,20 +245,23 @@ class Both:
         return late, waiting, counts, ready, sorted(one.holding for one in rows.holds())
 
 
-@pytest.mark.slow
-def test_sqlite_moves_messages_as_memory(tmp_path: Path) -> None:
-    numbers = itertools.count()
-
-    @settings(
-        max_examples=EXAMPLES or 100,
+def check(example: Callable[[list[Move]], None], examples: int) -> None:
+    run = settings(
+        max_examples=EXAMPLES or examples,
         deadline=None,
         derandomize=not EXAMPLES,
         database=None,
         phases=[Phase.generate, Phase.shrink] if SHRINK else [Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(st.lists(MOVES, min_size=20, max_size=40))
-    def check(moves: list[Move]) -> None:
+    run(given(st.lists(MOVES, min_size=20, max_size=40))(example))()
+
+
+@pytest.mark.slow
+def test_sqlite_moves_messages_as_memory(tmp_path: Path) -> None:
+    numbers = itertools.count()
+
+    def example(moves: list[Move]) -> None:
         clock = ManualClock()
         path = tmp_path / f"{next(numbers)}.db"
         with closing(SQLiteDriver(path, clock=clock, synchronous="NORMAL")) as driver:
@@ -256,4 +269,19 @@ def test_sqlite_moves_messages_as_memory(tmp_path: Path) -> None:
             for move in moves:
                 both.do(move)
 
-    check()
+    check(example, 100)
+
+
+@pytest.mark.slow
+def test_postgresql_moves_messages_as_memory(postgres_url: str) -> None:
+    clock = ManualClock()
+
+    with closing(PostgreSQLDriver(postgres_url, clock=clock, timeout=HANG)) as driver:
+
+        def example(moves: list[Move]) -> None:
+            driver.run(EMPTY, doing="emptying")
+            both = Both(PostgreSQLRows(driver), clock)
+            for move in moves:
+                both.do(move)
+
+        check(example, 30)

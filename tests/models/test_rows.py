@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from machinery_py.connections.postgresql.client import PostgreSQLDriver
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.fences import Fence
 from machinery_py.rows.contract import NO_ROW, Facts, Key, Rows, RowStep, StoredRow, Version, Write
 from machinery_py.rows.memory import MemoryRows
+from machinery_py.rows.postgresql import PostgreSQLRows
 from machinery_py.rows.sqlite import SQLiteRows
 from machinery_py.testing.clocks import ManualClock
 from tests.models.machine import EXAMPLES
@@ -163,3 +165,23 @@ def test_sqlite_answers_as_memory(tmp_path: Path) -> None:
                 both.do(move)
 
     check()
+
+
+@pytest.mark.slow
+def test_postgresql_answers_as_memory(postgres_url: str) -> None:
+    clock = ManualClock()
+
+    with closing(PostgreSQLDriver(postgres_url, clock=clock)) as driver:
+        rows = PostgreSQLRows(driver)
+
+        @settings(
+            max_examples=EXAMPLES or 15, deadline=None, derandomize=not EXAMPLES, database=None
+        )
+        @given(st.lists(MOVES, min_size=1, max_size=30))
+        def check(moves: list[Move]) -> None:
+            rows.commit([RowStep(write=dict.fromkeys(KEYS))])
+            both = Both(rows, clock)
+            for move in moves:
+                both.do(move)
+
+        check()

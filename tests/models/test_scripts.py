@@ -226,7 +226,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "broker PUT": (NOW, "token", LIMITS, QUEUES, FULL),
     "broker REGISTER": (NOW, "s2", raw(b"record"), QUEUES),
     "broker BEAT": (NOW, "s1", QUEUES, True),
-    "broker CLAIM": (NOW, "s1", QUEUES, 9, 2, [1], "12", True, True, False, True, FENCE),
+    "broker CLAIM": (NOW, "s1", QUEUES, 9, 2, [1], "12", True, True, False, True, FENCE, [0, 0]),
     "broker DISPOSE": (NOW, "s1", QUEUES, DISPOSALS),
     "broker BEGIN": ("s1", QUEUES[0][1], "1"),
     "broker HOLDS": ("s1", [(QUEUES[0][1], "1")]),
@@ -360,7 +360,10 @@ def fill(beside: Beside) -> None:
                 [message("1"), message("2"), message("3"), message("4", place=1)],
             ),
         ),
-        (broker.CLAIM, (start, "s1", QUEUES, 4, 1, [], "11", False, False, False, False, FENCE)),
+        (
+            broker.CLAIM,
+            (start, "s1", QUEUES, 4, 1, [], "11", False, False, False, False, FENCE, [0, 0]),
+        ),
         (broker.DISPOSE, (start, "s1", QUEUES, [(0, "3", "dead", 0, raw(b"head"))])),
         (
             broker.PUT,
@@ -391,6 +394,7 @@ def fill(beside: Beside) -> None:
                 False,
                 True,
                 FENCE,
+                [0, 0, 0],
             ),
         ),
         (backend.APPLY, (start, 3600, made.changes, made.states)),
@@ -454,17 +458,16 @@ def test_script_that_finds_another_type_at_a_key_of_ours_stops(beside: Beside, n
     assert [key for key in found if name != "broker CLAIM" or not key.endswith(":f:s1")] == []
 
 
-@pytest.mark.parametrize("will_sleep", [False, True])
-def test_plain_claim_that_finds_another_type_stops(beside: Beside, will_sleep: bool) -> None:
-    """As above, of a queue where nothing waits but what is on its list."""
+@pytest.mark.parametrize("finds", [True, False])
+def test_usual_claim_stops_at_another_type(beside: Beside, finds: bool) -> None:
     fill(beside)
-    if will_sleep:
+    if not finds:
         beside.ask("DEL", "mail")
-    values = NOW, "s1", QUEUES[1:], 9, 2, [], "12", will_sleep, True, True, True, FENCE
+    values = NOW, "s1", QUEUES[1:], 9, 2, [], "12", True, True, True, True, FENCE, [0]
 
     found = half_done(beside, lambda: call(beside, broker.CLAIM, values))
 
-    assert [key for key in found if not key.endswith(":f:s1")] == []
+    assert [key for key in found if not (finds and key.endswith(":f:s1"))] == []
 
 
 def test_settling_a_group_with_a_foreign_key_changes_nothing(

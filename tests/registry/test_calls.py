@@ -8,6 +8,7 @@ import enum
 import functools
 import inspect
 import sys
+import threading
 import types
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -35,6 +36,7 @@ from machinery_py.tasks.signature import (
     counted,
 )
 from machinery_py.testing.clocks import ManualClock
+from machinery_py.testing.waiting import HANG, together
 from machinery_py.wire.signatures import decode_signature, encode_signature
 
 
@@ -696,3 +698,23 @@ def test_a_task_is_sent_while_another_thread_is_loading_asyncio(
     monkeypatch.setitem(sys.modules, "asyncio", types.ModuleType("asyncio"))
 
     assert task.send(1).uuid
+
+
+def test_threads_that_use_a_task_first_at_the_same_time_agree_on_its_parameters() -> None:
+    both = threading.Barrier(2)
+
+    def met() -> type[int]:
+        both.wait(HANG)  # each has found that nobody knows the annotations yet
+        return int
+
+    names: dict[str, Any] = {"met": met}
+    exec("def place(number: 'met()', *words: str) -> None: ...", names)
+    call = Call("place", names["place"])
+    sent = [
+        Arg(type="int64", value=1),
+        Arg(type="string", value="x"),
+        Arg(type="string", value="y"),
+    ]
+
+    assert together(2, lambda _: call.values(sent)) == [([1, "x", "y"], {})] * 2
+    assert call.values(sent) == ([1, "x", "y"], {})

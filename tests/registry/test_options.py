@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -50,6 +51,19 @@ def test_task_with_a_value_that_makes_no_sense_is_refused(options: Any) -> None:
     [option] = options
     with pytest.raises(ValueError, match=rf"work: {option}=.* \(expected "):
         Server("memory://").task("work", **options)(print)
+
+
+def test_task_reads_numbers_of_any_kind() -> None:
+    """As numpy's: what is not a float is written to no store."""
+    third = Fraction(1, 3)
+    server = Server("memory://")
+
+    @server.task(result_expires=third, unique=True, unique_for=third, time_limit=third)
+    def work() -> None: ...
+
+    found = work.settings
+    for value in (found.result_expires, found.unique_for, found.time_limit):
+        assert (type(value), value) == (float, 1 / 3)
 
 
 def test_call_with_a_delay_and_an_eta_is_refused() -> None:

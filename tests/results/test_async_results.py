@@ -12,8 +12,6 @@ import pytest
 from machinery_py import (
     AsyncResult,
     ChainResult,
-    ChordResult,
-    GroupResult,
     ResultExpired,
     ResultTimeout,
     State,
@@ -63,7 +61,7 @@ def test_what_is_over_is_there_at_once_the_second_time(bench: Bench) -> None:
     assert [result.get(timeout=HANG), result.get(timeout=0)] == [[3, 7], [3, 7]]
 
 
-@pytest.mark.parametrize("shape", ["task", "group", "skipping group", "chain", "chord", "step"])
+@pytest.mark.parametrize("shape", ["group", "skipping group", "chain", "chord", "step"])
 def test_result_that_has_failed_is_new_after_a_retry(bench: Bench, shape: str) -> None:
     broken = [True]
 
@@ -75,7 +73,6 @@ def test_result_that_has_failed_is_new_after_a_retry(bench: Bench, shape: str) -
 
     one, add = fragile.signature(5), bench.add.signature(1, 2)
     result: Any = {
-        "task": lambda: fragile.send(5),
         "group": lambda: group(one, add).send(),
         "skipping group": lambda: group(one, add).replace(on_failure="skip").send(),
         "chain": lambda: chain(one, bench.add.partial(1)).send(),
@@ -84,7 +81,6 @@ def test_result_that_has_failed_is_new_after_a_retry(bench: Bench, shape: str) -
     }[shape]()
     bench.drain()
     bench.drain()
-    states = [one.state for one in (result.get_state(),)] if shape == "task" else []
     if shape == "skipping group":
         assert (result.get(timeout=0), result.progress()) == ([3], (2, 2))
     else:
@@ -95,9 +91,7 @@ def test_result_that_has_failed_is_new_after_a_retry(bench: Bench, shape: str) -
     broken.clear()
 
     retried = bench.server.inspect.retry()
-    if shape == "task":
-        assert (states, result.get_state().state) == ([State.FAILURE], State.PENDING)
-    if shape not in ("chord",):
+    if shape != "chord":
         assert not result.is_finished()
     bench.drain()
     bench.drain()
@@ -106,10 +100,8 @@ def test_result_that_has_failed_is_new_after_a_retry(bench: Bench, shape: str) -
     if shape == "chord":
         assert result.group.get(timeout=0) == [3, 5]
     else:
-        expected = {"task": 5, "group": [5, 3], "skipping group": [5, 3], "chain": 6, "step": 6}
+        expected = {"group": [5, 3], "skipping group": [5, 3], "chain": 6, "step": 6}
         assert result.get(timeout=0) == expected[shape]
-    if shape == "task":
-        assert result.get_state().state is State.SUCCESS
 
 
 def test_a_failure_is_raised_each_time(bench: Bench) -> None:
@@ -266,16 +258,6 @@ def test_a_group_result_counts(bench: Bench) -> None:
     assert [type(one) for one in result] == [AsyncResult] * 3
 
 
-def test_group_fails_at_its_first_failed_member(bench: Bench) -> None:
-    later = bench.add.signature(1, 1).replace(eta=bench.server.now().replace(year=2090))
-    result = bench.server.send_group(group(later, bench.fail.signature("x")))
-    bench.drain()
-    with pytest.raises(TaskFailed, match="x"):
-        result.get(timeout=0)
-    assert result.is_finished()
-    assert not result[0].is_finished()
-
-
 def test_members_that_expired_are_told(bench: Bench) -> None:
     result = bench.server.send_group(group(bench.add.signature(1, 1), bench.add.signature(2, 2)))
     bench.drain()
@@ -354,6 +336,11 @@ def test_a_chords_callback_can_be_waited_for_before_its_turn(bench: Bench) -> No
             assert result.callback.get(timeout=0) == 6
 
 
+def test_chord_has_no_result_before_its_callback(bench: Bench) -> None:
+    result = chord(group(bench.add.signature(1, 1)), bench.add.partial(1)).send()
+    assert (result.touch(), result.is_finished()) == (None, False)
+
+
 def test_chain_has_its_result_when_its_first_steps_expired(bench: Bench) -> None:
     last = bench.add.partial(1).replace(eta=bench.server.now().replace(microsecond=0))
     result = bench.server.send_chain(chain(bench.add.signature(1, 1), last))
@@ -368,20 +355,6 @@ def test_a_chain_that_is_unknown_is_expired(bench: Bench) -> None:
         bench.server.backend.purge_state(step.uuid)
     with pytest.raises(ResultExpired):
         result.get(timeout=0)
-
-
-def test_a_chord_has_a_group_and_a_callback(bench: Bench) -> None:
-    members = group(bench.add.signature(1, 1), bench.add.signature(2, 2))
-    result = bench.server.send_chord(chord(members, bench.add.partial()))
-    assert type(result) is ChordResult
-    assert type(result.group) is GroupResult
-    assert result.touch() is None
-    bench.drain()
-    assert (result.get(timeout=0), result.group.get(timeout=0), result.callback.get(timeout=0)) == (
-        6,
-        [2, 4],
-        6,
-    )
 
 
 def test_group_in_a_chain_is_pending_before_it_is_reached(bench: Bench) -> None:

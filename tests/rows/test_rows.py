@@ -11,16 +11,21 @@ from typing import NoReturn
 
 import pytest
 
+from machinery_py.bounds import STEP_BYTES
 from machinery_py.clock import micros
 from machinery_py.connections import session_files
 from machinery_py.connections.sqlite.database import SQLiteDriver
 from machinery_py.rows.contract import Key, RowStep, StoredRow, Write
 from machinery_py.rows.memory import MemoryRows
-from machinery_py.rows.messages import Hold, MessageRows, MessageStep, Push, queue_topic
+from machinery_py.rows.messages import Hold, Join, MessageRows, MessageStep, Push, queue_topic
 from machinery_py.rows.sqlite import SQLiteRows
 from machinery_py.rows.sqlite_messages import SQLiteHold
 from machinery_py.testing.clocks import ManualClock
-from machinery_py.testing.conformance.messages_rows import MessageRowsConformance, OpenMessageRows
+from machinery_py.testing.conformance.messages_rows import (
+    LEASE,
+    MessageRowsConformance,
+    OpenMessageRows,
+)
 from machinery_py.testing.conformance.rows import SECOND, OpenRows, RowsConformance
 from machinery_py.testing.waiting import wait_until
 
@@ -73,9 +78,7 @@ class TestMemoryMessageRows(MessageRowsConformance):
         rows = MemoryRows(clock)
         return lambda: rows
 
-    def test_hold_that_misses_its_beats_is_ended_at_the_second_look(
-        self, clock: ManualClock
-    ) -> None:
+    def test_hold_that_misses_its_beats_is_ended_at_a_later_look(self, clock: ManualClock) -> None:
         rows = MemoryRows(clock)
         hold = rows.open_hold(b"one", lease=10.0)
         clock.advance(11.0)
@@ -84,6 +87,8 @@ class TestMemoryMessageRows(MessageRowsConformance):
         assert hold.beat()
         clock.advance(11.0)
         rows.reap()
+        assert len(rows.holds()) == 1  # its beat ended the suspicion
+        clock.advance(10.0)
         rows.reap()
 
         assert rows.holds() == []
@@ -118,6 +123,36 @@ class TestSQLiteMessageRows(MessageRowsConformance):
         self.let_die(hold)
         session_files.remove(rows.driver.sessions_folder, hold.id)
 
+    def test_bodies_of_joins_count_to_the_size_of_a_transaction(
+        self, open_sqlite_rows: Callable[[], SQLiteRows]
+    ) -> None:
+        rows = open_sqlite_rows()
+        half = Write(body=bytes(STEP_BYTES // 2))
+        joins = [
+            Join(set=Key("set", name), member="a", whole=2, ready=Key("ready", name),
+                 write=half, beside={Key("beside", name): half})
+            for name in "abc"
+        ]  # fmt: skip
+        statements: list[str] = []
+        with rows.driver.transaction() as connection:
+            connection.set_trace_callback(statements.append)
+        statements.clear()
+        rows.commit([MessageStep(joins=(join,)) for join in joins])
+
+        assert statements.count("COMMIT") == 3
+
+    def test_hold_that_died_before_the_clock_was_set_back_is_condemned(
+        self, rows: MessageRows, hold: Hold, clock: ManualClock
+    ) -> None:
+        self.hide(rows, hold)
+        clock.set_back(86_400.0)
+        assert (rows.dead_holds(), rows.dead_holds()) == ([], [])
+        clock.advance(LEASE + 1.0)
+
+        assert rows.dead_holds() == []
+        clock.advance(LEASE)
+        assert rows.dead_holds() == [hold.id]
+
 
 @pytest.mark.parametrize("how", ["promoted", "given back", "condemned"])
 @pytest.mark.parametrize("store", ["memory", "sqlite"])
@@ -144,6 +179,7 @@ def test_message_that_comes_wakes_listeners_of_its_queue_alone(
                 hold.abandon()
             clock.advance(11.0)
             rows.dead_holds()
+            clock.advance(10.0)
             rows.reap()
 
     begun_at = time.monotonic()

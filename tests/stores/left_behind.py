@@ -11,7 +11,7 @@ from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import OpenBackend
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.worker.go_groups import GoGroupPoller
+from machinery_py.worker.loops.go_groups import GoGroupPoller
 
 GROUP = GroupMeta(group_uuid="group_1", task_uuids=("task_1", "task_2"))
 LEFT = Arrival(group_uuid="group_1", task_uuid="", total=2, ok=True, callback=b"callback")

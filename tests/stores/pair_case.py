@@ -19,11 +19,13 @@ from machinery_py.backends.base import Backend
 from machinery_py.backends.memcached.backend import MemcacheBackend
 from machinery_py.backends.memory import MemoryBackend
 from machinery_py.backends.mongodb.backend import MongoBackend
+from machinery_py.backends.postgresql import PostgreSQLBackend
 from machinery_py.backends.redis.backend import RedisBackend
 from machinery_py.backends.sqlite.backend import SQLiteBackend
 from machinery_py.brokers.base import Broker
 from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.brokers.mongodb.broker import MongoBroker
+from machinery_py.brokers.postgresql import PostgreSQLBroker
 from machinery_py.brokers.rabbitmq.broker import AMQPBroker
 from machinery_py.brokers.redis.broker import RedisBroker
 from machinery_py.brokers.sqlite.broker import SQLiteBroker, SQLiteConsumer
@@ -35,6 +37,7 @@ from machinery_py.testing.clocks import ManualClock
 from tests.backends.memcached import case as memcached_case
 from tests.backends.rabbitmq import case as rabbitmq_results_case
 from tests.stores.mongodb import case as mongodb_case
+from tests.stores.postgresql import test_conformance as test_postgresql_conformance
 from tests.stores.rabbitmq import case as rabbitmq_case
 from tests.stores.redis import case as redis_case
 from tests.stores.sqlite import test_conformance as test_sqlite_conformance
@@ -71,6 +74,9 @@ def place(kind: str, role: str) -> object:
     def mongodb(self: object, mongodb_url: str) -> Place:
         return Place(kind, mongodb_url)
 
+    def postgresql(self: object, postgres_url: str) -> Place:
+        return Place(kind, postgres_url)
+
     def amqp(self: object, vhosts: Vhosts) -> Iterator[Place]:
         url = vhosts()  # results by themselves: tests call tasks and queues by the same short names
         yield Place(kind, url)
@@ -80,7 +86,8 @@ def place(kind: str, role: str) -> object:
         return Place(kind, empty_memcached.url, empty_memcached)
 
     kinds: dict[str, Callable[..., object]] = {
-        function.__name__: function for function in (memory, sqlite, redis, mongodb, amqp, memcache)
+        function.__name__: function
+        for function in (memory, sqlite, postgresql, redis, mongodb, amqp, memcache)
     }
     return pytest.fixture(name=f"{role}_place")(kinds[kind])
 
@@ -112,6 +119,17 @@ def _sqlite(place: Place) -> Side:
     drivers = test_sqlite_conformance.Drivers(path, clock)
     return Side(
         clock, drivers.close, lambda: SQLiteBroker(drivers()), lambda: SQLiteBackend(drivers())
+    )
+
+
+def _postgresql(place: Place) -> Side:
+    clock = ManualClock()
+    drivers = test_postgresql_conformance.Drivers(place.url, clock)
+    return Side(
+        clock,
+        drivers.close,
+        lambda: PostgreSQLBroker(drivers()),
+        lambda: PostgreSQLBackend(drivers()),
     )
 
 
@@ -156,6 +174,7 @@ def _memcache(place: Place) -> Side:
 _KINDS: dict[str, Callable[[Place], Side]] = {
     "memory": _memory,
     "sqlite": _sqlite,
+    "postgresql": _postgresql,
     "redis": _redis,
     "mongodb": _mongodb,
     "amqp": _amqp,

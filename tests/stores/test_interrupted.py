@@ -58,7 +58,7 @@ class Interrupted:
             self._left -= 1
             if self._left < 0:
                 self.was_interrupted = True
-                sys.settrace(None)
+                # Nothing is traced in here; to end tracing here has crashed CPython 3.11.7 once.
                 try:
                     self._other()
                 except BaseException as error:

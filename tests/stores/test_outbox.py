@@ -1,8 +1,7 @@
-"""The settlement contract with messages and states in two stores, and with the null backend."""
+"""Messages and states in two stores: what is between their calls; and the null backend."""
 
 from __future__ import annotations
 
-import pathlib
 import threading
 from collections.abc import Callable, Sequence
 
@@ -10,40 +9,28 @@ import msgspec
 import pytest
 
 from machinery_py import Server, StateNotFound, Unsupported, group
-from machinery_py.backends.base import SETTLED, Change
+from machinery_py.backends.base import SETTLED, Backend, Change, Rider
 from machinery_py.backends.memory import MemoryBackend
-from machinery_py.backends.sqlite.backend import SQLiteBackend
+from machinery_py.backends.null import NullBackend
 from machinery_py.bounds import TOKEN_LIFE
 from machinery_py.brokers.base import Message
 from machinery_py.brokers.memory import MemoryBroker
-from machinery_py.connections.sqlite.database import SQLiteDriver
-from machinery_py.errors import BrokerUnavailable, PublishRefused
+from machinery_py.errors import (
+    BackendUnavailable,
+    BrokerUnavailable,
+    PublishRefused,
+    PublishUnknown,
+)
 from machinery_py.rows.memory import MemoryRows
 from machinery_py.stores.base import Submission
 from machinery_py.stores.outbox import OUTBOX_AGE, TwoStores
 from machinery_py.tasks.states import State, TaskState
 from machinery_py.testing.clocks import ManualClock
+from machinery_py.testing.conformance.claims import claim
 from machinery_py.testing.conformance.fencing import drain, settlement, submit, uuid_of
-from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
-from machinery_py.testing.flaky import FlakyBroker
+from machinery_py.testing.conformance.schedules import amend
+from machinery_py.testing.flaky import FlakyBackend, FlakyBroker
 from machinery_py.testing.waiting import HANG
-
-
-class TestTwoMemoryStores(SettlementConformance):
-    @pytest.fixture
-    def open_store(self, clock: ManualClock) -> OpenStore:
-        broker, backend = MemoryBroker(MemoryRows(clock)), MemoryBackend(MemoryRows(clock))
-        return lambda: TwoStores(broker, backend, clock)
-
-
-class TestMemoryBrokerAndSQLiteBackend(SettlementConformance):
-    @pytest.fixture
-    def open_store(self, clock: ManualClock, tmp_path: pathlib.Path) -> OpenStore:
-        broker, driver = (
-            MemoryBroker(MemoryRows(clock)),
-            SQLiteDriver(str(tmp_path / "states.db"), clock=clock),
-        )
-        return lambda: TwoStores(broker, SQLiteBackend(driver), clock)
 
 
 @pytest.fixture
@@ -280,6 +267,61 @@ def test_claim_that_fails_behind_its_begin_is_given_back(clock: ManualClock, cal
     assert backend.unsent(9, older_than=0.0) == []
     heir.close()
     assert drain(store, "q") == ["b"]
+
+
+def read_schedule(backend: Backend) -> bytes | None:
+    return (backend.records().bodies or {}).get("a")
+
+
+def read_claim(backend: Backend) -> bytes | None:
+    return backend.claims(["a"])[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "read", "later"),
+    [(amend, read_schedule, (b"1", "t")), (claim, read_claim, (b"2", "u"))],
+    ids=["schedule", "claim"],
+)
+@pytest.mark.parametrize(
+    ("call", "lost"), [("put", False), ("put", True), ("clear_outbox", False), ("apply", True)]
+)
+def test_send_cut_off_behind_its_record_is_finished_by_another(
+    clock: ManualClock,
+    change: Callable[..., bool],
+    read: Callable[[Backend], bytes | None],
+    later: tuple[bytes, str],
+    call: str,
+    lost: bool,
+) -> None:
+    """The sender dies behind the change of the record: before, in or behind the publishing."""
+    memory, hub = MemoryBackend(MemoryRows(clock)), MemoryRows(clock)
+    broker, backend = FlakyBroker(MemoryBroker(hub)), FlakyBackend(memory)
+    dying, other = TwoStores(broker, backend, clock), TwoStores(MemoryBroker(hub), memory, clock)
+    (broker if call == "put" else backend).faults.next_call(call, lose_reply=lost)
+    with pytest.raises((BrokerUnavailable, BackendUnavailable, PublishUnknown)):
+        change(dying, "a", None, b"1", "t")
+
+    assert read(memory) == b"1"
+    assert not change(other, "a", None, *later)
+    clock.advance(OUTBOX_AGE + 1.0)
+    other.tend()
+
+    # Twice at most on the queue; the second is known as done, by its UUID.
+    assert set(drain(other, "q")) == {"t"}
+    assert memory.unsent(9, older_than=0.0) == []
+
+
+def test_null_backend_refuses_schedules_and_claims(clock: ManualClock) -> None:
+    backend = NullBackend(clock)
+    assert not backend.features.claims
+    for name, ask in (
+        ("schedules", backend.records),
+        ("schedules", lambda: backend.amend(Rider(name="a", expected=None, body=b"1"))),
+        ("keys of unique tasks", lambda: backend.claims(["a"])),
+        ("keys of unique tasks", lambda: backend.release([("a", b"")])),
+    ):
+        with pytest.raises(Unsupported, match=f"the null backend keeps no {name}"):
+            ask()
 
 
 def test_null_backend_runs_tasks_and_refuses_results() -> None:

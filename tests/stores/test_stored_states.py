@@ -24,7 +24,7 @@ from machinery_py.backends.rabbitmq import documents as rabbitmq
 from machinery_py.backends.redis import documents as redis
 from machinery_py.backends.transactional import Row
 from machinery_py.connections.sqlite import upgrade
-from machinery_py.tasks.signature import Arg
+from machinery_py.tasks.signature import Arg, AttemptNumber
 from machinery_py.tasks.states import State, TaskState
 from machinery_py.wire import bodies
 
@@ -40,7 +40,7 @@ FULL = TaskState(
     created_at=NOW,
     ttl=3,
     run=2,
-    attempt=4,
+    attempt=AttemptNumber(4),
     queue="mail",
     error_type="ValueError",
     traceback="line 1\nline 2",
@@ -93,20 +93,13 @@ def _mongodb(state: TaskState) -> object:
     return mongodb.fields_of(Row(state=state, mark="m", epoch=7), version=3, now=11, expires_at=13)
 
 
-def _rows(state: TaskState) -> bytes:
-    return bodies.encode_task(state, "m", 7)
-
-
-def _read_rows(body: bytes) -> TaskState | None:
-    return bodies.decode_task(body).state
-
-
 WRITTEN: dict[str, Callable[[TaskState], object]] = {
     "redis": _redis,
     "memcached": _memcached,
     "rabbitmq": _rabbitmq,
     "mongodb": _mongodb,
-    "rows": _rows,
+    "rows": lambda state: bodies.MSGPACK.encode_task(state, "m", 7),
+    "postgresql": lambda state: bodies.JSON.encode_task(state, "m", 7),
 }
 
 
@@ -129,7 +122,8 @@ READ: dict[str, Callable[[Any], TaskState | None]] = {
     "memcached": lambda body: memcached.decode_record("task_1", body).state,
     "rabbitmq": lambda body: rabbitmq.decode_record("task_1", [body]).state,
     "mongodb": lambda document: mongodb.state_of({"_id": "task_1", **document}),
-    "rows": _read_rows,
+    "rows": lambda body: bodies.MSGPACK.decode_task(body).state,
+    "postgresql": lambda body: bodies.JSON.decode_task(body).state,
 }
 
 
@@ -141,9 +135,9 @@ def test_every_field_of_a_state_comes_back(store: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_state_in_a_sqlite_file_of_version_10_is_carried_over(case: str) -> None:
     columns = ast.literal_eval(json.loads(GOLDEN.read_text())["sqlite 10"][case])
-    carried = _read_rows(upgrade.task_body(*(columns[name] for name in upgrade.TASK)))
+    carried = READ["rows"](upgrade.task_body(*(columns[name] for name in upgrade.TASK)))
 
-    assert carried == _read_rows(_rows(CASES[case]))
+    assert carried == READ["rows"](WRITTEN["rows"](CASES[case]))
 
 
 # In a process of its own, because each module reads the fields of TaskState when it is imported.

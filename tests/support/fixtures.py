@@ -36,11 +36,30 @@ from tests.support.servers import (
 GIVEN_MONGODB = os.environ.get("MACHINERY_TEST_MONGODB_URL", "")
 
 #: Each kind of broker, and the fixture with its URL.
-BROKERS = {"redis": "redis_url", "mongodb": "mongodb_url", "amqp": "amqp_url"}
+BROKERS = {
+    "redis": "redis_url",
+    "mongodb": "mongodb_url",
+    "amqp": "amqp_url",
+    "postgresql": "postgres_url",
+}
 
 OpenServer = Callable[[], Server]
 
 _databases = itertools.count()
+
+
+def url_of(kind: str, file: Path | str, request: pytest.FixtureRequest) -> str:
+    """Return the URL of an empty store: in memory, a SQLite file, or a part of a shared server."""
+    match kind:
+        case "memory":
+            return f"memory://{next(_databases)}"
+        case "sqlite":
+            return f"sqlite:///{file}"
+        case "amqp" | "mongodb":
+            return str(request.getfixturevalue(f"{kind}_url"))
+        case "postgresql":
+            return str(request.getfixturevalue("postgres_url"))
+    return str(request.getfixturevalue(f"empty_{kind}").url)
 
 
 @pytest.fixture(scope="session")
@@ -223,7 +242,17 @@ def postgresql_server() -> Iterator[PostgreSQLServer]:
 @pytest.fixture
 def postgresql_url(postgresql_server: PostgreSQLServer) -> str:
     """A database of the shared PostgreSQL with nothing in it, as SQLAlchemy's URL."""
-    return postgresql_server.new_database(f"t{next(_databases)}")
+    url = postgresql_server.new_database(f"t{next(_databases)}")
+    return url.replace("://", "+psycopg://")
+
+
+@pytest.fixture
+def postgres_url(postgresql_server: PostgreSQLServer) -> str:
+    """The database of the shared PostgreSQL that our stores use, running, with nothing in it."""
+    postgresql_server.start()
+    postgresql_server.thaw()
+    wait_until(postgresql_server.empty, HANG)
+    return postgresql_server.url
 
 
 @pytest.fixture
@@ -237,10 +266,8 @@ def open_proxy() -> Iterator[Callable[[int], Proxy]]:
 def broker_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The URL of a broker of each kind, with nothing in it."""
     match request.param:
-        case "memory":
-            return f"memory://broker-{next(_databases)}"
-        case "sqlite":
-            return f"sqlite:///{tmp_path}/store.db?synchronous=normal"
+        case "memory" | "sqlite":
+            return url_of(request.param, f"{tmp_path}/store.db?synchronous=normal", request)
         case other:
             return str(request.getfixturevalue(BROKERS[other]))
 

@@ -28,7 +28,6 @@ class RedisServer(PrivateServer):
     """One Redis. Only with `appendonly`, answered writes survive a restart, even after `kill`.
 
     Attributes:
-        socket_path: the unix socket, if it was asked for.
         ca_file: the certificate that a client must trust, with `tls`.
     """
 
@@ -39,16 +38,13 @@ class RedisServer(PrivateServer):
         *,
         port: int | None = None,
         appendonly: bool = False,
-        maxmemory: str | int = 0,
         password: str = "",
         tls: bool = False,
-        unix_socket: bool = False,
         config: Mapping[str, str] | None = None,
     ) -> None:
         """`config`: other lines of redis.conf; `tls` needs openssl, and leaves no plain port."""
         super().__init__(port=port)
         self.password = password
-        self.socket_path = self.folder / "redis.sock" if unix_socket else None
         self.ca_file = make_certificates(self.folder, self.find("openssl")) if tls else None
         lines = {
             "bind": HOST,
@@ -56,16 +52,12 @@ class RedisServer(PrivateServer):
             "dir": str(self.folder),
             "save": '""',
             "databases": "64",
-        }
-        lines |= {
             "appendonly": "yes" if appendonly else "no",
-            "maxmemory": str(maxmemory),
+            "maxmemory": "0",
             "maxmemory-policy": "noeviction",
         }
         if password:
             lines |= {"requirepass": password, "masterauth": password}
-        if self.socket_path is not None:
-            lines["unixsocket"] = str(self.socket_path)
         if tls:
             lines |= {
                 "port": "0",

@@ -1,13 +1,13 @@
 """Private real servers for tests: on free local ports, each in its own folder, gone with the test.
 
-    RedisServer          one Redis; append-only file, memory limit, password, unix socket,
-                         TLS with a private CA
+    RedisServer          one Redis; append-only file, password, TLS with a private CA
     RedisSentinelTrio    a master, its replicas and three sentinels
     RedisCluster         three masters and three replicas
     RabbitMQServer       one node, with its own epmd
     RabbitMQCluster      three nodes that know each other, as one cluster
     MemcachedServer      one memcached
-    PostgreSQLServer     one PostgreSQL, for the outbox
+    PostgreSQLServer     one PostgreSQL, or a replica of one
+    PgBouncerServer      one PgBouncer before it
     MongoServer          one mongod; NxServer stands in for it where it is not installed
 
     with RedisServer(appendonly=True) as redis:
@@ -39,7 +39,7 @@ from tests.support.private import (
     require,
 )
 from tests.support.private_mongo import MongoServer, NxServer
-from tests.support.private_postgres import PostgreSQLServer
+from tests.support.private_postgres import PgBouncerServer, PostgreSQLServer
 from tests.support.private_redis import (
     RedisCluster,
     RedisSentinelTrio,
@@ -52,6 +52,7 @@ __all__ = [
     "MemcachedServer",
     "MongoServer",
     "NxServer",
+    "PgBouncerServer",
     "PostgreSQLServer",
     "Private",
     "PrivateServer",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -20,8 +21,9 @@ import select
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,10 +33,15 @@ ROOT = Path(__file__).parents[2]
 
 
 class WarmPython:
-    """Runs one program at a time."""
+    """Runs one program at a time. Another thread that calls `run` meanwhile waits."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
+        self._busy = threading.Lock()
+
+    @property
+    def is_busy(self) -> bool:
+        return self._busy.locked()
 
     def __enter__(self) -> Self:
         return self
@@ -43,18 +50,37 @@ class WarmPython:
         self.close()
 
     def run(
-        self, module: str, *words: str, environment: Mapping[str, str], timeout: float = 2 * HANG
+        self,
+        module: str,
+        *words: str,
+        environment: Mapping[str, str],
+        folder: Path = ROOT,
+        timeout: float = 2 * HANG,
     ) -> subprocess.CompletedProcess[str]:
-        """Run `python -m module words`, as `subprocess.run` would.
+        """Run `python -m module words` in the folder, as `subprocess.run` would.
+
+        Of the variables that Python itself reads, PYTHONDONTWRITEBYTECODE alone counts.
 
         Raises:
             subprocess.TimeoutExpired: it did not end in time, and was killed with the warm process.
         """
+        with self._busy:
+            return self._run(module, words, dict(environment), folder, timeout)
+
+    def _run(
+        self,
+        module: str,
+        words: Sequence[str],
+        environment: dict[str, str],
+        place: Path,
+        timeout: float,
+    ) -> subprocess.CompletedProcess[str]:
         process = self._start()
         assert process.stdin is not None and process.stdout is not None
         with tempfile.TemporaryDirectory() as folder:
             files = {name: f"{folder}/{name}" for name in ("stdout", "stderr")}
-            program = {"module": module, "words": words, "environment": dict(environment), **files}
+            program = {"module": module, "words": words, "environment": environment, **files}
+            program["folder"] = str(place)
             process.stdin.write(json.dumps(program) + "\n")
             process.stdin.flush()
             if not select.select([process.stdout], [], [], timeout)[0]:
@@ -90,6 +116,7 @@ def serve() -> None:
     for module in pkgutil.walk_packages(machinery_py.__path__, "machinery_py."):
         if not any(part in module.name for part in (".testing", "__main__", ".django.")):
             importlib.import_module(module.name)
+    gc.freeze()  # a collection in a child copies no page of what is imported
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
@@ -107,17 +134,24 @@ def _run(program: dict[str, Any]) -> None:
         os.environ.clear()
         os.environ.update(program["environment"])
         tempfile.tempdir = None
+        sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in os.environ
+        os.chdir(program["folder"])
+        sys.path[0] = program["folder"]
         sys.argv = [program["module"], *program["words"]]
         runpy.run_module(program["module"], run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:
         code = end.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     with contextlib.suppress(Exception):
+        threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter does at its end
         atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code if isinstance(code, int) else 1)
 
 

@@ -18,6 +18,7 @@ from machinery_py.connections.mongodb.client import MongoDriver
 from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.stores import outbox, redis_steps
 from machinery_py.testing.waiting import wait_until
+from tests.support.fixtures import url_of
 from tests.support.warm import WarmPython
 from tests.system import crashing
 
@@ -50,16 +51,6 @@ TASKS = {
     "replaced": 4,
     "delayed": 2,
 }
-
-
-def url_of(kind: str, file: pathlib.Path, request: pytest.FixtureRequest) -> str:
-    """Return the URL of an empty store: a SQLite file, or a part of a shared server."""
-    match kind:
-        case "sqlite":
-            return f"sqlite:///{file}"
-        case "amqp" | "mongodb":
-            return str(request.getfixturevalue(f"{kind}_url"))
-    return str(request.getfixturevalue(f"empty_{kind}").url)
 
 
 class Stage:

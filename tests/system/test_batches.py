@@ -26,6 +26,12 @@ class TestSQLite(BatchConformance):
         return Server(Config(broker=f"sqlite:///{tmp_path}/store.db?synchronous=normal"))
 
 
+class TestPostgreSQL(BatchConformance):
+    @pytest.fixture
+    def server(self, postgres_url: str) -> Server:
+        return Server(Config(broker=postgres_url))
+
+
 class TestRedis(BatchConformance):
     @pytest.fixture
     def server(self, redis_url: str) -> Server:

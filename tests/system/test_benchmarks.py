@@ -1,8 +1,13 @@
-"""The benchmarks run, check what they measured, and give figures; speed is not tested here."""
+"""The benchmarks run, check what they measured, and give figures; speed is not tested here.
+
+Those with a server of their own run with MACHINERY_TEST_FULL=1 (`make chaos`): they take a minute
+of two processors, and a benchmark that fails is seen by who asks for its figures.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +15,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks import ceiling, growth
+from benchmarks import bloat, ceiling, growth
 from tests.support import private_mongo
-from tests.support.servers import RabbitMQServer, RedisServer, require
+from tests.support.servers import PostgreSQLServer, RabbitMQServer, RedisServer, require
 
 ROOT = Path(__file__).resolve().parents[2]
 HANG = 150.0  # seconds
+
+with_servers = pytest.mark.skipif(
+    not os.environ.get("MACHINERY_TEST_FULL"), reason="MACHINERY_TEST_FULL runs it"
+)
 
 
 def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -58,6 +67,7 @@ def test_a_quick_run_measures_every_figure_on_memory_and_sqlite(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
+@with_servers
 def test_mongodb_is_measured_beside_a_bare_loop(tmp_path: Path) -> None:
     require(private_mongo.KINDS[private_mongo.best_kind()])
     done = run(
@@ -105,6 +115,7 @@ def test_the_table_names_each_figure(tmp_path: Path) -> None:
     assert "send to result, idle worker, median" in done.stdout
 
 
+@with_servers
 def test_messages_in_rabbitmq_are_measured_beside_bare_pika(tmp_path: Path) -> None:
     require(RabbitMQServer)
     require(RedisServer)
@@ -130,6 +141,7 @@ def test_messages_in_rabbitmq_are_measured_beside_bare_pika(tmp_path: Path) -> N
     assert all(value > 0 for value in figures.values())
 
 
+@with_servers
 def test_the_prototype_is_measured_in_the_same_rounds_with_its_scripts() -> None:
     require(RedisServer)
 
@@ -163,6 +175,7 @@ def test_the_ratio_to_the_prototype_is_of_the_same_round() -> None:
     assert "| 20.0 | 10.0 | 2.00 (2.00 to 2.00) | ≤ 1.6 **missed** |" in lines
 
 
+@with_servers
 def test_growth_is_measured_at_each_point() -> None:
     require(RedisServer)
     names = ("queues", "workers")  # of five; the others go the same way
@@ -178,6 +191,19 @@ def test_growth_is_measured_at_each_point() -> None:
         for [figures] in report[name].values():
             assert figures.keys() == set(axis.figures)
             assert all(value > 0 for value in figures.values())
+
+
+@with_servers
+def test_bloat_is_measured_at_each_point() -> None:
+    require(PostgreSQLServer)
+
+    done = run("benchmarks", "bloat", "--quick", "--json")
+
+    assert done.returncode == 0, done.stderr
+    report: list[dict[str, float]] = json.loads(done.stdout)
+    assert len(report) == bloat.POINTS
+    assert report[-1]["tasks"] == bloat.QUICK
+    assert all(one["items bytes"] > 0 for one in report)
 
 
 def test_growth_is_that_from_the_first_point_in_the_same_round() -> None:

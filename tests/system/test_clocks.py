@@ -15,7 +15,7 @@ import pytest
 from machinery_py.testing.waiting import HANG, wait_until
 
 ROOT = Path(__file__).parents[2]
-STORES = ["sqlite", "redis", "cluster", "mongodb", "amqp and redis"]
+STORES = ["sqlite", "postgresql", "redis", "cluster", "mongodb", "amqp and redis"]
 
 
 @pytest.fixture(params=STORES)
@@ -27,6 +27,8 @@ def app(
     match request.param:
         case "sqlite":
             url = f"sqlite:///{tmp_path}/store.db?synchronous=normal"
+        case "postgresql":
+            url = request.getfixturevalue("postgres_url")
         case "cluster":
             url = request.getfixturevalue("empty_cluster").url
         case "amqp and redis":

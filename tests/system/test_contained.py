@@ -13,9 +13,9 @@ import pytest
 from machinery_py import AsyncResult, State
 from machinery_py.connections.proc import is_suspended, place
 from machinery_py.testing.waiting import wait_until
-from machinery_py.worker.frames import CHECK
+from machinery_py.worker.processes.frames import CHECK
+from tests.support.fixtures import url_of
 from tests.system.contained import HANG, IN_TIME, Contained
-from tests.system.stage import url_of
 
 
 @pytest.fixture(params=["sqlite", "redis", "amqp+redis", "mongodb"])

@@ -12,7 +12,7 @@ import pytest
 
 from machinery_py import MachineryError, Server, TaskFailed
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.worker.agent import READ_TIMEOUT, Agent
+from machinery_py.worker.control.agent import READ_TIMEOUT, Agent
 from tests.cli.app import App, app_in_a_folder
 from tests.support.fixtures import OpenServer
 from tests.support.freezing import freeze

@@ -66,8 +66,9 @@ def worker_cells() -> Iterator[Cell]:
     for point, shape in itertools.product(WORKER_POINTS, ("retry", "chord")):
         yield "sqlite+sqlite", point, shape
         yield "sqlite+memcached", point, shape
-        if not point.startswith("inside"):  # a step on Redis is a script, and has no inside
+        if not point.startswith("inside"):  # a step on these is a script, and has no inside
             yield "redis", point, shape
+            yield "postgresql", point, shape
     for point in TWO_STORE_POINTS:
         yield "sqlite+sqlite", point, "retry"
         yield "sqlite+memcached", point, "chord"
@@ -183,6 +184,7 @@ EARLY_POINTS = {
         for stores in (
             "sqlite",
             "sqlite+sqlite",
+            "postgresql",
             "redis",
             "cluster",
             "amqp",
@@ -312,7 +314,7 @@ def test_killed_sender_has_sent_all_or_nothing(
 
 #: SQLite for messages, and the store of the key of a unique task.
 KEYS_BESIDE_SQLITE = (
-    *(f"sqlite+{kind}" for kind in ("sqlite", "redis", "memcached", "amqp")),
+    *(f"sqlite+{kind}" for kind in ("sqlite", "redis")),
     *(f"sqlite+{kind}" for kind in ("mongodb", "cluster") if FULL),
 )
 
@@ -385,7 +387,6 @@ REVOKE_CELLS: dict[str, tuple[str, ...]] = {
     "amqp+sqlite": (*REVOKE_POINTS, *TWO_STORE_POINTS),
     "cluster": (*REVOKE_POINTS, *CLUSTER_POINTS),
     "mongodb": _WITHOUT_INSIDE,
-    "amqp": (*REVOKE_POINTS, *TWO_STORE_POINTS, *TX_POINTS),
 }
 ALIKE = ("before-fire", "before-chord")  # the steps before them have a point behind them, too
 FEW_REVOKES = [
@@ -398,7 +399,7 @@ ALL_REVOKES = [(stores, point) for stores, points in REVOKE_CELLS.items() for po
 
 UNTOUCHED = ("before-remember",)
 REMEMBERED = ("after-remember", "before-fire")  # and not ended yet
-WITHIN = ("inside-fire", *CLUSTER_POINTS, *TX_POINTS)  # one or the other, as the stores have it
+WITHIN = ("inside-fire", *CLUSTER_POINTS)  # one or the other, as the stores have it
 
 
 def kill_revoker(point: str, stage: Stage, survivor: Server) -> State:

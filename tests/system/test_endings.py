@@ -25,7 +25,7 @@ from tests.system.endings import ENDINGS, NUMBERS, SETTINGS, STRIKES, Ending, di
 ROOT = pathlib.Path(__file__).parents[2]
 APP = "tests.system.ending_app"
 POOLS = ["thread", "process"]
-STORES = ["sqlite", "redis", "cluster", "mongodb", "amqp and redis"]
+STORES = ["sqlite", "postgresql", "redis", "cluster", "mongodb", "amqp and redis"]
 FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
 #: How a process ends is told to the worker's own code, which every store shares.
 PLACES = [
@@ -149,6 +149,9 @@ def place(
             for node in cluster.masters:
                 node.cli("FLUSHALL")
             url = cluster.url
+        case "postgresql":
+            postgresql = request.getfixturevalue("postgresql_server")
+            url = postgresql.new_database(folder.name)
         case "mongodb":
             url = f"{request.getfixturevalue('mongodb_server').rstrip('/')}/endings_{os.getpid()}"
         case "redis":

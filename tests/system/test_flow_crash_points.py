@@ -28,7 +28,7 @@ from tests.system.stage import HANG, Stage, finish, python, stage, survivor
 __all__ = ["python", "stage", "survivor"]
 
 FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
-STORES = ("sqlite", "redis", *(("mongodb", "cluster") if FULL else ()))
+STORES = ("sqlite", "postgresql", "redis", *(("mongodb", "cluster") if FULL else ()))
 
 
 def cells(points: tuple[str, ...], *more: tuple[str, str]) -> pytest.MarkDecorator:

@@ -5,6 +5,7 @@ A task that uses multiprocessing does this.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -23,6 +24,7 @@ from machinery_py.tasks.states import State
 from machinery_py.testing.waiting import HANG, together, wait_until
 from tests.cli.app import HANG as LONG
 from tests.cli.app import TASKS, App, app_in_a_folder, children, is_alive
+from tests.support.fixtures import url_of
 from tests.support.forking import forked
 from tests.support.proxy import Proxy
 from tests.support.servers import RabbitMQServer
@@ -121,21 +123,22 @@ def send_and_fork(broker: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "pair", ["sqlite+sqlite", "redis+redis", "amqp+amqp", "amqp+redis", "redis+memcache"]
+    "pair",
+    [
+        "sqlite+sqlite",
+        "postgresql+postgresql",
+        "redis+redis",
+        "amqp+amqp",
+        "amqp+redis",
+        "redis+memcached",
+    ],
 )
 def test_child_forked_while_threads_send_can_send(
     pair: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    def url_of(kind: str) -> str:
-        if kind == "sqlite":
-            return f"sqlite:///{tmp_path}/machinery.db?synchronous=normal"
-        given = request.getfixturevalue(
-            {"redis": "empty_redis", "memcache": "empty_memcached", "amqp": "amqp_url"}[kind]
-        )
-        return str(getattr(given, "url", given))
-
-    broker, backend = pair.split("+")
-    send_and_fork(url_of(broker), url_of(backend))
+    file = f"{tmp_path}/machinery.db?synchronous=normal"
+    broker, backend = (url_of(kind, file, request) for kind in pair.split("+"))
+    send_and_fork(broker, backend)
 
 
 def test_child_forked_while_threads_send_sends_to_mongodb(mongodb_url: str) -> None:
@@ -162,14 +165,21 @@ def test_child_forked_during_a_connect_connects_to_rabbitmq(
 # What tasks fork
 
 
-@pytest.mark.parametrize("pair", ["redis+redis", "amqp+amqp", "amqp+redis", "redis+memcache"])
+@pytest.mark.parametrize(
+    "pair", ["redis+redis", "amqp+amqp", "amqp+redis", "redis+memcache", "postgres+postgres"]
+)
 def test_a_child_has_no_connection_of_its_worker(pair: str, request: pytest.FixtureRequest) -> None:
     urls = [
         str(getattr(given, "url", given))
         for kind in pair.split("+")
         for given in [
             request.getfixturevalue(
-                {"redis": "empty_redis", "memcache": "empty_memcached", "amqp": "amqp_url"}[kind]
+                {
+                    "redis": "empty_redis",
+                    "memcache": "empty_memcached",
+                    "amqp": "amqp_url",
+                    "postgres": "postgres_url",
+                }[kind]
             )
         ]
     ]
@@ -298,9 +308,12 @@ def test_a_forked_child_does_not_hold_the_health_port(app: App) -> None:
     worker = app.worker("-c", "1", "--health-port", str(port))
     (pid,) = left_behind(app, ("os.fork",))
 
-    forked_sockets = [
-        os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")
-    ]
+    def has_sockets() -> bool:
+        links: list[str] = []
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):  # it has closed one meanwhile
+                links.append(os.readlink(f"/proc/{pid}/fd/{name}"))
+        return any(link.startswith("socket:") for link in links)
 
-    assert not any(link.startswith("socket:") for link in forked_sockets)
+    wait_until(lambda: not has_sockets(), LONG)  # its parent is told of it before it closes them
     assert worker.stop() == 0

@@ -74,7 +74,13 @@ class Fleet:
 
 
 FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
-STORES = ["sqlite", "redis", "amqp", *(["amqp and redis", "amqp and mongodb"] if FULL else [])]
+STORES = [
+    "sqlite",
+    "postgresql",
+    "redis",
+    "amqp",
+    *(["amqp and redis", "amqp and mongodb"] if FULL else []),
+]
 
 
 @pytest.fixture(params=STORES)
@@ -89,6 +95,8 @@ def fleet(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Fl
             request.getfixturevalue("amqp_url"),
             request.getfixturevalue("empty_redis").url,
         )
+    elif request.param == "postgresql":
+        fleet = Fleet(tmp_path, request.getfixturevalue("postgres_url"))
     elif request.param == "mongodb":
         fleet = Fleet(tmp_path, _mongodb(request))
     elif request.param == "amqp and mongodb":
@@ -232,7 +240,9 @@ def test_a_frozen_worker_that_comes_back_writes_nothing(fleet: Fleet, server: Se
     assert (again.worker, again.state) == (by, State.SUCCESS)
 
 
-@pytest.mark.parametrize("fleet", ["sqlite", "redis", "amqp and redis", "mongodb"], indirect=True)
+@pytest.mark.parametrize(
+    "fleet", ["sqlite", "postgresql", "redis", "amqp and redis", "mongodb"], indirect=True
+)
 def test_worker_stopped_beyond_its_lease_begins_nothing_of_others(
     fleet: Fleet, server: Server
 ) -> None:

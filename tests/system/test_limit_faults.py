@@ -20,11 +20,11 @@ from redis import Redis
 from machinery_py import Config, Server, State
 from machinery_py.testing.waiting import HANG as ONE
 from machinery_py.testing.waiting import wait_until
+from tests.support.fixtures import url_of
 from tests.support.servers import RedisServer
 from tests.support.supervised import children, kill_all
 from tests.system import limited_app
 from tests.system.limited_app import MOST
-from tests.system.stage import url_of
 
 FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
 ROOT = pathlib.Path(__file__).parents[2]
@@ -43,6 +43,7 @@ class Fleet:
         self.ledger.touch()
         self.asked = folder / "ledger-asked"
         self.gate = folder / "gate"
+        self.log = folder / "workers.log"
         self.environment = {
             **os.environ,
             "LIMITED_BROKER": broker,
@@ -63,13 +64,14 @@ class Fleet:
 
     def start(self, **environment: str) -> subprocess.Popen[bytes]:
         command = ["-m", "machinery_py", "worker", "tests.system.limited_app", "-c", "4"]
-        process = subprocess.Popen(
-            [sys.executable, *command],
-            env={**self.environment, **environment},
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        with self.log.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, *command],
+                env={**self.environment, **environment},
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
+            )
         self.processes.append(process)
         return process
 
@@ -116,6 +118,9 @@ class Fleet:
         wait_until(lambda: self.usage() == (0, 0), HANG, what="no slot and no place is left")
 
     def close(self) -> None:
+        print("queues:", self.server.broker.stats())
+        print("limits:", self.usage(), "exits:", [process.poll() for process in self.processes])
+        print(self.log.read_text(errors="replace") if self.log.exists() else "no worker")
         for process in self.processes:
             kill_all(process)
         self.server.close()

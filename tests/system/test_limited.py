@@ -13,11 +13,12 @@ import pytest
 from machinery_py import Config, Server, TaskFailed
 from machinery_py.testing.conformance.exclusive import Overlap
 from machinery_py.testing.waiting import HANG, wait_until
-from tests.system.stage import url_of
+from tests.support.fixtures import url_of
 
 #: Broker, result backend and lock store.
 STORES = (
     "sqlite",
+    "postgresql",
     "redis",
     "cluster",
     "mongodb",

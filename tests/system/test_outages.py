@@ -1,4 +1,4 @@
-"""Workers whose Redis is away, at their start or later.
+"""Workers whose store is away, at their start or later.
 
 They wait, report it, and end when asked or allowed to.
 """
@@ -30,9 +30,10 @@ from machinery_py.worker.worker import Worker
 from tests.cli.app import HANG, App, app_in_a_folder, children
 from tests.support.private import free_port
 from tests.support.proxy import Proxy
-from tests.support.servers import RedisServer, require
+from tests.support.servers import PostgreSQLServer, RedisServer, require
 
 app = app_in_a_folder
+PrivateStore = RedisServer | PostgreSQLServer
 OpenProxy = Callable[[int], Proxy]
 
 
@@ -41,6 +42,15 @@ def redis() -> Iterator[RedisServer]:
     """A server of the test's own, which is not started; its port is known."""
     require(RedisServer)
     server = RedisServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(params=[RedisServer, PostgreSQLServer])
+def store(request: pytest.FixtureRequest) -> Iterator[PrivateStore]:
+    """The same of each kind."""
+    require(request.param)
+    server = request.param()
     yield server
     server.close()
 
@@ -78,17 +88,17 @@ def told(worker: Worker) -> list[ConnectionLost]:
 
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_worker_started_before_its_server_waits(
-    app: App, redis: RedisServer, processes: str
+    app: App, store: PrivateStore, processes: str
 ) -> None:
-    app.env["MACHINERY_URL"] = redis.url
+    app.env["MACHINERY_URL"] = store.url
     worker = app.start("worker", "tasks", "-p", processes)
-    worker.wait_for("no tasks can be received: Redis at 127.0.0.1:", times=int(processes))
+    worker.wait_for("no tasks can be received", times=int(processes))
     before = children(worker.pid)
     app.run("health", "tasks")
     app.run("health", "tasks", "--ready", code=1)
     assert "Ready." not in worker.out
 
-    redis.start()
+    store.start()
     worker.wait_ready()
     uuid = app.send("note", "hello")
     wait_until(lambda: app.state(uuid) == "SUCCESS", HANG, "the task's end")
@@ -103,16 +113,16 @@ def test_worker_started_before_its_server_waits(
 @pytest.mark.parametrize("processes", ["1", "2"])
 @pytest.mark.parametrize("away", ["refused", "black hole"])
 def test_waiting_worker_stops_at_once(
-    app: App, redis: RedisServer, open_proxy: OpenProxy, away: str, processes: str
+    app: App, store: PrivateStore, open_proxy: OpenProxy, away: str, processes: str
 ) -> None:
-    proxy = open_proxy(redis.port)
+    proxy = open_proxy(store.port)
     if away == "refused":
         proxy.refuse()
     else:
-        redis.start()
+        store.start()
         proxy.black_hole()
     # A connection would last for longer than the test.
-    app.env |= {"MACHINERY_URL": proxy.through(redis.url), "MACHINERY_PUBLISH_TIMEOUT": "300"}
+    app.env |= {"MACHINERY_URL": proxy.through(store.url), "MACHINERY_PUBLISH_TIMEOUT": "300"}
     worker = app.start(
         "worker", "tasks", "-p", processes, MACHINERY_BROKER_CONNECTION_BACKOFF="linear"
     )
@@ -199,23 +209,23 @@ def test_worker_starts_on_a_full_server_once_there_is_room(
     server.close()
 
 
-def test_start_itself_does_not_wait(redis: RedisServer) -> None:
-    server = Server(redis.url)
+def test_start_itself_does_not_wait(store: PrivateStore) -> None:
+    server = Server(store.url)
     worker = server.new_worker("impatient", concurrency=1)
     with pytest.raises(BrokerUnavailable, match="refused"):
         worker.start()
 
-    redis.start()
+    store.start()
     with worker:
         wait_until(lambda: worker.ready, HANG, "a worker that is ready")
     server.close()
 
 
-def test_stopped_worker_leaves_no_session(redis: RedisServer, open_proxy: OpenProxy) -> None:
-    redis.start()
-    proxy = open_proxy(redis.port)
+def test_stopped_worker_leaves_no_session(store: PrivateStore, open_proxy: OpenProxy) -> None:
+    store.start()
+    proxy = open_proxy(store.port)
     proxy.black_hole()
-    server = Server(Config(broker=proxy.through(redis.url), publish_timeout=HANG))
+    server = Server(Config(broker=proxy.through(store.url), publish_timeout=HANG))
     worker = server.new_worker("asked", concurrency=1)
     launched = Launched(worker)
     wait_until(lambda: proxy.open_connections, HANG, "an attempt")
@@ -318,10 +328,10 @@ def test_a_worker_that_runs_gives_up_too(app: App, redis: RedisServer, busy: boo
 
 
 def test_programs_hear_of_the_loss_and_of_the_return(
-    redis: RedisServer, caplog: pytest.LogCaptureFixture
+    store: PrivateStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    redis.start()
-    server = Server(Config(broker=redis.url))
+    store.start()
+    server = Server(Config(broker=store.url))
     answer = server.register_task("answer", lambda: 42)
     lost: list[ConnectionLost] = []
     restored: list[ConnectionRestored] = []
@@ -331,9 +341,9 @@ def test_programs_hear_of_the_loss_and_of_the_return(
     with server.new_worker("watched", concurrency=1) as worker:
         wait_until(lambda: worker.ready, HANG, "a worker that is ready")
         caplog.set_level(logging.DEBUG, "machinery_py.worker.reconnect")
-        redis.kill()
+        store.kill()
         wait_until(lambda: len(lost) > 3, HANG, "some attempts")
-        redis.start()
+        store.start()
         assert answer.send().get(timeout=HANG) == 42
         wait_until(lambda: restored, HANG, "the news of its return")
 
@@ -345,7 +355,7 @@ def test_programs_hear_of_the_loss_and_of_the_return(
     )
     lines = [record for record in caplog.records if "no tasks can be received" in record.message]
     assert [line.levelname for line in lines][:4] == ["ERROR", "DEBUG", "DEBUG", "DEBUG"]
-    assert "(attempt 2)" in lines[2].message and f"127.0.0.1:{redis.port}" in lines[2].message
+    assert "(attempt 2)" in lines[2].message and f"127.0.0.1:{store.port}" in lines[2].message
     server.close()
 
 
@@ -405,11 +415,11 @@ def test_an_unknown_schedule_is_refused() -> None:
 
 @pytest.mark.parametrize("away", ["refused", "black hole", "black hole on a used connection"])
 def test_sender_waits_no_longer_than_its_timeout(
-    redis: RedisServer, open_proxy: OpenProxy, away: str
+    store: PrivateStore, open_proxy: OpenProxy, away: str
 ) -> None:
-    redis.start()
-    proxy = open_proxy(redis.port)
-    server = Server(Config(broker=proxy.through(redis.url), publish_timeout=1.5))
+    store.start()
+    proxy = open_proxy(store.port)
+    server = Server(Config(broker=proxy.through(store.url), publish_timeout=1.5))
     answer = server.register_task("answer", lambda: 42)
     if away == "black hole on a used connection":
         answer.send()
@@ -444,13 +454,20 @@ WAITS: dict[str, Callable[[GroupResult[int]], object]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAITS)
+@pytest.mark.parametrize(
+    ("store", "way"),
+    [
+        *((RedisServer, way) for way in WAITS),
+        *((PostgreSQLServer, way) for way in ("get", "get_async")),
+    ],
+    indirect=["store"],
+)
 def test_waiter_for_results_waits_for_their_store(
-    redis: RedisServer, open_proxy: OpenProxy, way: str, caplog: pytest.LogCaptureFixture
+    store: PrivateStore, open_proxy: OpenProxy, way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    redis.start()
-    proxy, gate = open_proxy(redis.port), threading.Event()
-    working, asking = Server(redis.url), Server(proxy.through(redis.url))
+    store.start()
+    proxy, gate = open_proxy(store.port), threading.Event()
+    working, asking = Server(store.url), Server(proxy.through(store.url))
 
     @working.task("hold")
     def hold(number: int) -> int:
@@ -509,13 +526,17 @@ TAKES: dict[str, Callable[[Server, float | None], bool]] = {
 }
 
 
-@pytest.mark.parametrize("way", TAKES)
+@pytest.mark.parametrize(
+    ("store", "way"),
+    [*((RedisServer, way) for way in TAKES), (PostgreSQLServer, "limiter")],
+    indirect=["store"],
+)
 def test_lock_and_limiter_wait_for_their_store(
-    redis: RedisServer, open_proxy: OpenProxy, way: str, caplog: pytest.LogCaptureFixture
+    store: PrivateStore, open_proxy: OpenProxy, way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    redis.start()
-    proxy = open_proxy(redis.port)
-    server = Server(proxy.through(redis.url))
+    store.start()
+    proxy = open_proxy(store.port)
+    server = Server(proxy.through(store.url))
     server.lock("other").acquire()
     proxy.refuse()
     proxy.reset()

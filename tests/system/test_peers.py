@@ -16,13 +16,19 @@ from typing import Any
 import pytest
 
 from benchmarks.peers import driving, environments, report
-from benchmarks.peers.systems import AMQP_SYSTEMS, BY_NAME, OURS, SYSTEMS
+from benchmarks.peers.systems import AMQP_SYSTEMS, BY_NAME, ON, OURS, POSTGRESQL_SYSTEMS, SYSTEMS
+from tests.support.private_postgres import PostgreSQLServer
 from tests.support.servers import RabbitMQServer, RedisServer, require
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ROOT / "benchmarks" / "peers"
 HANG = 120.0  # seconds
-OTHERS = [system.name for system in SYSTEMS if not system.is_ours]
+OTHERS = [
+    (broker, system.name)
+    for broker in ("redis", "postgresql")
+    for system in ON[broker]
+    if not system.is_ours
+]
 
 
 def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -38,7 +44,7 @@ def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 
 def measured(*names: str, rounds: int = 1, broker: str = "redis") -> dict[str, Any]:
-    require(RedisServer)
+    require(PostgreSQLServer if broker == "postgresql" else RedisServer)
     done = run(
         "--broker",
         broker,
@@ -59,6 +65,11 @@ def measured(*names: str, rounds: int = 1, broker: str = "redis") -> dict[str, A
     return found
 
 
+long = pytest.mark.skipif(
+    not os.environ.get("MACHINERY_TEST_FULL"), reason="a minute of two processors: `make chaos`"
+)
+
+
 def check_figures(
     rounds: Sequence[Mapping[str, float]],
     *,
@@ -66,8 +77,12 @@ def check_figures(
     broker: str = "redis",
     workflows: bool = False,
 ) -> None:
-    missing = {"bytes"} if broker == "amqp" else {"rabbitmq cpu"}
-    missing |= set() if bulk else {"bulk", "bulk redis cpu"}
+    redis = {"commands", "reads", "redis cpu", "scripts"}
+    redis |= {"send redis cpu", "send scripts", "bulk redis cpu"}
+    postgresql = {"postgresql cpu", "send postgresql cpu", "bulk postgresql cpu"}
+    missing = redis if broker == "postgresql" else postgresql
+    missing |= {"bytes"} if broker == "amqp" else {"rabbitmq cpu"}
+    missing |= set() if bulk else {"bulk", "bulk redis cpu", "bulk postgresql cpu"}
     missing |= set() if workflows else {"chain", "chord"}
     expected = {figure.name for figure in report.FIGURES} - missing
     for figures in rounds:
@@ -87,10 +102,7 @@ def test_machinery_is_measured_beside_bare_redis_in_every_round() -> None:
     assert len(found["ratios"]["raw"]["drain"]) == 2
 
 
-@pytest.mark.skipif(
-    not os.environ.get("MACHINERY_TEST_FULL"),
-    reason="two rounds on private servers: `make chaos`; test_benchmarks.py measures RabbitMQ too",
-)
+@long
 def test_machinery_on_rabbitmq_is_measured_beside_bare_pika() -> None:
     require(RabbitMQServer)
 
@@ -99,30 +111,42 @@ def test_machinery_on_rabbitmq_is_measured_beside_bare_pika() -> None:
     assert found["rounds"].keys() == {"raw", OURS}
     for rounds in found["rounds"].values():
         check_figures(rounds, bulk=True, broker="amqp")
-    assert "RabbitMQ" in found["facts"]["redis"]
+    assert "RabbitMQ" in found["facts"]["servers"]
 
 
+@long
 def test_task_processes_are_measured() -> None:
     found = measured(OURS, broker="processes")
 
     check_figures(found["rounds"][OURS], bulk=True)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_queue_is_measured_when_its_environment_exists(name: str) -> None:
+@long
+def test_machinery_on_postgresql_is_measured() -> None:
+    found = measured(OURS, broker="postgresql")
+
+    check_figures(found["rounds"][OURS], bulk=True, broker="postgresql", workflows=True)
+    assert "PostgreSQL" in found["facts"]["servers"]
+
+
+@pytest.mark.parametrize(("broker", "name"), OTHERS)
+def test_other_queue_is_measured_when_its_environment_exists(broker: str, name: str) -> None:
     if not environments.is_there(BY_NAME[name]):
         pytest.skip(f"no environment for {name}: python -m benchmarks.peers --prepare")
 
-    found = measured(name)
+    found = measured(name, broker=broker)
 
-    check_figures(found["rounds"][name], bulk=BY_NAME[name].bulk)
+    check_figures(found["rounds"][name], bulk=BY_NAME[name].bulk, broker=broker)
 
 
-def test_queue_without_an_environment_is_left_out(tmp_path: Path) -> None:
-    done = run("--peers", *OTHERS, XDG_CACHE_HOME=str(tmp_path))
+@pytest.mark.parametrize("broker", ["redis", "postgresql"])
+def test_queue_without_an_environment_is_left_out(broker: str, tmp_path: Path) -> None:
+    others = [name for where, name in OTHERS if where == broker]
+
+    done = run("--broker", broker, "--peers", *others, XDG_CACHE_HOME=str(tmp_path))
 
     assert done.returncode == 1
-    assert all(f"{name}: no environment at {tmp_path}" in done.stderr for name in OTHERS)
+    assert all(f"{name}: no environment at {tmp_path}" in done.stderr for name in others)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -134,7 +158,9 @@ def test_every_script_compiles(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "system", [*SYSTEMS, *AMQP_SYSTEMS], ids=lambda system: system.environment or system.folder
+    "system",
+    [*SYSTEMS, *AMQP_SYSTEMS, *POSTGRESQL_SYSTEMS],
+    ids=lambda system: system.environment or system.folder,
 )
 def test_every_system_has_its_scripts_and_pins_its_versions(system: Any) -> None:
     folder = PEERS / system.folder

@@ -24,11 +24,13 @@ STRIKES = 3
 HANG = max(150.0, 12.0 * POISON, 12.0 * KILLS)  # seconds; a guard, nothing is measured with it
 
 
-@pytest.fixture(params=["sqlite", "redis", "amqp and redis", *["mongodb"] * FULL])
+@pytest.fixture(params=["sqlite", "postgresql", "redis", "amqp and redis", *["mongodb"] * FULL])
 def fleet(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Fleet]:
     match request.param:
         case "sqlite":
             fleet = Fleet(tmp_path, f"sqlite:///{tmp_path}/poison.db")
+        case "postgresql":
+            fleet = Fleet(tmp_path, request.getfixturevalue("postgres_url"))
         case "mongodb":
             fleet = Fleet(tmp_path, _mongodb(request))
         case "redis":

@@ -17,6 +17,7 @@ import pytest
 
 from machinery_py.schedules.definition import decode_entry
 from machinery_py.testing.waiting import wait_until
+from tests.support.fixtures import url_of
 from tests.system.scheduling import make_server
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -70,32 +71,26 @@ class Fleet:
         self.server.close()
 
 
-LONG = ["sqlite+redis", "mongodb", "redis+memcached", "sqlite+amqp", "amqp"]
+LONG = [
+    "cluster",
+    "postgresql+sqlite",
+    "sqlite+redis",
+    "mongodb",
+]
 
 
 @pytest.fixture(
-    params=["sqlite", "redis", "redis+sqlite", "cluster", *(LONG if SECONDS > 3 else ())]
+    params=["sqlite", "postgresql", "redis", "redis+sqlite", *(LONG if SECONDS > 3 else ())]
 )
 def fleet(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Fleet]:
     kinds = request.param.split("+")
-    urls = [_url(request, kind, tmp_path / f"{place}.db") for place, kind in enumerate(kinds)]
+    urls = [
+        url_of(kind, f"{tmp_path}/{place}.db?synchronous=normal", request)
+        for place, kind in enumerate(kinds)
+    ]
     fleet = Fleet(urls[0], urls[-1], tmp_path / "ledger")
     yield fleet
     fleet.close()
-
-
-def _url(request: pytest.FixtureRequest, kind: str, file: pathlib.Path) -> str:
-    if kind == "sqlite":
-        return f"sqlite:///{file}?synchronous=normal"
-    if kind == "cluster":
-        return request.getfixturevalue("empty_cluster").url
-    if kind == "mongodb":
-        return request.getfixturevalue("mongodb_url")
-    if kind == "amqp":
-        return str(request.getfixturevalue("amqp_url"))
-    if kind == "memcached":
-        return str(request.getfixturevalue("empty_memcached").url)
-    return str(request.getfixturevalue("empty_redis").url)
 
 
 def test_ten_schedulers_send_each_tick_once(fleet: Fleet) -> None:

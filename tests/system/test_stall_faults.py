@@ -1,12 +1,13 @@
 """Tasks that hold the interpreter for two leases: they run once, and their worker is alive.
 
-`make chaos` (MACHINERY_TEST_FULL=1) holds it by an expression over each store; otherwise over Redis
-only, for it takes a processor for those leases, and the store sees the same silence.
+`make chaos` (MACHINERY_TEST_FULL=1) does it over each store; otherwise over Redis only: it takes a
+processor for those leases, and each store sees the same silence.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pathlib
 import signal
@@ -17,6 +18,7 @@ import pytest
 from machinery_py import Config, Server
 from machinery_py.testing.waiting import wait_until
 from tests.cli.app import HANG, TASKS, App, app_in_a_folder, is_alive
+from tests.support.fixtures import url_of
 from tests.support.servers import RedisServer
 
 app = app_in_a_folder
@@ -57,19 +59,13 @@ def hold_until_told(fifo: str) -> None:
 
 
 FULL = bool(os.environ.get("MACHINERY_TEST_FULL"))
-STORES = ["redis", "cluster", "mongodb"]
-HELD = [
-    (store, how)
-    for how in ("call", "expression")
-    for store in (STORES if FULL or how == "call" else ["redis"])
-]
+STORES = ["redis", "postgresql", *["cluster", "mongodb"] * FULL]
+HELD = list(itertools.product(STORES, ("call", "expression")))
 
 
 @pytest.fixture
 def url(request: pytest.FixtureRequest) -> str:
-    if request.param == "mongodb":
-        return str(request.getfixturevalue("mongodb_url"))
-    return str(request.getfixturevalue(f"empty_{request.param}").url)
+    return url_of(request.param, "", request)
 
 
 @pytest.mark.parametrize(("url", "how"), HELD, indirect=["url"])

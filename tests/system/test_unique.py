@@ -15,7 +15,7 @@ import pytest
 from machinery_py import Config, Server
 from machinery_py.testing.conformance.exclusive import ExclusiveConformance
 from machinery_py.testing.conformance.unique import UniqueConformance
-from tests.support.servers import MemcachedServer, RedisCluster
+from tests.support.servers import RedisCluster
 
 _numbers = itertools.count(1)
 
@@ -71,20 +71,16 @@ class TestSQLite(Unique):
         return Server(Config(broker=f"sqlite:///{tmp_path}/store.db?synchronous=normal"))
 
 
+class TestPostgreSQL(Unique):
+    @pytest.fixture
+    def server(self, postgres_url: str) -> Server:
+        return Server(Config(broker=postgres_url))
+
+
 class TestRedis(Unique):
     @pytest.fixture
     def server(self, redis_url: str) -> Server:
         return Server(Config(broker=redis_url))
-
-
-class TestMemoryBrokerAndSQLiteBackend(short(Unique)):  # type: ignore[misc]  # made at run time
-    @pytest.fixture
-    def server(self, tmp_path: Path) -> Server:
-        return Server(
-            Config(
-                broker=memory(), result_backend=f"sqlite:///{tmp_path}/store.db?synchronous=normal"
-            )
-        )
 
 
 class TestRedisBrokerAndMemoryBackend(short(Unique)):  # type: ignore[misc]
@@ -111,24 +107,7 @@ class TestRedisCluster(short(Unique)):  # type: ignore[misc]
         return Server(Config(broker=empty_cluster.url))
 
 
-class TestMemoryBrokerAndMemcacheBackend(short(UniqueConformance)):  # type: ignore[misc]
-    @pytest.fixture
-    def server(self, empty_memcached: MemcachedServer) -> Server:
-        return Server(Config(broker=memory(), result_backend=empty_memcached.url))
-
-
-class TestMemoryBrokerAndAMQPBackend(short(UniqueConformance)):  # type: ignore[misc]
-    @pytest.fixture
-    def server(self, amqp_url: str) -> Server:
-        return Server(Config(broker=memory(), result_backend=amqp_url))
-
-
 if FULL:
-
-    class TestAMQP(UniqueConformance):
-        @pytest.fixture
-        def server(self, amqp_url: str) -> Server:
-            return Server(Config(broker=amqp_url))
 
     class TestMemoryBrokerAndMongoBackend(UniqueConformance):
         @pytest.fixture

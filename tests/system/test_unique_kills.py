@@ -15,6 +15,7 @@ import pytest
 from machinery_py import Config, Server, State
 from machinery_py.testing.waiting import HANG as ONE
 from machinery_py.testing.waiting import wait_until
+from tests.support.fixtures import url_of
 from tests.support.freezing import freeze
 from tests.support.supervised import children, kill_all
 from tests.system.unique_app import LEASE
@@ -83,29 +84,16 @@ def _gathered(rows: list[str]) -> list[str]:
     return rows
 
 
-def _url(request: pytest.FixtureRequest, kind: str, file: pathlib.Path) -> str:
-    match kind:
-        case "sqlite":
-            return f"sqlite:///{file}"
-        case "cluster":
-            return request.getfixturevalue("empty_cluster").url
-        case "mongodb":
-            return request.getfixturevalue("mongodb_url")
-        case "amqp":
-            return str(request.getfixturevalue("amqp_url"))
-    return str(request.getfixturevalue(f"empty_{kind}").url)
-
-
 @pytest.fixture(params=["sqlite", "redis"])
 def site(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Site]:
-    site = Site(tmp_path, _url(request, request.param, tmp_path / "same.db"))
+    site = Site(tmp_path, url_of(request.param, tmp_path / "same.db", request))
     yield site
     site.close()
 
 
-@pytest.fixture(params=["sqlite", "redis", *["mongodb", "cluster", "amqp"] * FULL])
+@pytest.fixture(params=["sqlite", "redis", *["mongodb", "cluster"] * FULL])
 def anywhere(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Site]:
-    site = Site(tmp_path, _url(request, request.param, tmp_path / "same.db"))
+    site = Site(tmp_path, url_of(request.param, tmp_path / "same.db", request))
     yield site
     site.close()
 

@@ -31,6 +31,14 @@ class TestSQLite(WorkflowConformance):
         return Server(Config(broker=f"sqlite:///{tmp_path}/store.db?synchronous=normal"))
 
 
+class TestPostgreSQL(WorkflowConformance):
+    LONG = 300
+
+    @pytest.fixture
+    def server(self, postgres_url: str) -> Server:
+        return Server(Config(broker=postgres_url))
+
+
 class TestRedis(WorkflowConformance):
     LONG = 300
 

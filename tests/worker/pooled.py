@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from machinery_py import (
@@ -24,7 +25,9 @@ from machinery_py import (
     TimeLimitExceeded,
     current_task,
 )
-from machinery_py.worker import frames
+from machinery_py.worker.processes import frames
+from machinery_py.worker.processes.child import SIGNAL, JobLoop
+from machinery_py.worker.running.runner import Run
 
 server = Server("memory://")
 
@@ -37,6 +40,19 @@ if os.environ.get("POOLED_DIES_READING"):  # as a process that has no memory for
         return chunk
 
     _read, os.read = os.read, _die
+
+if os.environ.get("POOLED_SIGNALS_LATE"):  # the order is there before the call; the signal behind
+
+    def _late(frame: FrameType, event: str, _: object) -> None:
+        if event != "call":
+            return
+        if frame.f_code is JobLoop._report.__code__:
+            while frame.f_locals["self"]._order is None:
+                time.sleep(0.01)
+        elif frame.f_code is Run.failed.__code__:
+            signal.raise_signal(SIGNAL)
+
+    sys.setprofile(_late)
 
 LONG = 3600.0  # seconds; the end of such a call comes from outside
 
@@ -217,7 +233,7 @@ async def sleeps_async() -> None:
     await asyncio.sleep(LONG)
 
 
-@server.task(pool="process", time_limit=0.2, kill_after=0.2, retries=1)
+@server.task(pool="process", time_limit=2.0, kill_after=0.2, retries=1)
 def stuck(trace: str) -> int:
     if _begin(trace) > 0:
         return current_task().attempt

@@ -11,7 +11,7 @@ import pytest
 
 from machinery_py import Config, Server
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.worker import maintenance, receiver
+from machinery_py.worker.loops import maintenance, receiver
 
 SLOTS = 4
 
@@ -144,13 +144,13 @@ def test_suspect_before_its_last_strike_runs_alone_to_its_end(
     with server.new_worker(concurrency=SLOTS) as worker:
         wait_until(lambda: watched.running == {"suspect"}, timeout=HANG, what="the suspect runs")
         good = watched.task.send("good")
-        runs = worker._receiver.held()[0]
+        runs = worker._live.receiver.held()[0]
         wait_until(
             lambda: time.perf_counter() - runs.call_started > 1.0,
             timeout=HANG,
             what="it has run for a while",
         )
-        assert worker._receiver.held() == [runs]
+        assert worker._live.receiver.held() == [runs]
         assert not good.is_finished()
         watched.let_go("suspect")
         suspect.get(timeout=HANG)
@@ -170,7 +170,7 @@ def test_worker_is_changed_while_a_suspect_waits_or_runs_alone(
         workers = server.control.workers(timeout=HANG)
 
         workers.add_queue("machinery_tasks")
-        wait_until(lambda: bool(worker._receiver._suspects), timeout=HANG, what="it waits")
+        wait_until(lambda: bool(worker._live.receiver._suspects), timeout=HANG, what="it waits")
         workers.set_concurrency(2)
         watched.let_go("long")
         long.get(timeout=HANG)
@@ -211,7 +211,7 @@ def test_suspects_that_were_given_back_do_not_stop_the_worker(
     broker.pause("machinery_tasks")
 
     with server.new_worker(concurrency=1) as worker:
-        worker._receiver._mean = 1e-6  # it has learnt that tasks are short, and claims both
+        worker._live.receiver._mean = 1e-6  # it has learnt that tasks are short, and claims both
         broker.resume("machinery_tasks")
         queue = broker.rows._queues["machinery_tasks"]
         wait_until(

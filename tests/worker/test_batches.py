@@ -28,12 +28,13 @@ from machinery_py import (
     group,
 )
 from machinery_py.brokers.base import Delivery
+from machinery_py.receipts import NO_RECEIPT
 from machinery_py.tasks.signature import HEADER_ATTEMPT, Signature
 from machinery_py.testing.harness import Harness
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.worker.batches import Batches, demand
-from machinery_py.worker.execution import Execution
-from machinery_py.worker.hooks import WorkerHooks
+from machinery_py.worker.admission.batches import Batches, demand
+from machinery_py.worker.running.execution import Execution
+from machinery_py.worker.running.hooks import WorkerHooks
 from tests.worker.test_admission import let_workers_die
 
 _numbers = itertools.count(1)
@@ -63,7 +64,7 @@ class Calls:
         self.task = server.task("store", batch=3, batch_within=2.0)(_store)
 
     def one(self, strikes: int = 0, **more: Any) -> Execution:
-        delivery = Delivery(body=b"", queue="q", receipt=None, strikes=strikes)
+        delivery = Delivery(body=b"", queue="q", receipt=NO_RECEIPT, strikes=strikes)
         execution = Execution(self.app, WorkerHooks(), delivery, "w")
         execution.signature = Signature(name="store", **more).with_uuid()
         execution.take(self.task)
@@ -236,6 +237,25 @@ def test_gathered_call_that_is_revoked_is_left_out(server: Server) -> None:
     assert runs == [[2, 3]]
 
 
+def test_run_is_cancelled_when_all_its_calls_are_revoked(server: Server) -> None:
+    begun = threading.Event()
+    cancelled: list[bool] = []
+
+    @server.task(batch=2, batch_within=HANG)
+    def store(ctx: Context, rows: list[int]) -> None:
+        begun.set()
+        wait_until(lambda: ctx.cancelled, HANG, "the run to be cancelled")
+        cancelled.append(True)
+
+    results = [store.send(1), store.send(2)]
+    with server.new_worker(concurrency=1):
+        assert begun.wait(HANG)
+        for one in results:
+            one.revoke()
+        wait_until(lambda: all(one.is_finished() for one in results), HANG, "the end")
+    assert cancelled == [True]
+
+
 def test_what_is_gathered_runs_before_a_suspect(server: Server) -> None:
     runs: list[list[int]] = []
 
@@ -249,6 +269,20 @@ def test_what_is_gathered_runs_before_a_suspect(server: Server) -> None:
         for one in results:
             one.get(timeout=HANG)
     assert runs == [[1, 2], [3]]
+
+
+def test_suspect_of_a_batch_may_wait_for_other_tasks(server: Server) -> None:
+    """Before its last strike it runs alone; what it waits for begins all the same."""
+    other = server.register_task("other", lambda: 1)
+
+    @server.task(batch=2, batch_within=HANG)
+    def store(rows: list[int]) -> None:
+        other.send().get(timeout=HANG / 2)
+
+    result = store.send(1)
+    let_workers_die(server, [result], deaths=2)
+    with server.new_worker(concurrency=1):
+        result.get(timeout=HANG)
 
 
 def test_run_that_is_cut_off_gives_each_call_back(server: Server) -> None:

@@ -11,7 +11,7 @@ from machinery_py import Server
 from machinery_py.brokers.base import Message
 from machinery_py.stores.base import Firing
 from machinery_py.testing.waiting import wait_until
-from machinery_py.worker import chords
+from machinery_py.worker.loops import chords
 
 
 @pytest.fixture(params=["memory", "redis"])

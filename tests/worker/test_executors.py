@@ -17,12 +17,13 @@ from machinery_py.rows.memory import MemoryRows
 from machinery_py.stores.rows import RowsSession, RowsStore
 from machinery_py.testing.flaky import Faults, FlakyConsumer
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.worker.execution import Execution
-from machinery_py.worker.executors import Executors
-from machinery_py.worker.hooks import WorkerHooks
-from machinery_py.worker.intake import accept, peek
-from machinery_py.worker.interrupts import may_interrupt
+from machinery_py.worker.admission.intake import accept, peek
 from machinery_py.worker.lease import WorkerLease
+from machinery_py.worker.running.execution import Execution
+from machinery_py.worker.running.executors import Executors
+from machinery_py.worker.running.hooks import WorkerHooks
+from machinery_py.worker.running.interrupts import may_interrupt
+from machinery_py.worker.running.runner import Run
 
 
 class Pausing(FlakyConsumer):
@@ -79,18 +80,19 @@ class Pool:
         while not self.may_end.is_set():
             await asyncio.sleep(0.01)
 
-    def submit(self, name: str) -> Execution:
+    def submit(self, name: str) -> Run:
         self.tasks[name].send()
         [delivery] = self.session.receive(1, HANG)
         execution = Execution(self.server.app, WorkerHooks(), delivery, "w")
         assert peek(execution)
         assert accept(execution, {})
-        self.executors.submit(execution)
-        return execution
+        run = Run(execution)
+        self.executors.submit(run)
+        return run
 
-    def wait_for(self, execution: Execution) -> None:
+    def wait_for(self, run: Run) -> None:
         wait_until(
-            lambda: execution.is_over and execution not in self.executors.busy(),
+            lambda: run.is_over and run not in self.executors.busy(),
             HANG,
             "the end of a task",
         )

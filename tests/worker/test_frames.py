@@ -11,7 +11,7 @@ import pytest
 
 from machinery_py.registry.outcomes import Failed, Lost, Outcome, Postponed, Retried, Succeeded
 from machinery_py.tasks.signature import Arg
-from machinery_py.worker.frames import (
+from machinery_py.worker.processes.frames import (
     Done,
     FrameReader,
     FrameWriter,

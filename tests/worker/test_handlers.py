@@ -20,7 +20,8 @@ from machinery_py.errors import MachineryError, RetryTaskLater, TimeLimitExceede
 from machinery_py.tasks.signature import HEADER_EXPIRES, Arg
 from machinery_py.testing.harness import Harness
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.worker import end_hooks, engine
+from machinery_py.worker import engine
+from machinery_py.worker.running import end_hooks
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "hooks.md"
 ENDS = ("on_success", "on_retry", "on_failure")

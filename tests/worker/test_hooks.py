@@ -30,6 +30,7 @@ from machinery_py.events import TaskStarted
 from machinery_py.tasks.context import RUNNING
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.worker.worker import Worker
+from tests.support.fixtures import url_of
 
 SLOTS = 2
 
@@ -223,12 +224,7 @@ def test_threads_that_are_stuck_are_replaced_one_for_one(server: Server, worker:
 def test_task_timed_out_while_sending_leaves_no_lock(
     store: str, request: pytest.FixtureRequest, tmp_path: pathlib.Path
 ) -> None:
-    urls = {
-        "memory": lambda: "memory://",
-        "sqlite": lambda: f"sqlite:///{tmp_path}/m.db",
-        "redis": lambda: request.getfixturevalue("empty_redis").url,
-    }
-    server = Server(Config(broker=urls[store]()))
+    server = Server(Config(broker=url_of(store, tmp_path / "m.db", request)))
     ended: list[int] = []
 
     @server.task(time_limit=0.1)

@@ -1,4 +1,4 @@
-"""What becomes of a message that this process has no memory to decode."""
+"""What becomes of a message that cannot be decoded: for want of memory, or at all."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Callable
 import pytest
 
 from machinery_py import Server
+from machinery_py.brokers.rows import RowsBroker
+from machinery_py.rows.messages import MessageStep, Push
 from machinery_py.tasks.signature import Signature
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.wire.signatures import decode_signature
-from machinery_py.worker import intake
+from machinery_py.worker.admission import intake
 from machinery_py.worker.inline import Inline
 
 
@@ -67,3 +69,19 @@ def test_message_that_no_memory_suffices_for_is_a_dead_letter(
     (dead,) = server.inspect.dead()
     assert dead.reason == "undecodable"
     assert "no memory to decode" in dead.error
+
+
+def test_bytes_that_are_no_message_of_ours_are_a_dead_letter(server: Server) -> None:
+    """As a role may write them that sends, and no more."""
+    result, inline = server.task("size")(len).send("four"), Inline(server.app)
+    broker = server.broker
+    assert isinstance(broker, RowsBroker)
+    odd = Push(queue="machinery_tasks", body=b"\xc1 no msgpack", priority=9)
+    broker.rows.commit([MessageStep(pushes=(odd,))])
+    assert odd.body in [one.body for one in broker.pending("machinery_tasks", 2)]
+
+    inline.drain()
+
+    assert result.get(timeout=0) == 4
+    (dead,) = server.inspect.dead()
+    assert (dead.body, dead.reason) == (odd.body, "undecodable")

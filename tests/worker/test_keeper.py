@@ -17,8 +17,8 @@ from machinery_py.brokers.base import WorkerInfo
 from machinery_py.config.urls import SCHEMES
 from machinery_py.stores.open import FAMILIES, Family, add_family
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.worker.keeper import Keeper, ToldProcess
-from machinery_py.worker.signs import nested
+from machinery_py.worker.control.keeper import Keeper, ToldProcess
+from machinery_py.worker.control.signs import nested
 from tests.support.freezing import stands_still
 from tests.support.servers import RedisServer
 

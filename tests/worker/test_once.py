@@ -14,11 +14,11 @@ from machinery_py.brokers.base import Delivery, Disposal, Fate
 from machinery_py.stores.base import Mark, Session, Settlement
 from machinery_py.testing.flaky import FlakyBackend, FlakyStore
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.worker.execution import Execution
-from machinery_py.worker.hooks import WorkerHooks
-from machinery_py.worker.intake import accept, peek
-from machinery_py.worker.once import EarlyStarts, begin_once
-from machinery_py.worker.runner import run
+from machinery_py.worker.admission.intake import accept, peek
+from machinery_py.worker.admission.once import EarlyStarts, begin_once
+from machinery_py.worker.running.execution import Execution
+from machinery_py.worker.running.hooks import WorkerHooks
+from machinery_py.worker.running.runner import Run, run_here
 from tests.support.apps import Bench, bench
 
 __all__ = ["bench"]
@@ -67,12 +67,12 @@ def fate(execution: Execution) -> Fate | None:
 def test_early_task_is_not_called_if_its_start_is_refused(once: Once) -> None:
     first = once.claim()
     once.store.next_call("settle")
-    run(first)
+    run_here(Run(first))
 
     assert (once.calls, fate(first)) == ([], Fate.BACK)
     once.settle(first)
     again = once.claim()
-    run(again)
+    run_here(Run(again))
     once.settle(again)
     assert once.calls == [1]
     assert once.result.get_state().state is State.SUCCESS
@@ -81,7 +81,7 @@ def test_early_task_is_not_called_if_its_start_is_refused(once: Once) -> None:
 def test_early_task_whose_start_may_be_stored_ends_uncalled(once: Once) -> None:
     first = once.claim()
     once.store.next_call("settle", lose_reply=True)
-    run(first)
+    run_here(Run(first))
     once.settle(first)
     again = once.claim()
     once.settle(again)
@@ -95,8 +95,8 @@ def test_early_task_that_another_worker_has_begun_is_not_called(once: Once) -> N
     first = once.claim("one")
     once.session.consumer.dispose([Disposal(delivery=first.delivery, fate=Fate.BACK)])
     second = once.claim("two")
-    run(second)
-    run(first)
+    run_here(Run(second))
+    run_here(Run(first))
 
     assert once.calls == [1]
     assert fate(first) is Fate.BACK
@@ -110,7 +110,7 @@ def test_second_message_of_a_run_that_has_begun_is_not_called(once: Once, epoch:
     first, second = once.claim("one"), once.claim("two")
     second.delivery = msgspec.structs.replace(second.delivery, epoch=epoch)
     assert begin_once(first)
-    run(second)
+    run_here(Run(second))
 
     assert (once.calls, second.delivery.count, fate(second)) == ([], 1, Fate.DONE)
     assert second.settlement is not None
@@ -122,7 +122,7 @@ def test_second_message_of_a_run_that_has_begun_is_not_called(once: Once, epoch:
 def test_early_task_is_not_called_if_its_state_cannot_be_read(once: Once) -> None:
     first = once.claim()
     once.store.next_call("get_states")
-    run(first)
+    run_here(Run(first))
 
     assert (once.calls, fate(first)) == ([], Fate.BACK)
 
@@ -152,10 +152,10 @@ def test_late_start_of_a_lost_delivery_is_not_called(once: Once) -> None:
 
     def lose() -> None:
         once.session.consumer.dispose([Disposal(delivery=first.delivery, fate=Fate.BACK)])
-        run(once.claim("two"))
+        run_here(Run(once.claim("two")))
 
     first.session = LateSession(once, lose)
-    run(first)
+    run_here(Run(first))
 
     assert once.result.get_state().worker == "one"  # so it was written last
     assert once.calls == [1]

@@ -14,8 +14,8 @@ from machinery_py import Context, Server, Signature
 from machinery_py.errors import ConfigError, MachineryError
 from machinery_py.events import WorkerOnline
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.worker.event_loop import EventLoopThread
 from machinery_py.worker.parts import Part, in_order
+from machinery_py.worker.running.event_loop import EventLoopThread
 from machinery_py.worker.worker import Worker
 
 
@@ -355,7 +355,7 @@ def test_worker_that_cannot_carry_out_a_time_limit_ends(server: Server) -> None:
 
     class Broken:
         def start(self, worker: Worker) -> None:
-            worker._executors.limits.after(0.0, fail)
+            worker._live.executors.limits.after(0.0, fail)
 
         def stop(self, _: Worker) -> None: ...
 

@@ -27,9 +27,9 @@ from machinery_py.connections.proc import is_suspended, place
 from machinery_py.events import TaskFailed as TaskFailedEvent
 from machinery_py.events import TaskRetried, TaskSucceeded
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.worker import task_process
-from machinery_py.worker.frames import FrameReader
-from machinery_py.worker.task_process import TaskProcess
+from machinery_py.worker.processes import task_process
+from machinery_py.worker.processes.frames import FrameReader
+from machinery_py.worker.processes.task_process import TaskProcess
 from machinery_py.worker.worker import Worker
 from tests.cli.app import App, app_in_a_folder
 from tests.worker import pooled
@@ -240,7 +240,7 @@ def test_process_that_holds_on_is_killed_and_the_task_retried(
 
     wait_until(lambda: retried, HANG, "the event")
     assert [one.error for one in retried] == [
-        "ran longer than its time limit of 0.2 s, and was killed 0.2 s later"
+        "ran longer than its time limit of 2 s, and was killed 0.2 s later"
     ]
     assert not is_alive(runs(tmp_path)[0])
 
@@ -285,7 +285,7 @@ def test_processes_beyond_the_concurrency_end(tmp_path: Path) -> None:
             one.get(HANG)
         assert len(children()) == 2
 
-        worker._executors.resize(1)
+        worker._live.executors.resize(1)
 
         wait_until(lambda: len(children()) == 1, HANG, "one process")
         assert pooled.where.send().get(HANG) in children()
@@ -331,17 +331,17 @@ def test_task_that_is_handed_back_while_its_process_starts_does_not_run(
     calls: list[Any] = []
 
     def wait_until_over(_: TaskProcess) -> None:
-        [execution] = worker._executors.running()
+        [execution] = worker._live.executors.running()
         calls.append(execution)
         wait_until(lambda: execution.is_over, HANG, "the shutdown")
 
     def close_late(**how: Any) -> bool:
-        wait_until(lambda: not worker._executors.running(), HANG, "the end of the call")
+        wait_until(lambda: not worker._live.executors.running(), HANG, "the end of the call")
         return bool(close(**how))
 
     with monkeypatch.context() as patch, worker:
-        close = worker._settler.close
-        patch.setattr(worker._settler, "close", close_late)
+        close = worker._live.settler.close
+        patch.setattr(worker._live.settler, "close", close_late)
         patch.setattr(TaskProcess, "wait_ready", wait_until_over)
         result = pooled.later.send(str(tmp_path))
         wait_until(lambda: calls, HANG, "the start")
@@ -357,7 +357,7 @@ def test_task_that_is_cancelled_while_its_process_starts_sees_it(
     worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cancel(_: TaskProcess) -> None:
-        worker._executors.cancel(worker._executors.running()[0])
+        worker._live.executors.cancel(worker._live.executors.running()[0])
 
     monkeypatch.setattr(TaskProcess, "wait_ready", cancel)
 
@@ -379,6 +379,17 @@ def test_time_limit_that_is_up_before_the_process_has_read_the_task_is_raised_in
         with pytest.raises(TaskFailed, match=r"time limit of 0\.2 s$"):
             result.get(HANG)
     assert pooled.where.send().get(HANG) == pid
+
+
+def test_signal_that_comes_behind_the_end_of_a_call_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("POOLED_SIGNALS_LATE", "yes")
+    with server.new_worker("w", 1):
+        with pytest.raises(TaskFailed, match=r"time limit of 0\.2 s$"):
+            pooled.sleeps.send().get(HANG)
+        [pid] = children()
+        assert pooled.where.send().get(HANG) == pid
 
 
 def test_time_limit_may_be_longer_than_poll_waits(worker: Worker) -> None:

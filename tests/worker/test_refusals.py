@@ -37,10 +37,10 @@ from machinery_py.tasks.states import State
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.flaky import FlakyBackend, FlakyBroker
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.worker.execution import Execution
-from machinery_py.worker.hooks import WorkerHooks
-from machinery_py.worker.intake import accept, peek
-from machinery_py.worker.runner import run
+from machinery_py.worker.admission.intake import accept, peek
+from machinery_py.worker.running.execution import Execution
+from machinery_py.worker.running.hooks import WorkerHooks
+from machinery_py.worker.running.runner import Run, run_here
 
 WORDS = "no such queue here"
 
@@ -474,7 +474,7 @@ def test_an_outbox_that_is_refused_lets_the_redelivered_task_go() -> None:
     [delivery] = session.receive(1, 0.0)
     execution = Execution(shop.server.app, WorkerHooks(), delivery, "v")
     assert accept(execution, peek(execution) and ())
-    run(execution)
+    run_here(Run(execution))
     assert execution.settlement is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(broker, "put", raising(wanted))

@@ -19,14 +19,14 @@ from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.clock import SystemClock
 from machinery_py.errors import ArgumentError, BrokerUnavailable, MachineryError, PublishUnknown
 from machinery_py.rows.memory import MemoryRows
-from machinery_py.stores.base import Mark, Session, Settlement, carried_by
+from machinery_py.stores.base import Mark, Session, Settlement
 from machinery_py.stores.outbox import TwoStores
 from machinery_py.stores.rows import RowsSession, RowsStore
 from machinery_py.tasks.signature import HEADER_EXPIRES
 from machinery_py.testing.flaky import FlakyBackend, FlakyStore
 from machinery_py.testing.waiting import HANG, together, wait_until
-from machinery_py.worker import settler
-from machinery_py.worker.receiver import BACKOFF, BACKOFF_MARGIN, UnknownTaskBackoff
+from machinery_py.worker.loops import settler
+from machinery_py.worker.loops.receiver import BACKOFF, BACKOFF_MARGIN, UnknownTaskBackoff
 from tests.support.apps import Bench, bench
 
 __all__ = ["bench"]
@@ -469,7 +469,7 @@ class NarrowSession(RowsSession):
     ) -> list[Verdict]:
         assert self.gate.wait(HANG)
         if settlements:
-            self.commits.append((len(settlements), sum(map(carried_by, settlements))))
+            self.commits.append((len(settlements), sum(map(self.prepare, settlements))))
         if self.most is not None and len(settlements) > self.most:
             raise BrokerUnavailable(f"{len(settlements)} at once take too long")
         return super().settle(settlements, marks)

@@ -24,7 +24,7 @@ from machinery_py.rows.memory import MemoryRows
 from machinery_py.stores.memory import MemoryFamily
 from machinery_py.stores.open import FAMILIES, FamilyOptions, add_family
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.worker import keeper, signs
+from machinery_py.worker.control import keeper, signs
 from tests.support.servers import RedisServer
 
 LARGEST = 15_000  # kB
@@ -34,7 +34,7 @@ PROGRAM = """
 import gc, json, logging, os, sys
 logging.basicConfig(level="WARNING", format="%(message)s")
 from machinery_py import Config, Server
-from machinery_py.worker import signs
+from machinery_py.worker.control import signs
 signs.RESTART_PAUSE = 1.0
 server = Server(config=Config(broker=sys.argv[1], lease=float(sys.argv[2])))
 worker = server.new_worker("w", 1)
@@ -63,7 +63,7 @@ def keepers_of(pid: int) -> list[int]:
             words = (folder / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"machinery_py.worker.keeper" in words and words[-2] == b"%d" % pid:
+        if b"machinery_py.worker.control.keeper" in words and words[-2] == b"%d" % pid:
             found.append(int(folder.name))
     return [one for one in found if is_alive(one)]
 

@@ -147,7 +147,7 @@ def test_a_task_whose_time_is_up_in_a_wait_has_given_its_slot_once(
     nest.gate.set()
 
     assert nest.outer.send(3).get(timeout=HANG) == 5
-    wait_until(lambda: worker._executors._slots.free.qsize() == 1, HANG, "one slot")
+    wait_until(lambda: worker._live.executors._slots.free.qsize() == 1, HANG, "one slot")
 
 
 def test_a_task_in_a_process_lends_its_slot(

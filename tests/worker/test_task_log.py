@@ -25,13 +25,20 @@ from machinery_py import (
     current_task,
 )
 from machinery_py.brokers.base import Delivery
-from machinery_py.cli.logs import JSONFormatter, LinesHandler, TaskRecord, TextFormatter
+from machinery_py.cli.logs import (
+    JSONFormatter,
+    LinesHandler,
+    TaskRecord,
+    TextFormatter,
+    configure_short,
+)
 from machinery_py.clock import UTC, SystemClock
+from machinery_py.receipts import NO_RECEIPT
 from machinery_py.tasks.signature import HEADER_EXPIRES
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.worker import task_log
-from machinery_py.worker.execution import Execution
-from machinery_py.worker.hooks import WorkerHooks
+from machinery_py.worker.loops import task_log
+from machinery_py.worker.running.execution import Execution
+from machinery_py.worker.running.hooks import WorkerHooks
 
 LENGTH = r"(\d+ ms|\d+\.\d s)"
 
@@ -231,7 +238,7 @@ def test_wait_counts_from_its_eta_or_from_sending(
     def at(second: int | None) -> dt.datetime | None:
         return None if second is None else dt.datetime.fromtimestamp(second, UTC)
 
-    delivery = Delivery(body=b"", queue="q", receipt=None, sent_at=at(sent))
+    delivery = Delivery(body=b"", queue="q", receipt=NO_RECEIPT, sent_at=at(sent))
     signature = Signature(name="t", eta=at(eta))
     execution = Execution(server.app, WorkerHooks(), delivery, "w", signature)
 
@@ -394,6 +401,24 @@ def test_handler_that_fails_ends_nothing(
 
     assert result.touch() == 1
     assert "Logging error" in capsys.readouterr().err
+
+
+def test_worker_of_an_app_in_a_short_command_has_lines(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `machinery tasks APP`, if APP runs a worker when it is imported."""
+    root, level = logging.getLogger(), logging.getLogger().level
+    before = list(root.handlers)
+    configure_short()
+    try:
+        server.task("fails")(_raise).send()
+        run_all(server)
+    finally:
+        root.handlers[:] = before
+        root.setLevel(level)
+
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "task fails" in line]
+    assert line.startswith("machinery: task fails task_")
 
 
 @pytest.mark.parametrize("where", ["filter", "emit", "factory"])

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.worker import timer as module
-from machinery_py.worker.timer import Timer
+from machinery_py.worker.loops import timer as module
+from machinery_py.worker.loops.timer import Timer
 
 
 class Seconds:
@@ -285,7 +285,7 @@ def test_function_that_was_left_behind_starts_no_second_thread() -> None:
 
 def test_process_ends_quietly_with_a_timer_that_runs() -> None:
     code = (
-        "from machinery_py.worker.timer import Timer\n"
+        "from machinery_py.worker.loops.timer import Timer\n"
         "timer = Timer('left'); timer.start(); timer.every(0.001, lambda: None)\n"
     )
     ended = subprocess.run(

@@ -8,7 +8,7 @@ server = Server()
 
 
 @server.task
-def noop(number: int) -> int:
+def noop(number: int, text: str = "") -> int:
     return number
 
 

@@ -5,24 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from benchmarks.peers.driving import CHUNK, WAIT, expect, run
+from benchmarks.peers.driving import CHUNK, TEXT, WAIT, expect, run
 from benchmarks.peers.machinery.app import increase, noop, server, total
 from machinery_py import chain as chain_of
 from machinery_py import chord as chord_of
 from machinery_py import group
 
 STEP = 5 * CHUNK
+BESIDE = [TEXT] if TEXT else []
 
 
 def one(numbers: Sequence[int]) -> list[str]:
-    return [noop.send(number).uuid for number in numbers]
+    return [noop.send(number, *BESIDE).uuid for number in numbers]
 
 
 def bulk(numbers: Sequence[int]) -> list[str]:
     uuids: list[str] = []
     for start in range(0, len(numbers), STEP):
         sent = server.send_group(
-            group(noop.signature(number) for number in numbers[start : start + STEP])
+            group(noop.signature(number, *BESIDE) for number in numbers[start : start + STEP])
         )
         uuids.extend(result.uuid for result in sent.results)
     return uuids
@@ -40,7 +41,7 @@ def latency(numbers: Sequence[int]) -> list[float]:
     taken: list[float] = []
     for number in numbers:
         began = time.perf_counter()
-        expect(noop.send(number).get(timeout=WAIT), number)
+        expect(noop.send(number, *BESIDE).get(timeout=WAIT), number)
         taken.append(time.perf_counter() - began)
     return taken
 

@@ -18,6 +18,7 @@ import msgspec
 from machinery_py.brokers.base import WAITING, Consumer, DeadLetter, Delivery, Disposal, Fate
 from machinery_py.brokers.entries import new_worker
 from machinery_py.errors import MachineryError
+from machinery_py.receipts import Receipt
 from machinery_py.texts import get_logger
 
 from .aws import LONGEST_POLL
@@ -44,6 +45,10 @@ logger = get_logger(__name__)
 FREE = 5
 
 
+class SQSReceipt(str, Receipt):
+    """The receipt handle of SQS."""
+
+
 class Held(msgspec.Struct):
     """A delivery in our hands, until the monotonic moment `until`. `copied`: its copy is sent."""
 
@@ -58,7 +63,7 @@ class SQSConsumer(Consumer):
     def __init__(self, broker: SQSBroker, queues: Sequence[str], worker: str) -> None:
         self._broker = broker
         self._clock = broker.clock
-        self._held: dict[str, Held] = {}
+        self._held: dict[Receipt, Held] = {}
         self._ending = threading.RLock()  # a renewal after the end would hide what was given back
         self._woken = threading.Event()
         self._closed = False
@@ -144,7 +149,7 @@ class SQSConsumer(Consumer):
         delivery = Delivery(
             body=body_of(raw, extra),
             queue=queue.name,
-            receipt=str(raw["ReceiptHandle"]),
+            receipt=SQSReceipt(raw["ReceiptHandle"]),
             count=extra.fence + receives,
             strikes=0 if queue.is_fifo else max(0, receives - FREE),
             parks=extra.parks,
@@ -158,7 +163,7 @@ class SQSConsumer(Consumer):
             if not self._closed:
                 self._held[delivery.receipt] = held
                 return delivery
-        self._broker.queues.hide(queue, [delivery.receipt], 0)
+        self._broker.queues.hide(queue, [str(delivery.receipt)], 0)
         return None
 
     def _postpone(self, held: Held) -> None:
@@ -166,17 +171,17 @@ class SQSConsumer(Consumer):
         if held.queue.is_fifo:
             delay = delay_of(held.extra.eta, self._clock.now())
             self._broker.queues.hide(
-                held.queue, [held.delivery.receipt], min(delay, LONGEST_HIDING)
+                held.queue, [str(held.delivery.receipt)], min(delay, LONGEST_HIDING)
             )
             return
         extra = msgspec.structs.replace(held.extra, sent_at=held.delivery.sent_at)
         self._broker.resend(held.queue, held.delivery.body, extra)
-        self._broker.queues.delete(held.queue, [held.delivery.receipt])
+        self._broker.queues.delete(held.queue, [str(held.delivery.receipt)])
 
     def dispose(self, disposals: Sequence[Disposal]) -> list[bool]:
         with self._ending:
             now = self._clock.monotonic()
-            ours: dict[str, tuple[int, Held]] = {}
+            ours: dict[Receipt, tuple[int, Held]] = {}
             for place, one in enumerate(disposals):
                 held = self._held.get(one.delivery.receipt)
                 if held is not None and held.until > now:
@@ -188,7 +193,7 @@ class SQSConsumer(Consumer):
                 ends[held.queue.name, self._hiding(held, disposals[place])].append((place, held))
             for (_, seconds), rows in ends.items():
                 for part in in_tens(rows):
-                    receipts = [held.delivery.receipt for _, held in part]
+                    receipts = [str(held.delivery.receipt) for _, held in part]
                     queue = part[0][1].queue
                     ended = (
                         self._broker.queues.delete(queue, receipts)
@@ -261,7 +266,7 @@ class SQSConsumer(Consumer):
 
     def _renew(self, part: Sequence[Held]) -> None:
         began, seconds = self._clock.monotonic(), math.ceil(self._broker.lease)
-        receipts = [held.delivery.receipt for held in part]
+        receipts = [str(held.delivery.receipt) for held in part]
         renewed = self._broker.queues.hide(part[0].queue, receipts, seconds)
         for held, is_ours in zip(part, renewed, strict=True):
             if is_ours and held.until > began:

@@ -24,7 +24,7 @@ from machinery_py.backends.go_documents import (
     without_field,
 )
 from machinery_py.backends.transactional import Row
-from machinery_py.connections.memcached.keys import OURS
+from machinery_py.connections.memcached.keys import FIRED, OURS
 from machinery_py.fences import Fence
 from machinery_py.tasks.states import GroupMeta, TaskState
 from machinery_py.texts import quoted
@@ -76,25 +76,13 @@ class Todo(msgspec.Struct, array_like=True, gc=False):
         return bool(self.states or self.groups or self.arrivals)
 
 
-class Commit(msgspec.Struct, array_like=True, gc=False):
-    """Item of a change that has no task: of a firing, or an outbox alone.
+class TaskItem(Row, kw_only=True):
+    """Item of a task, or of a group's firing. `changed` asks for it to be written.
 
     Attributes:
         nonce: of the writing: a writer that finds its own knows that the lost reply meant yes.
         kept_at: µs, when the outbox was filled.
-    """
-
-    nonce: bytes
-    kept_at: int
-    outbox: Sequence[bytes] = ()
-    todo: Sequence[Todo] = ()
-
-
-class TaskItem(Row, kw_only=True):
-    """Item of a task. `changed` asks for it to be written.
-
-    Attributes:
-        nonce, kept_at, outbox, todo: as of a Commit.
+        outbox, todo: messages to be published, and follow-ups, of the last change.
         awaited: a chord will want its results.
         theirs: what was read instead, if it is no state of this task; it is not written over.
     """
@@ -121,9 +109,18 @@ class _Ours(msgspec.Struct, array_like=True, gc=False):
     awaited: bool = False
 
 
+class _Firing(msgspec.Struct, array_like=True, gc=False):
+    """Item of a group's firing, which no Go program reads; the version before wrote the same."""
+
+    nonce: bytes
+    kept_at: int
+    outbox: Sequence[bytes] = ()
+    todo: Sequence[Todo] = ()
+
+
 pack = msgspec.msgpack.Encoder().encode
-decode_commit = msgspec.msgpack.Decoder(Commit).decode
 _ours = msgspec.msgpack.Decoder(_Ours).decode
+_firing = msgspec.msgpack.Decoder(_Firing).decode
 
 
 #: Fields of a task's item that our field keeps beside those of the state.
@@ -134,12 +131,14 @@ def _shared(record: TaskItem | _Ours) -> dict[str, Any]:
     return {name: getattr(record, name) for name in _SHARED}
 
 
-def encode_record(uuid: str, record: TaskItem) -> bytes:
-    """Return the item of a task.
+def encode_record(uuid: str, record: TaskItem, prefix: bytes = b"") -> bytes:
+    """Return the item of a task, or with the prefix FIRED of a firing.
 
     Raises:
         ArgumentError: a result cannot be sent.
     """
+    if prefix == FIRED:
+        return pack(_Firing(record.nonce, record.kept_at, record.outbox, record.todo))
 
     def field(state: TaskState) -> bytes:
         stated = record.state is not None
@@ -148,8 +147,10 @@ def encode_record(uuid: str, record: TaskItem) -> bytes:
     return encode_document(uuid, record.state, field)
 
 
-def decode_record(uuid: str, body: bytes) -> TaskItem:
-    """Read an item. Bytes that are no state of this task are `theirs`."""
+def decode_record(uuid: str, body: bytes, prefix: bytes = b"") -> TaskItem:
+    """Read an item, as `encode_record`. Bytes that are no state of this task are `theirs`."""
+    if prefix == FIRED:
+        return _decode_firing(body)
     document, field = _split(body)
     if document.startswith(_GROUP):
         return TaskItem(theirs="a group")  # asked for because a group has an outbox as well
@@ -165,6 +166,14 @@ def decode_record(uuid: str, body: bytes) -> TaskItem:
     if own is None:
         return TaskItem(state=state)
     return TaskItem(state=msgspec.structs.replace(state, **extra_of(own)), **_shared(own))
+
+
+def _decode_firing(body: bytes) -> TaskItem:
+    try:
+        one = _firing(body)
+    except MALFORMED as error:
+        return TaskItem(theirs=str(error))
+    return TaskItem(nonce=one.nonce, kept_at=one.kept_at, outbox=one.outbox, todo=one.todo)
 
 
 def kept_for(record: TaskItem, now: dt.datetime, expire_in: float) -> float:

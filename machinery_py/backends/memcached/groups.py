@@ -2,17 +2,12 @@
 
     <group UUID>          Go's document; our last field says when it was made
     mpy:c:<group>         callback and total, written before the first arrival; never changed
-    mpy:b:<i>:<group>     a share of the arrived members, 8 bytes of hash each; changed by `cas`
-    mpy:n:<group>         a guess at how many have arrived, never too low; raised by `incr`
+    mpy:a:<group>         the members that have arrived, 8 bytes of hash each; they are appended
     mpy:r:<group>         the group is ready; the failed member, or nothing. Written once, by `add`
-    mpy:f:<group>         the group is fired, with its outbox. Written once, by `add`, which decides
+    mpy:f:<group>         the group is fired, with its outbox. Written once (backend.py)
 
-A member belongs to one share, so an arrival costs the same in a chord of any size. The shares are
-counted when the guess reaches the total, or a member arrives a second time (its worker had died, or
-a reply was lost). So the guess decides only when to look, and may be too high. It is never too low
-when an arrival has ended: a process raises it after it has joined its share. Where there is no
-guess (the first arrival, or it was evicted), one process counts the shares and writes that number
-by `add`; all others raise it.
+A member may be appended twice (its worker had died, or a reply was lost). So whoever has appended
+some reads the item, and when it is as long as the group is large, counts each member once.
 
 Go counts by reading all states, and writes its flag without `cas` and without looking who was
 faster. So a group with members that Go has ended is left to Go for GO_TIME
@@ -24,17 +19,14 @@ nobody.
 from __future__ import annotations
 
 import hashlib
-import secrets
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from machinery_py.backends.base import ReadyGroup
 from machinery_py.backends.memcached.documents import (
     CHORD_LIFE,
-    Commit,
-    decode_commit,
     decode_meta,
     encode_meta,
     is_meta,
@@ -50,32 +42,28 @@ from machinery_py.connections.memcached.client import (
     LineCommand,
     MemcacheDriver,
     add,
+    append,
     delete,
-    incr,
     rounds,
     seconds,
     swap,
     touch,
 )
-from machinery_py.connections.memcached.keys import CALLBACK, FIRED, GUESS, READY, SHARES
+from machinery_py.connections.memcached.keys import ARRIVED, CALLBACK, FIRED, READY
 from machinery_py.errors import DecodeError
 from machinery_py.tasks.states import Arrival, GroupMeta
 from machinery_py.texts import get_logger, quoted
 
 logger = get_logger(__name__)
 
-SHARE = 256  # members of a share, more or less
 GO_TIME = 1.0  # seconds that a Go worker has from the end of its member to its flag
 HASH = 8  # bytes; of 100,000 members two share one in 1 of 4,000,000,000 chords
 
 
+PARTS = (CALLBACK, ARRIVED, READY, FIRED)  # beside the document
+
 _callback = msgspec.msgpack.Decoder(tuple[bytes, int]).decode
 _LIFE = seconds(CHORD_LIFE)
-
-
-class _Share(NamedTuple):
-    group: str
-    key: bytes
 
 
 class MemcachedGroups:
@@ -119,19 +107,11 @@ class MemcachedGroups:
     def purge(self, group_uuid: str) -> None:
         key = key_of(group_uuid)
         document = self._driver.fetch([key], doing="reading a group").get(key)
-        keys = self._keys(group_uuid)
+        keys = [key_of(group_uuid, part) for part in PARTS]
         if document is not None and is_meta(document.value):
             keys.append(key)
         self._driver.send([delete(key) for key in keys], doing="purging a group")
         self._index.drop(groups=[group_uuid])
-
-    def _keys(self, group_uuid: str, *, but: bytes = b"") -> list[bytes]:
-        """Return the keys of all that is kept of a group beside its document."""
-        callback = key_of(group_uuid, CALLBACK)
-        found = self._driver.fetch([callback], doing="reading a group")
-        total = _callback(found[callback].value)[1] if found else 0
-        prefixes = (prefix for prefix in (CALLBACK, GUESS, READY, FIRED) if prefix != but)
-        return [key_of(group_uuid, prefix) for prefix in prefixes] + _share_keys(group_uuid, total)
 
     # Arrivals
 
@@ -148,72 +128,34 @@ class MemcachedGroups:
 
     def arrive(self, arrivals: Sequence[tuple[str, str, int, bool]]) -> None:
         """Count each member once, and make its group ready when it is complete or broken."""
-        members: dict[_Share, set[bytes]] = {}
+        hashes: dict[str, bytes] = {}
         totals: dict[str, int] = {}
-        failed: dict[str, str] = {}
+        ready: dict[str, str] = {}
         for group, member, total, ok in arrivals:
-            share = _Share(group, _share_key(group, _number(member, total)))
-            members.setdefault(share, set()).add(_hash(member))
+            hashes[group] = hashes.get(group, b"") + _hash(member)
             totals[group] = total
             if not ok:
-                failed.setdefault(group, member)
-        again = self._join(members)
-        joined: dict[str, int] = {}
-        for one, hashes in members.items():
-            joined[one.group] = joined.get(one.group, 0) + len(hashes)
-        look = self._guess(joined, totals) | again
-        for group in look - failed.keys():
-            if self._count(group, totals[group]) >= totals[group]:
-                failed[group] = ""  # complete
-        self._make_ready(failed)
-        self._expire_late(arrivals)
+                ready.setdefault(group, member)
+        self._join(hashes)
+        keys = {key_of(group, ARRIVED): group for group in hashes if group not in ready}
+        for key, item in self._driver.fetch(keys, doing="counting an arrival").items():
+            if _are_all(item.value, totals[keys[key]]):
+                ready[keys[key]] = ""  # complete
+        self._make_ready(ready)
 
-    def _join(self, members: dict[_Share, set[bytes]]) -> set[str]:
-        """Put members into their shares; return the groups where some were before."""
-        again: set[str] = set()
-        shares = {share.key: share for share in members}
-
-        def join(key: bytes, item: Item | None) -> LineCommand | None:
-            hashes, value = members[shares[key]], item.value if item else b""
-            missing = hashes - {value[at : at + HASH] for at in range(0, len(value), HASH)}
-            if len(missing) < len(hashes):
-                again.add(shares[key].group)
-            joined = value + b"".join(sorted(missing))
-            return swap(key, joined, _LIFE, item) if missing else None
-
-        self._driver.edit(shares, join, doing="counting an arrival")
-        return again
-
-    def _guess(self, joined: dict[str, int], totals: dict[str, int]) -> set[str]:
-        """Raise the guesses; return the groups that may be complete now."""
-        look: set[str] = set()
-        waiting = list(joined)
-        for _ in rounds("counting an arrival"):
-            commands = [incr(key_of(group, GUESS), joined[group]) for group in waiting]
-            # Not repeated: after a lost reply the whole change comes again, and raises it again.
-            replies = self._driver.send(commands, doing="counting an arrival", again=False)
-            counts = {
-                group: int(reply) if reply.isdigit() else self._begin_guess(group, totals[group])
-                for group, reply in zip(waiting, replies, strict=True)
-            }
-            look.update(group for group, count in counts.items() if count >= totals[group])
-            waiting = [group for group, count in counts.items() if not count]
-            if not waiting:
-                break
-        return look
-
-    def _begin_guess(self, group: str, total: int) -> int:
-        """Write what the shares say. 0: somebody else has just done so."""
-        count = self._count(group, total)
-        command = add(key_of(group, GUESS), b"%d" % count, _LIFE)
-        [reply] = self._driver.send([command], doing="counting an arrival", again=False)
-        return count if reply == STORED else 0
-
-    def _count(self, group: str, total: int) -> int:
-        """Return how many members have arrived."""
-        keys = _share_keys(group, total)
-        items = self._driver.fetch(keys, doing="counting the members of a group")
-        return sum(len(item.value) // HASH for item in items.values())
+    def _join(self, hashes: Mapping[str, bytes]) -> None:
+        """Append members to those that have arrived."""
+        doing, missing = "counting an arrival", list(hashes)
+        for _ in rounds(doing):
+            for command in (append, _begin):  # the first arrival makes the item
+                commands = [command(key_of(one, ARRIVED), hashes[one]) for one in missing]
+                commands += [touch(key_of(one, ARRIVED), _LIFE) for one in missing]
+                replies = self._driver.send(commands, doing=doing)
+                missing = [
+                    one for one, reply in zip(missing, replies, strict=False) if reply != STORED
+                ]
+                if not missing:
+                    return
 
     def _make_ready(self, ready: dict[str, str]) -> None:
         """Write for each group its failed member, or "" if it is complete."""
@@ -224,12 +166,6 @@ class MemcachedGroups:
                 for group, member in ready.items()
             ]
             self._driver.send(commands, doing="making a group ready")
-
-    def _expire_late(self, arrivals: Sequence[tuple[str, str, int, bool]]) -> None:
-        """Shorten the life of members that arrived after their chord was fired."""
-        keys = [key_of(group, FIRED) for group, _, _, _ in arrivals]
-        fired = self._driver.fetch(keys, doing="reading a group")
-        self._expire([one[1] for key, one in zip(keys, arrivals, strict=True) if key in fired])
 
     def _expire(self, members: Sequence[str]) -> None:
         """Keep the members' results no longer than other results, or than their calls say."""
@@ -245,8 +181,7 @@ class MemcachedGroups:
 
     def ready(self, limit: int) -> list[ReadyGroup]:
         """Return groups that are ready and not fired."""
-        segments = self._index.segments().values()
-        names = sorted({group for segment in segments for group in segment.groups})
+        names = sorted(one.key for one in self._index.names() if one.is_group)
         found = self._driver.fetch(
             [key_of(name, prefix) for name in names for prefix in (READY, FIRED, CALLBACK)],
             doing="reading ready groups",
@@ -273,32 +208,27 @@ class MemcachedGroups:
                 )
         return ready[:limit]
 
-    def fire(self, group_uuid: str, commit: Commit) -> bool:
-        """Write the commit, if nobody has fired the group before."""
-        key, document = key_of(group_uuid, FIRED), key_of(group_uuid)
-        ready = key_of(group_uuid, READY)
-        known = (document, ready, key_of(group_uuid, CALLBACK))
-        found = self._driver.fetch([key, *known], doing="firing a group")
-        if key in found or not found.keys() & set(known):
-            return False
-        has_failed = ready in found and found[ready].value
-        if not has_failed and document in found and _go_fired(found[document].value):
-            by_go = add(key, pack(Commit(b"go", self.now())), _LIFE)
-            self._driver.send([by_go], doing="firing a group")
-            self.after_fire(group_uuid)
-            return False
-        commit.nonce = secrets.token_bytes(8)
-        if self._driver.send([add(key, pack(commit), _LIFE)], doing="firing a group") != [STORED]:
-            item = self._driver.fetch([key], doing="firing a group").get(key)
-            if item is None or decode_commit(item.value).nonce != commit.nonce:
-                return False  # else our own, and its reply was lost
-        return True
+    def settled_by_go(self, groups: Sequence[str]) -> dict[str, bool]:
+        """Return whether Go has settled them, of those that there are."""
+        parts = (b"", READY, CALLBACK)
+        keys = {group: [key_of(group, part) for part in parts] for group in groups}
+        items = self._driver.fetch(itertools.chain(*keys.values()), doing="firing a group")
+        found: dict[str, bool] = {}
+        for group, (document, ready, callback) in keys.items():
+            if document in items or ready in items or callback in items:
+                # With a failed member Go sets its flag, and tells nobody.
+                has_failed = ready in items and items[ready].value
+                found[group] = (
+                    not has_failed and document in items and _go_fired(items[document].value)
+                )
+        return found
 
     def after_fire(self, group_uuid: str) -> None:
         """Set Go's flag, and let the group and its members' results expire, except the firing."""
         self._index.drop(groups=[group_uuid])
         expiry = seconds(self._expire_in)
-        commands = [touch(one, expiry) for one in self._keys(group_uuid, but=FIRED)]
+        keys = [key_of(group_uuid, part) for part in PARTS if part != FIRED]
+        commands = [touch(key, expiry) for key in keys]
         self._driver.send(commands, doing="letting a group expire")
         members: list[str] = []
 
@@ -330,21 +260,16 @@ def _go_fired(document: bytes) -> bool:
         return False
 
 
+def _are_all(value: bytes, total: int) -> bool:
+    """Return whether so many members are among the hashes."""
+    if len(value) // HASH < total:
+        return False
+    return len({value[at : at + HASH] for at in range(0, len(value), HASH)}) >= total
+
+
+def _begin(key: bytes, value: bytes) -> LineCommand:
+    return add(key, value, _LIFE)
+
+
 def _hash(member: str) -> bytes:
     return hashlib.blake2b(member.encode("utf-8", "surrogatepass"), digest_size=HASH).digest()
-
-
-def _shares(total: int) -> int:
-    return max(1, -(-total // SHARE))
-
-
-def _number(member: str, total: int) -> int:
-    return int.from_bytes(_hash(member)[:4], "big") % _shares(total)
-
-
-def _share_key(group: str, number: int) -> bytes:
-    return key_of(group, SHARES + b"%d:" % number)
-
-
-def _share_keys(group: str, total: int) -> list[bytes]:
-    return [_share_key(group, number) for number in range(_shares(total))]

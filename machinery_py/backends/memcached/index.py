@@ -1,22 +1,23 @@
 """Index of open outboxes and of groups that wait for their callback, in a store that lists no keys.
 
-    mpy:roots         the segments that there are; changed by `cas` when a process gets or loses one
-    mpy:x:<segment>   outboxes and ready groups that one process has opened; only that one writes it
+    mpy:l:<n>     SEGMENTS items; in each the entries of some processes, changed by `cas`
 
-A segment is written before its entries become true, and shortened later, so it lists too much and
-never too little: a reader looks at each entry. The segment of a dead process stays until all its
-entries are done.
+An entry is written before it is true, and taken out some time after it is done: so the index lists
+too much and never too little, and a reader looks at each entry. A process writes its own entries
+anew each time; those of a dead one are taken out by others when nothing of them is open any more.
 
-Limits: an evicted segment hides what it lists. A redelivered task finishes its own outbox without
-it; the callback of a chord whose last worker died just then is found by the index alone.
+Limits: an evicted item hides what it lists, until its processes write again. A redelivered task
+finishes its own outbox without it; the callback of a chord whose last worker died just then is
+found by the index alone.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import secrets
-import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple
 
 import msgspec
 
@@ -27,138 +28,111 @@ from machinery_py.connections.memcached.client import (
     Item,
     LineCommand,
     MemcacheDriver,
-    delete,
-    put,
     seconds,
     swap,
 )
-from machinery_py.connections.memcached.keys import ROOTS, SEGMENT
+from machinery_py.connections.memcached.keys import OPEN
 
-LONGEST = 2000  # entries of a segment; then another is begun
-REFRESH = 60.0  # seconds between two signs of life of a segment
-DEAD = 600.0  # seconds without one, until a segment without open entries is forgotten
-
-
-class Segment(msgspec.Struct, array_like=True, gc=False):
-    """Keys that one process has opened."""
-
-    at: int  # µs
-    outboxes: tuple[str, ...] = ()
-    groups: tuple[str, ...] = ()
+SEGMENTS = 32
+LONGEST = 2000  # entries of an item, and of an owner; then there is another one
+DEAD = 600.0  # seconds until others may take an entry out
 
 
-_pack = msgspec.msgpack.Encoder().encode
-_segment = msgspec.msgpack.Decoder(Segment).decode
-_roots = msgspec.msgpack.Decoder(list[bytes]).decode
+class OpenName(NamedTuple):
+    """The key of an outbox, or the UUID of a group."""
+
+    is_group: bool
+    key: str
 
 
-#: Whether it is a group, and its key.
-Entry = tuple[bool, str]
+class Entry(NamedTuple):
+    """An entry of the index. `at`: µs; `owner`: a name of the process that has written it."""
+
+    name: OpenName
+    at: int
+    owner: str
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(list[Entry]).decode
 
 
 class Index:
-    """This process's segment, and a reader of all. May be used from any thread."""
+    """This process's entries, and a reader of all. May be used from any thread."""
 
     def __init__(self, driver: MemcacheDriver) -> None:
         self._driver = driver
         self._lock = ForkLock()
-        self._pid = os.getpid()
-        self._name = b""
-        self._open: dict[Entry, None] = {}  # in the order in which they were opened
-        self._written: set[Entry] = set()
-        self._registered = False
-        self._written_at = 0.0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid, self._owner = os.getpid(), secrets.token_hex(6)
+        self._key = _key(random.randrange(SEGMENTS))
+        self._open: dict[OpenName, int] = {}  # → since when
 
     def note(self, *, outboxes: Collection[str] = (), groups: Collection[str] = ()) -> None:
         """List these, before they are true."""
+        names = _names(outboxes, groups)
+        if names:
+            with self._lock:
+                # What is open by then stays listed, as that of a dead process.
+                if self._pid != os.getpid() or len(self._open) > LONGEST:
+                    self._begin()
+                self._open.update(dict.fromkeys(names, self._now()))
+                self._write([self._key])
+
+    def drop(self, *, outboxes: Collection[str] = (), groups: Collection[str] = ()) -> None:
+        """Drop what is done. It is taken out with the next `note`, or by `tend`."""
         with self._lock:
-            self._own()
-            new = dict.fromkeys(_entries(outboxes, groups))
-            self._open.update(new)
-            if new.keys() <= self._written and self._registered:
-                return
-            if len(self._open) > LONGEST:
-                # Whoever reads the old segment looks after what it lists.
-                self._name, self._registered, self._open = _new_name(), False, new
-            self._write()
+            for name in _names(outboxes, groups):
+                self._open.pop(name, None)
 
-    def drop(self, *, outboxes: Iterable[str] = (), groups: Iterable[str] = ()) -> None:
-        """Drop keys that are done. Written with the next note, or by `tend`."""
+    def names(self) -> set[OpenName]:
+        """Return all that any process has listed, and this one, though it was evicted."""
+        items = self._driver.fetch(map(_key, range(SEGMENTS)), doing="reading what is open")
         with self._lock:
-            for entry in _entries(outboxes, groups):
-                self._open.pop(entry, None)
+            own = set(self._open) if self._pid == os.getpid() else set[OpenName]()
+        return own.union(*({one.name for one in _decode(item.value)} for item in items.values()))
 
-    def _own(self) -> None:
-        if not self._name or self._pid != os.getpid():
-            self._name, self._registered, self._pid = _new_name(), False, os.getpid()
-            self._open, self._written = {}, set()
+    def tend(self, still_open: Collection[OpenName]) -> None:
+        """Take out what this process has done, and old entries that are open no more."""
+        before = self._now() - int(DEAD * 1e6)
 
-    def _segment(self) -> Segment:
-        now = micros(self._driver.clock.now())
-        outboxes = tuple(key for is_group, key in self._open if not is_group)
-        return Segment(now, outboxes, tuple(key for is_group, key in self._open if is_group))
+        def is_over(name: OpenName, at: int) -> bool:
+            return at < before and name not in still_open
 
-    def _write(self) -> None:
-        command = put(SEGMENT + self._name, _pack(self._segment()), seconds(CHORD_LIFE))
-        self._driver.send([command], doing="listing what is open")
-        self._written, self._written_at = set(self._open), time.monotonic()
-        if not self._registered:
-            self._change_roots(added={self._name})
-            self._registered = True
+        with self._lock:
+            if self._pid == os.getpid():
+                self._open = {one: at for one, at in self._open.items() if not is_over(one, at)}
+                self._write(map(_key, range(SEGMENTS)), is_over)
 
-    def _change_roots(self, added: Collection[bytes] = (), removed: Collection[bytes] = ()) -> None:
+    def _now(self) -> int:
+        return micros(self._driver.clock.now())
+
+    def _write(
+        self, keys: Iterable[bytes], is_over: Callable[[OpenName, int], bool] | None = None
+    ) -> None:
+        """Write this process's entries in place of those that there were; drop others' old ones."""
+
         def change(key: bytes, item: Item | None) -> LineCommand | None:
-            names = _roots(item.value) if item else []
-            wanted = [
-                *(one for one in names if one not in removed),
-                *(one for one in added if one not in names),
+            before = _decode(item.value) if item is not None else []
+            after = [
+                one
+                for one in before
+                if one.owner != self._owner and not (is_over and is_over(one.name, one.at))
             ]
-            return swap(key, _pack(wanted), b"0", item) if wanted != names else None
+            if key == self._key:
+                after += [Entry(name, at, self._owner) for name, at in self._open.items()]
+                if len(after) > LONGEST:
+                    self._key = _key(random.randrange(SEGMENTS))  # for the next ones
+            return swap(key, _encode(after), seconds(CHORD_LIFE), item) if after != before else None
 
-        self._driver.edit([ROOTS], change, doing="changing the list of segments")
-
-    def segments(self) -> dict[bytes, Segment]:
-        """Return all that there are, this process's own as it is in memory."""
-        item = self._driver.fetch([ROOTS], doing="reading the list of segments").get(ROOTS)
-        names = _roots(item.value) if item else []
-        keys = {SEGMENT + name: name for name in names}
-        found = self._driver.fetch(keys, doing="reading what is open")
-        segments = {name: _segment(found[key].value) for key, name in keys.items() if key in found}
-        with self._lock:
-            self._own()
-            if self._open:
-                # The list was evicted, or somebody took this process for dead.
-                if self._registered and (self._name not in segments):
-                    self._registered = False
-                    self._write()
-                segments[self._name] = self._segment()
-        return segments
-
-    def tend(self, open_entries: Collection[str]) -> None:
-        """Shorten our segment, and forget those of the dead in which nothing is open any more."""
-        with self._lock:
-            is_old = self._written and time.monotonic() - self._written_at > REFRESH
-            is_ours = self._name and self._pid == os.getpid()
-            if is_ours and (is_old or self._written != self._open.keys()):
-                self._write()
-        before = micros(self._driver.clock.now()) - int(DEAD * 1e6)
-        over = [
-            name
-            for name, segment in self.segments().items()
-            if name != self._name
-            and segment.at < before
-            and not any(entry in open_entries for entry in (*segment.outboxes, *segment.groups))
-        ]
-        if over:
-            self._change_roots(removed=over)
-            self._driver.send(
-                [delete(SEGMENT + name) for name in over], doing="forgetting segments"
-            )
+        self._driver.edit(keys, change, doing="listing what is open")
 
 
-def _entries(outboxes: Iterable[str], groups: Iterable[str]) -> list[Entry]:
-    return [*((False, key) for key in outboxes), *((True, key) for key in groups)]
+def _key(number: int) -> bytes:
+    return OPEN + b"%d" % number
 
 
-def _new_name() -> bytes:
-    return secrets.token_hex(8).encode()
+def _names(outboxes: Collection[str], groups: Collection[str]) -> list[OpenName]:
+    return [*(OpenName(False, key) for key in outboxes), *(OpenName(True, key) for key in groups)]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from machinery_py.backends.base import ALREADY, FENCED, Begun, Change, Verdict
+from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Begun, Change, Verdict
 from machinery_py.backends.memcached.documents import TaskItem, Todo, document_of
 from machinery_py.backends.transactional import decide, is_over
 from machinery_py.fences import NO_FENCE, Fence, fence_after
@@ -16,7 +16,10 @@ from machinery_py.wire.states import encode_group
 
 
 def settle(change: Change, now: int, item: TaskItem) -> tuple[Verdict, Sequence[Todo]]:
-    """Change the task that the change belongs to; return the verdict and the follow-ups."""
+    """Change the task that the change belongs to; return the verdict and the follow-ups.
+
+    A change of no task has an item as well if it has an outbox.
+    """
     if item.epoch == 0:
         # A Go program or an eviction has thrown our epoch away: nobody can be told to be late.
         change = msgspec.structs.replace(change, epoch=NO_FENCE)
@@ -25,9 +28,11 @@ def settle(change: Change, now: int, item: TaskItem) -> tuple[Verdict, Sequence[
         return verdict, item.todo
     if verdict is FENCED:
         return verdict, ()
-    item.state = next(state for state in states if state.task_uuid == change.key)
-    item.mark = change.mark or item.mark
     todo = todo_of(change, [state for state in change.states if state.task_uuid != change.key])
+    own = next((state for state in states if state.task_uuid == change.key), None)
+    if own is None and not change.outbox:
+        return verdict, (todo,)
+    item.state, item.mark = own or item.state, change.mark or item.mark
     # Follow-ups of an earlier batch were done before this delivery came; those of this batch not.
     if todo:
         item.todo = (*item.todo, todo) if item.changed else (todo,)
@@ -37,6 +42,19 @@ def settle(change: Change, now: int, item: TaskItem) -> tuple[Verdict, Sequence[
     item.changed = True
     item.awaited = item.awaited or bool(todo.arrivals)
     return verdict, (todo,) if todo else ()
+
+
+def fire(
+    change: Change, now: int, by_go: bool | None, item: TaskItem
+) -> tuple[Verdict, Sequence[Todo]]:
+    """Settle a group, once. `by_go`: whether Go has done so; None: there is no such group."""
+    if by_go is None or item.nonce or item.theirs or item.changed:
+        return FENCED, ()
+    item.changed, item.kept_at = True, now
+    if by_go:
+        return FENCED, ()
+    item.outbox, item.todo = tuple(change.outbox), (todo_of(change, change.states),)
+    return SETTLED, item.todo
 
 
 def begin(run: RunNumber, fence: Fence, item: TaskItem) -> tuple[Begun, Sequence[Todo]]:
@@ -55,11 +73,15 @@ def write(state: TaskState, force: bool, item: TaskItem) -> None:
         item.state, item.changed = after, True
 
 
-def clear(sent: set[bytes], item: TaskItem) -> bool:
-    """Remove published messages of a task; return whether there are no others."""
+def clear(sent: set[bytes], item: TaskItem, *, with_todo: bool) -> bool:
+    """Remove published messages of an item; return whether there are no others.
+
+    Args:
+        with_todo: also of an item that has follow-ups alone, which are done.
+    """
     if not sent.issuperset(item.outbox):
         return False
-    if item.outbox:
+    if item.outbox or (with_todo and item.todo):
         item.outbox, item.todo, item.changed = (), (), True
     return True
 

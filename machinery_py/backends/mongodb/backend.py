@@ -65,6 +65,7 @@ from machinery_py.connections.mongodb.client import (
 from machinery_py.fences import FenceSequence, fence_after
 from machinery_py.tasks.signature import RunNumber
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
+from machinery_py.texts import printable
 
 EXPIRE_IN = 3600.0  # seconds that a finished task is kept
 LOOK = 5000  # states that one step of a listing looks at
@@ -266,7 +267,8 @@ class MongoBackend(DriverUser, Backend, OutboxBackend):
 
     @step("looking for a task")
     def find(self, store: Store, prefix: str, limit: int = 2) -> list[str]:
-        query = {"_id": {"$gte": prefix, "$lt": prefix + "\U0010ffff"}}
+        begin = printable(prefix)
+        query = {"_id": {"$gte": begin, "$lt": begin + "\U0010ffff"}}
         found = store.tasks.find(query, {"expires_at": 1}).sort("_id", 1).limit(limit)
         now = self.driver.now()
         return [one["_id"] for one in found if not has_expired(one, now)]

@@ -81,7 +81,7 @@ def add_groups(
 
 
 def get_group(store: Store, uuid: str) -> GroupMeta | None:
-    document = store.group_metas.find_one({"_id": uuid})
+    document = store.group_metas.find_one({"_id": printable(uuid)})
     if document is None:
         return None
     chord = store.machinery_chords.find_one({"_id": uuid}, {"fired": 1})

@@ -17,57 +17,42 @@ stored.)
 
 Limits: a state expires `results_expire_in` after it was written, whether the task is finished or
 not, as in Go; that must be longer than tasks wait and run. One call's result can be kept for less
-(`result_expires`), and not for more. The results of a chord's members are
-kept for it. States are lost when RabbitMQ restarts, as in Go: a task that was finished and not
-acknowledged then runs again, and a key is free whose task has no state; outboxes, chords and
-schedules (records.py) are kept. States cannot be listed.
+(`result_expires`), and not for more. The results of a chord's members are kept for it. States are
+lost when RabbitMQ restarts, as in Go: a task that was finished and not acknowledged then runs
+again; outboxes and chords are kept. A waiter looks again and again. What is in no queue of Go's and
+no guarantee needs is not kept: keys of unique tasks, schedules, revocations, listings.
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime as dt
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import msgspec
 
 from machinery_py.backends.base import (
-    REVOKED_LIFE,
+    Backend,
     BackendFeatures,
     Begun,
     Change,
+    OutboxBackend,
     ReadyGroup,
-    Records,
-    Rider,
     Verdict,
-    lone_rider,
 )
+from machinery_py.backends.polling import PollingListener
 from machinery_py.backends.rabbitmq.documents import (
     LOCKS,
     OUTBOX,
     OUTBOX_LOCK,
     READY,
     READY_LOCK,
-    REVOKED,
-    REVOKED_LOCK,
     GroupRecord,
-    OutboxEntry,
     ResultQueues,
-    StoredTask,
-    decode_outbox,
-    decode_record,
-    encode_record,
     lock_of,
-    name_of,
-    pack,
 )
-from machinery_py.backends.rabbitmq.groups import RabbitMQGroups, meta_of
-from machinery_py.backends.rabbitmq.listener import AMQPListener
-from machinery_py.backends.rabbitmq.records import SCHEDULES, SCHEDULES_LOCK, RabbitMQRecords
-from machinery_py.backends.rabbitmq.revocations import Revocations
-from machinery_py.backends.transactional import Row, TransactionalBackend
+from machinery_py.backends.rabbitmq.groups import meta_of
+from machinery_py.backends.rabbitmq.steps import RabbitMQSteps
 from machinery_py.clock import micros
 from machinery_py.connections.rabbitmq.client import AmqpDriver
 from machinery_py.connections.rabbitmq.io_thread import Channel
@@ -78,33 +63,22 @@ from machinery_py.connections.rabbitmq.queue_records import (
     QueueTransactions,
     declare_lock,
 )
-from machinery_py.connections.rabbitmq.queues import FINISHED, REVOCATIONS
 from machinery_py.errors import BackendUnavailable, DecodeError
-from machinery_py.fences import Fence, FenceSequence, fence_after
+from machinery_py.fences import FenceSequence
 from machinery_py.tasks.signature import RunNumber
-from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
+from machinery_py.tasks.states import GroupMeta, State, TaskState
 from machinery_py.wire.signatures import decode_signature
 
 EXPIRE_IN = 3600.0  # seconds that a state is kept
 # Seconds from the end of a Go worker's last member to its callback; it opens connections.
 GO_TIME = 3.0
 TRIES = 3
+LOOK = 100  # tasks that a waiter reads at once; all locks are held meanwhile, for some 50 ms
 
 T = TypeVar("T")
 
 
-class _OpenTransaction:
-    """The transaction that one thread is in, and what it has read and written."""
-
-    def __init__(self, transaction: QueueTransaction, queues: ResultQueues, now: int) -> None:
-        self.transaction = transaction
-        self.groups = RabbitMQGroups(queues, transaction)
-        self.records = RabbitMQRecords(transaction, now)
-        self.bodies: dict[str, bytes] = {}  # as they are written
-        self.arrivals: list[Arrival] = []
-
-
-class AMQPBackend(TransactionalBackend):
+class AMQPBackend(Backend, OutboxBackend):
     """Queues on the driver's server. The driver belongs to whoever made it."""
 
     features = BackendFeatures(
@@ -115,7 +89,8 @@ class AMQPBackend(TransactionalBackend):
         foreign_time=GO_TIME,
         keeps_unfinished=False,
         keeps_longer=False,
-        claims=True,
+        revocations=False,
+        schedules=False,
         riders=False,
     )
 
@@ -125,8 +100,6 @@ class AMQPBackend(TransactionalBackend):
         self.expire_in = expire_in
         self._queues = ResultQueues(expire_in)
         self._transactions = QueueTransactions(driver, self._declare)
-        self._revocations = Revocations(self._transactions)
-        self._mine = threading.local()
         self._fences = FenceSequence(lambda: micros(self.now()))
 
     def now(self) -> dt.datetime:
@@ -135,14 +108,10 @@ class AMQPBackend(TransactionalBackend):
     def _declare(self, channel: Channel) -> None:
         """Declare the queues for all tasks, and wait for each answer, which may be a refusal."""
         wait = self.driver.timeout
-        for lock in (*LOCKS, OUTBOX_LOCK, READY_LOCK, REVOKED_LOCK, SCHEDULES_LOCK):
+        for lock in (*LOCKS, OUTBOX_LOCK, READY_LOCK):
             declare_lock(channel, lock, wait)
-        for queue in (OUTBOX, READY, REVOKED, SCHEDULES):
+        for queue in (OUTBOX, READY):
             channel.rpc("queue_declare", timeout=wait, **queue.declaration())
-        for name, kind in ((FINISHED, "direct"), (REVOCATIONS, "fanout")):
-            exchange = {"exchange": name, "exchange_type": kind, "durable": True}
-            channel.rpc("exchange_declare", timeout=wait, **exchange)
-        channel.rpc("queue_bind", queue=REVOKED.queue, exchange=REVOCATIONS, timeout=wait)
 
     # Transactions
 
@@ -150,32 +119,22 @@ class AMQPBackend(TransactionalBackend):
         self,
         uuids: Iterable[str],
         doing: str,
-        step: Callable[[_OpenTransaction], T],
+        step: Callable[[RabbitMQSteps], T],
         *,
-        locks: Iterable[str] = (),
         once: bool = False,
     ) -> T:
-        """Do a step with the locks of these tasks, groups and claims, and with `locks`.
-
-        Joins the transaction that this thread is in already, which must have taken those locks.
+        """Do a step with the locks of these tasks and groups.
 
         Args:
             once: a step that was lost with its connection is not repeated, since it may be done.
         """
-        if (joined := getattr(self._mine, "current", None)) is not None:
-            return step(joined)
-        held = {*locks, *map(lock_of, uuids)}
+        locks = set(map(lock_of, uuids))
         for left in reversed(range(TRIES)):
             try:
-                with self._transactions.transaction(held, doing) as transaction:
-                    current = self._mine.current = _OpenTransaction(
-                        transaction, self._queues, micros(self.now())
-                    )
-                    try:
-                        result = step(current)
-                        current.groups.write()
-                    finally:
-                        self._mine.current = None
+                with self._transactions.transaction(locks, doing) as transaction:
+                    steps = self._steps(transaction)
+                    result = step(steps)
+                    steps.end()
                 return result
             except QueueTransactionLost:
                 if once or not left:
@@ -185,197 +144,71 @@ class AMQPBackend(TransactionalBackend):
                     raise BackendUnavailable(f"RabbitMQ: {doing}: {error}") from error
         raise AssertionError  # the last try returns or raises
 
-    @property
-    def _current(self) -> _OpenTransaction:
-        current: _OpenTransaction = self._mine.current
-        return current
-
-    def _transaction(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext()  # `_run` is around it
+    def _steps(self, transaction: QueueTransaction) -> RabbitMQSteps:
+        return RabbitMQSteps(
+            transaction,
+            self._queues,
+            self._fences,
+            now=micros(self.now()),
+            expire_in=self.expire_in,
+        )
 
     # Changes
 
     def apply(self, changes: Sequence[Change]) -> list[Verdict]:
+        self.refuse_riders(changes)
         if not changes:
             return []
         uuids = {state.task_uuid for change in changes for state in change.states}
         uuids.update(arrival.group_uuid for change in changes for arrival in change.arrivals)
         uuids.update(group.group_uuid for change in changes for group in change.groups)
         uuids.update(change.fires for change in changes if change.fires)
-        rider = lone_rider(changes, self.features.name)
-        locks: Sequence[str] = ()
-        if rider is not None and rider.life:
-            uuids.add(rider.name)
-        elif rider is not None:
-            locks = [SCHEDULES_LOCK]
-
-        def step(_: _OpenTransaction) -> list[Verdict]:
-            verdicts = TransactionalBackend.apply(self, changes)
-            self._let_arrive()
-            return verdicts
-
-        return self._run(uuids, "storing states", step, locks=locks, once=True)
-
-    def _apply(self, change: Change, rows: dict[str, Row]) -> Verdict:
-        row = rows.get(change.key)
-        if isinstance(row, StoredTask) and row.of_go and not row.epoch:
-            # Go has read ours away, and its own PENDING came late: that tells of no other delivery.
-            row.epoch = change.epoch
-        return super()._apply(change, rows)
-
-    def _tasks(self, uuids: Iterable[str]) -> dict[str, StoredTask]:
-        transaction = self._current.transaction
-        queues = {uuid: self._queues.task(uuid) for uuid in uuids}
-        transaction.read(queues.values())
-        return {
-            uuid: decode_record(uuid, [one.body for one in held])
-            for uuid, queue in queues.items()
-            if (held := transaction.held(queue))
-        }
-
-    def _load(self, uuids: Iterable[str]) -> dict[str, Row]:
-        return dict(self._tasks(uuids))
-
-    def _save(self, rows: Sequence[tuple[str, Row]]) -> None:
-        current = self._current
-        for uuid, row in rows:
-            seq = row.seq if isinstance(row, StoredTask) else 0
-            body = current.bodies[uuid] = encode_record(uuid, row, seq + 1)
-            state, most = row.state, self.expire_in  # the queue's own expiry
-            life = state.life(most) if state is not None and state.is_finished else most
-            queue = self._queues.task(uuid)
-            current.transaction.replace(queue, body, life if life < most else None)
-
-    def _add_groups(self, groups: Sequence[GroupMeta]) -> None:
-        self._current.groups.create(groups, micros(self.now()))
-
-    def _arrive(self, arrivals: Sequence[Arrival]) -> None:
-        self._current.arrivals += arrivals  # added together, once their states are written
-
-    def _let_arrive(self) -> None:
-        current = self._current
-        arrivals, current.arrivals = current.arrivals, []
-        current.groups.arrive(arrivals, current.bodies)
-
-    def _fire(self, group_uuid: str) -> bool:
-        self._let_arrive()
-        return self._current.groups.fire(group_uuid)
-
-    def _finished(self, uuids: Sequence[str]) -> None:
-        for uuid in uuids:
-            self._current.transaction.publish(FINISHED, name_of(uuid), b"")
-
-    def _next_epoch(self, epoch: Fence) -> Fence:
-        return fence_after(epoch, self._fences.next())
+        return self._run(uuids, "storing states", lambda steps: steps.apply_all(changes), once=True)
 
     def begin(self, keys: Sequence[tuple[str, RunNumber]]) -> list[Begun]:
         if not keys:
             return []
+        uuids = [uuid for uuid, _ in keys]
         return self._run(
-            [uuid for uuid, _ in keys],
-            "beginning deliveries",
-            lambda _: TransactionalBackend.begin(self, keys),
-            once=True,
+            uuids, "beginning deliveries", lambda steps: steps.begin_all(keys), once=True
         )
 
     def settled_by(self, uuids: Sequence[str]) -> list[str]:
-        return self._run(
-            uuids, "reading states", lambda _: TransactionalBackend.settled_by(self, uuids)
-        )
+        return self._run(uuids, "reading states", lambda steps: steps.marks_of(uuids))
 
     # Outboxes
 
-    def _keep_outbox(self, key: str, bodies: Sequence[bytes]) -> None:
-        entry = OutboxEntry(key=key, kept_at=micros(self.now()), bodies=tuple(bodies))
-        self._current.transaction.put(OUTBOX, pack(entry))
-
-    def _entries(self) -> list[OutboxEntry]:
-        transaction = self._current.transaction
-        transaction.lock([OUTBOX_LOCK])
-        transaction.read([OUTBOX])
-        return [decode_outbox(one.body) for one in transaction.held(OUTBOX)]
-
-    def _outbox(self, key: str) -> Sequence[bytes]:
-        return [body for entry in self._entries() if entry.key == key for body in entry.bodies]
-
     def outboxes(self, keys: Sequence[str]) -> list[Sequence[bytes]]:
-        return self._run((), "reading outboxes", lambda _: [self._outbox(key) for key in keys])
+        return self._run((), "reading outboxes", lambda steps: steps.outboxes_of(keys))
 
     def clear_outbox(self, sent: Sequence[tuple[str, Sequence[bytes]]]) -> None:
         bodies: dict[str, set[bytes]] = {}
         for key, some in sent:
             bodies.setdefault(key, set()).update(some)
-
-        def step(current: _OpenTransaction) -> None:
-            entries = self._entries()
-            current.transaction.drop(
-                one
-                for one, entry in zip(current.transaction.held(OUTBOX), entries, strict=True)
-                if entry.key in bodies and bodies[entry.key].issuperset(entry.bodies)
-            )
-
-        self._run((), "clearing outboxes", step)
+        self._run((), "clearing outboxes", lambda steps: steps.clear(bodies))
 
     def unsent(
         self, limit: int, *, older_than: float, skip: int = 0
     ) -> list[tuple[str, Sequence[bytes]]]:
         before = micros(self.now()) - int(older_than * 1e6)
-        entries = self._run((), "reading outboxes", lambda _: self._entries())
+        entries = self._run((), "reading outboxes", RabbitMQSteps.open_outboxes)
         old = [(entry.key, entry.bodies) for entry in entries if entry.kept_at <= before]
         return old[skip : skip + limit]
-
-    # Records and claims
-
-    def _held_by(self, rider: Rider) -> bytes | None:
-        records = self._current.records
-        return records.claims([rider.name])[0] if rider.life else records.record(rider.name)
-
-    def _ride(self, rider: Rider) -> None:
-        if rider.life:
-            self._current.records.keep_claim(rider.name, rider.body, rider.life)
-        else:
-            self._current.records.keep_record(rider.name, rider.body)
-
-    def release(self, claims: Sequence[tuple[str, bytes]]) -> None:
-        names = [name for name, _ in claims]
-
-        def step(current: _OpenTransaction) -> None:
-            current.records.claims(names)  # all at once, not one after the other
-            TransactionalBackend.release(self, claims)
-
-        if claims:
-            self._run(names, "releasing claims", step)
-
-    def claims(self, names: Sequence[str]) -> list[bytes | None]:
-        if not names:
-            return []
-        return self._run(names, "reading claims", lambda current: current.records.claims(names))
-
-    def records(self, known: str = "") -> Records:
-        table = self._run(
-            (), "reading schedules", lambda current: current.records.table(), locks=[SCHEDULES_LOCK]
-        )
-        return Records(
-            now=self.now(),
-            version=table.version,
-            bodies=None if table.version == known else table.by_name(),
-        )
 
     # Reading
 
     def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
         if not uuids:
             return {}
-        rows = self._run(uuids, "reading states", lambda _: self._load(dict.fromkeys(uuids)))
-        return {uuid: row.state for uuid, row in rows.items() if row.state is not None}
+        return self._run(uuids, "reading states", lambda steps: steps.states(uuids))
 
     def get_group(self, group_uuid: str) -> GroupMeta | None:
-        def step(current: _OpenTransaction) -> tuple[GroupRecord, GroupMeta] | None:
-            record = current.groups.load(group_uuid)
+        def step(steps: RabbitMQSteps) -> tuple[GroupRecord, GroupMeta] | None:
+            record = steps.groups.load(group_uuid)
             if record is None or not (record.document or record.callback):
                 return None
             return record, meta_of(
-                group_uuid, record, {} if record.document else current.groups.members(group_uuid)
+                group_uuid, record, {} if record.document else steps.groups.members(group_uuid)
             )
 
         found = self._run([group_uuid], "reading a group", step)
@@ -400,8 +233,8 @@ class AMQPBackend(TransactionalBackend):
         if not uuid:
             return False
 
-        def step(_: _OpenTransaction) -> bool:
-            record = self._tasks([uuid]).get(uuid)
+        def step(steps: RabbitMQSteps) -> bool:
+            record = steps.tasks([uuid]).get(uuid)
             if record is None or record.state is None:
                 return False
             # A chord that was sent from here has its callback PENDING from the start.
@@ -415,7 +248,7 @@ class AMQPBackend(TransactionalBackend):
         if states.keys() >= set(uuids):
             return states
         kept = self._run(
-            [group_uuid], "reading a group", lambda current: current.groups.members(group_uuid)
+            [group_uuid], "reading a group", lambda steps: steps.groups.members(group_uuid)
         )
         return {
             **{uuid: state for uuid in uuids if (state := kept.get(uuid)) is not None},
@@ -423,40 +256,30 @@ class AMQPBackend(TransactionalBackend):
         }
 
     def ready_groups(self, limit: int) -> list[ReadyGroup]:
-        return self._run((), "reading ready groups", lambda current: current.groups.ready(limit))
+        return self._run((), "reading ready groups", lambda steps: steps.groups.ready(limit))
 
-    # Revocations, purges
-
-    def revoke(self, uuids: Sequence[str], life: float = REVOKED_LIFE) -> None:
-        until = micros(self.now()) + int(life * 1e6)
-        self._run(
-            (),
-            "revoking",
-            lambda current: self._revocations.add(current.transaction, uuids, until),
-            locks=[REVOKED_LOCK],
-        )
-
-    def revoked(self, uuids: Sequence[str]) -> set[str]:
-        return self._revocations.among(uuids) if uuids else set()
+    # Purges
 
     def purge_state(self, task_uuid: str) -> None:
         self._run(
             [task_uuid],
             "purging a state",
-            lambda current: current.transaction.delete(self._queues.task(task_uuid)),
+            lambda steps: steps.transaction.delete(self._queues.task(task_uuid)),
         )
 
     def purge_group_meta(self, group_uuid: str) -> None:
-        self._run([group_uuid], "purging a group", lambda current: current.groups.purge(group_uuid))
+        self._run([group_uuid], "purging a group", lambda steps: steps.groups.purge(group_uuid))
 
-    def listener(self) -> AMQPListener:
-        return AMQPListener(self._transactions, self._which_finished)
+    def listener(self) -> PollingListener:
+        return PollingListener(
+            self._finished, at_once=LOOK, soonest=0.01, latest=1.0, share=0.25, rest=4.0
+        )
 
-    def _which_finished(self, uuids: Sequence[str]) -> list[str]:
+    def _finished(self, uuids: Sequence[str]) -> list[str]:
         return [uuid for uuid, state in self.get_states(uuids).items() if state.is_finished]
 
     def is_entered(self) -> bool:
-        return self._transactions.is_entered() or self._revocations.is_entered()
+        return self._transactions.is_entered()
 
     def close(self) -> None:
         self._transactions.close()

@@ -23,9 +23,9 @@ from machinery_py.connections.rabbitmq.queue_records import OURS, Queue
 from machinery_py.connections.rabbitmq.queues import RESULTS, TRIGGERED
 from machinery_py.errors import ConfigError, DecodeError, NameRefused
 from machinery_py.fences import NO_FENCE, Fence
-from machinery_py.names import is_made
+from machinery_py.names import is_made, is_safe
 from machinery_py.tasks.states import TaskState, advance
-from machinery_py.texts import printable, quoted
+from machinery_py.texts import quoted
 from machinery_py.values.malformed import MALFORMED
 from machinery_py.wire.states import decode_state, extra_fields, extra_of
 
@@ -36,18 +36,14 @@ STRIPES = 8  # locks that the tasks and groups share
 
 LOCKS = tuple(f"{RESULTS}lock.{number}" for number in range(STRIPES))
 # Taken after the others: transactions take locks in the order of their names.
-OUTBOX_LOCK, READY_LOCK, REVOKED_LOCK = (
-    f"{RESULTS}lock.{name}" for name in ("outbox", "ready", "revoked")
-)
-OUTBOX, READY, REVOKED = (
-    Queue(RESULTS + name, OURS) for name in ("outbox", "ready", "revoked.until")
-)
+OUTBOX_LOCK, READY_LOCK = (f"{RESULTS}lock.{name}" for name in ("outbox", "ready"))
+OUTBOX, READY = (Queue(RESULTS + name, OURS) for name in ("outbox", "ready"))
 
 
 def name_of(uuid: str) -> str:
     """Return the name of a UUID's queue: Go's, or a digest where RabbitMQ refuses that."""
     raw = uuid.encode("utf-8", "surrogatepass")
-    is_usable = printable(uuid) == uuid and not uuid.startswith(("amq.", "machinery."))
+    is_usable = is_safe(uuid) and not uuid.startswith(("amq.", "machinery."))
     if is_usable and 0 < len(raw) <= LONGEST_NAME:
         return uuid
     return f"machinery.sha256.{hashlib.sha256(raw).hexdigest()}"
@@ -232,16 +228,8 @@ class OutboxEntry(msgspec.Struct, array_like=True, gc=False):
     bodies: Sequence[bytes]
 
 
-class Revocation(msgspec.Struct, array_like=True, gc=False):
-    """Names of revoked tasks, and until when, in µs."""
-
-    until: int
-    names: Sequence[str]
-
-
 pack = msgspec.msgpack.Encoder().encode
 decode_group_record = msgspec.msgpack.Decoder(GroupRecord).decode
 decode_member = msgspec.msgpack.Decoder(Member).decode
 decode_ready = msgspec.msgpack.Decoder(ReadyEntry).decode
 decode_outbox = msgspec.msgpack.Decoder(OutboxEntry).decode
-decode_revocation = msgspec.msgpack.Decoder(Revocation).decode

@@ -32,7 +32,7 @@ from machinery_py.backends.base import (
     ReadyGroup,
     Records,
     Verdict,
-    carried_by_change,
+    size_of_change,
 )
 from machinery_py.backends.listings import Count, Listing, Place, counts_of
 from machinery_py.backends.redis import scripts
@@ -49,17 +49,18 @@ from machinery_py.backends.redis.documents import (
     state_of,
 )
 from machinery_py.backends.redis.listener import RedisListener
-from machinery_py.bounds import STEP_ITEMS, in_steps, pieces
+from machinery_py.bounds import STEP_BYTES, STEP_ITEMS, in_steps, pieces
 from machinery_py.clock import micros
 from machinery_py.connections.durability import Concern
 from machinery_py.connections.redis import keys as redis_keys
 from machinery_py.connections.redis.client import RedisDriver, raw
 from machinery_py.connections.redis.errors import log_spoilt
 from machinery_py.connections.redis.keys import companion_key, document_key, encoded
+from machinery_py.connections.redis.scripts import pack
 from machinery_py.errors import DecodeError
 from machinery_py.tasks.signature import RunNumber
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
-from machinery_py.texts import get_logger
+from machinery_py.texts import get_logger, printable
 
 logger = get_logger(__name__)
 
@@ -91,29 +92,32 @@ class RedisBackend(Backend, OutboxBackend):
         return self.driver.clock.now()
 
     def apply(self, changes: Sequence[Change]) -> list[Verdict]:
-        now = self.now()
-        verdicts: list[Verdict] = []
-        for step in pieces(changes, carried_by_change, most=WRITE):
-            rows = Changes(now, self.seconds)
-            again = True
-            for one in step:
-                rows.add(
-                    key=one.key,
-                    mark=one.mark,
-                    epoch=one.epoch,
-                    force=one.force,
-                    fires=one.fires,
-                    states=one.states,
-                    groups=one.groups,
-                    arrivals=one.arrivals,
-                    outbox=_pack_outbox(tuple(one.outbox)) if one.outbox else b"",
-                    riders=one.riders,
-                )
-                again = again and bool(one.mark or one.riders) and not one.fires
-            values = (self.driver.now(), self.seconds, *rows.packed())
-            letters = self.driver.run(scripts.APPLY, *values, again=again)
-            verdicts += [VERDICTS[letter] for letter in letters]
-        return verdicts
+        steps = pieces(changes, size_of_change, most=WRITE)
+        return [verdict for step in steps for verdict in self._apply(step)]
+
+    def _apply(self, changes: Sequence[Change]) -> list[Verdict]:
+        rows = Changes(self.now(), self.seconds)
+        again = True
+        for one in changes:
+            rows.add(
+                key=one.key,
+                mark=one.mark,
+                epoch=one.epoch,
+                force=one.force,
+                fires=one.fires,
+                states=one.states,
+                groups=one.groups,
+                arrivals=one.arrivals,
+                outbox=_pack_outbox(tuple(one.outbox)) if one.outbox else b"",
+                riders=one.riders,
+            )
+            again = again and bool(one.mark or one.riders) and not one.fires
+        argument = pack((self.driver.now(), self.seconds, *rows.packed()))
+        if len(argument) > STEP_BYTES and len(changes) > 1:  # what a state becomes is longer
+            half = len(changes) // 2
+            return [*self._apply(changes[:half]), *self._apply(changes[half:])]
+        letters = self.driver.run_packed(scripts.APPLY, argument, again=again)
+        return [VERDICTS[letter] for letter in letters]
 
     def begin(self, keys: Sequence[tuple[str, RunNumber]]) -> list[Begun]:
         if not keys:
@@ -281,7 +285,8 @@ class RedisBackend(Backend, OutboxBackend):
     def revoked(self, uuids: Sequence[str]) -> set[str]:
         if not uuids:
             return set()
-        return {uuid.decode() for uuid in self.driver.run(scripts.REVOKED, uuids)}
+        names = [printable(uuid) for uuid in uuids]
+        return {uuid.decode() for uuid in self.driver.run(scripts.REVOKED, names)}
 
     def purge_state(self, task_uuid: str) -> None:
         self.driver.run(scripts.FORGET_TASK, [task_uuid], ())

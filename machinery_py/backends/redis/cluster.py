@@ -32,6 +32,7 @@ from machinery_py.backends.base import (
     Rider,
     Verdict,
     lone_rider,
+    size_of_change,
 )
 from machinery_py.backends.listings import Count, Listing, Place, counts_of
 from machinery_py.backends.redis import cluster_scripts as scripts
@@ -74,7 +75,7 @@ from machinery_py.backends.redis.scripts import (
     REVOKE,
 )
 from machinery_py.backends.redis.scripts import REVOKED as LOOK_FOR_REVOKED
-from machinery_py.bounds import in_steps
+from machinery_py.bounds import pieces
 from machinery_py.clock import micros
 from machinery_py.connections.durability import Concern
 from machinery_py.connections.redis.client import raw
@@ -112,7 +113,8 @@ class ClusterBackend(Backend, OutboxBackend):
     def apply(self, changes: Sequence[Change]) -> list[Verdict]:
         if rider := lone_rider(changes, self.features.name):
             return [SETTLED if self._ride(rider, changes[0]) else CONFLICT]
-        return [verdict for step in in_steps(changes, WRITE) for verdict in self._apply(step)]
+        steps = pieces(changes, size_of_change, most=WRITE)
+        return [verdict for step in steps for verdict in self._apply(step)]
 
     def _apply(self, changes: Sequence[Change]) -> list[Verdict]:
         now, text = self.now(), self.cluster.now()

@@ -37,13 +37,15 @@ def steps(runs_later: RunNumber) -> str:
     return f"' {' '.join(pairs)} '"
 
 
-# Where the values of a change and of a state stand, from their place on.
+# Where the values of a change and of a state stand, from their place on; and those of an arrival.
 _CHANGE = "KEY MARK EPOCH FORCE FIRES FIRST LAST GROUPS ARRIVALS OUTBOX"
+_ARRIVAL = "GROUP MEMBER TOTAL OK CALLBACK"
 _STATE = "UUID WORD RUN HEAD CREATED TAIL NAMED LINES WHOLE STICKY QUEUE KEPT"
 
 #: Constants of changes.lua.
 CONSTANTS: dict[str, object] = {
     **{name: place for names in (_CHANGE, _STATE) for place, name in enumerate(names.split())},
+    **{name: place for place, name in enumerate(_ARRIVAL.split(), 1)},
     "CHANGE": len(_CHANGE.split()),
     "STATE": len(_STATE.split()),
     "SAME": steps(FIRST_RUN),

@@ -17,13 +17,15 @@ import hashlib
 import secrets
 from collections.abc import Collection, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+
+import msgspec
 
 from machinery_py.brokers.base import DeadLetter, Delivery, Message
 from machinery_py.clock import micros, moment_of
 from machinery_py.connections.mongodb.client import Document, Store
 from machinery_py.connections.session_files import ALL, Run
 from machinery_py.fences import Fence
+from machinery_py.receipts import Receipt
 from machinery_py.texts import printable
 
 
@@ -46,8 +48,8 @@ QUEUED: Document = {"$in": list(WAITS)}
 HEAD = 2**62  # above all places and moments
 
 
-class Receipt(NamedTuple):
-    """Name of one handing-over. `uuid`: of the task; `order`: of the message."""
+class MongoReceipt(msgspec.Struct, Receipt, frozen=True, gc=False):
+    """`uuid`: of the task; `order`: of the message."""
 
     id: str
     lease: str
@@ -124,7 +126,9 @@ def delivery_of(document: Document, fence: Fence) -> Delivery:
         count=document["fence"],
         fence=fence,
         strikes=document["strikes"],
-        receipt=Receipt(document["_id"], document["lease"], document["uuid"], document["order"]),
+        receipt=MongoReceipt(
+            document["_id"], document["lease"], document["uuid"], document["order"]
+        ),
         parks=document["parks"],
         priority=document["priority"],
         sent_at=moment_of(document["sent_at"]),
@@ -151,10 +155,10 @@ def held(delivery: Delivery) -> Document:
     return {"_id": receipt.id, "lease": receipt.lease, "status": Status.HELD}
 
 
-def receipt_of(delivery: Delivery) -> Receipt:
+def receipt_of(delivery: Delivery) -> MongoReceipt:
     """Return the delivery's receipt; one of another store gives a receipt that finds nothing."""
     receipt = delivery.receipt
-    return receipt if isinstance(receipt, Receipt) else Receipt("", "none", "")
+    return receipt if isinstance(receipt, MongoReceipt) else MongoReceipt("", "none", "")
 
 
 def run_of(id: str) -> Run:

@@ -50,6 +50,7 @@ from machinery_py.connections.rabbitmq.io_thread import (
 )
 from machinery_py.connections.session_files import ALL, Run, host_file, host_folder, ran_by_the_dead
 from machinery_py.errors import BrokerUnavailable, MachineryError
+from machinery_py.receipts import Receipt
 from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
@@ -58,6 +59,16 @@ KIND = "amqp"  # of the files that say what consumers run
 MARKED = 512  # bytes of a message that it is known by; the UUID is in front
 
 _receipts = itertools.count(1)
+
+
+class AMQPReceipt(msgspec.Struct, Receipt, frozen=True, gc=False):
+    """`number`: each process counts its deliveries."""
+
+    session: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.session}:{self.number}"
 
 
 class AMQPConsumer(Consumer):
@@ -79,7 +90,7 @@ class AMQPConsumer(Consumer):
         self._queues = tuple(dict.fromkeys(topology.queue_of(queue) for queue in queues))
         self._lock = threading.Lock()  # guards what is held, and on which connection
         self._opening = threading.Lock()
-        self._held: dict[str, HeldDelivery] = {}
+        self._held: dict[Receipt, HeldDelivery] = {}
         self._connection: ConsumerConnection | None = None
         self._receiver = MessageReceiver(driver.timeout)
         self._vhost = driver.vhost.encode()
@@ -247,7 +258,7 @@ class AMQPConsumer(Consumer):
         return Delivery(
             body=one.body,
             queue=one.queue,
-            receipt=f"{self.info.session}:{next(_receipts)}",
+            receipt=AMQPReceipt(self.info.session, next(_receipts)),
             count=one.number(COUNT) + 1 + one.redelivered,
             strikes=strikes,
             parks=one.number(PARKS),
@@ -278,7 +289,7 @@ class AMQPConsumer(Consumer):
                 raise
         self._unsubscribe([held for held, _ in pairs])
         # Last, on purpose: a crash above brings the message back, a crash below must not.
-        lost: set[str] = set()
+        lost: set[Receipt] = set()
         for channel in {id(held.channel): held.channel for held, _ in pairs}.values():
             here = [(held, one) for held, one in pairs if held.channel is channel]
             tags = [(held.tag, one.fate is not Fate.BACK or held.moved) for held, one in here]
@@ -300,7 +311,7 @@ class AMQPConsumer(Consumer):
                 headers,
                 reason=disposal.reason,
                 error=disposal.error,
-                letter=delivery.receipt,  # so a repeat after a lost reply is one letter
+                letter=str(delivery.receipt),  # so a repeat after a lost reply is one letter
             )
         eta = None
         if disposal.fate is Fate.LATER:

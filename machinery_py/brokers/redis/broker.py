@@ -1,7 +1,7 @@
 """Messages in Redis, in Go Machinery's keys; connections/redis/keys.py lists all keys.
 
-A consumer that has not beaten for a lease, by the server's clock, is given up at the second look;
-one whose process on this host has ended, at the first.
+A consumer that has not beaten for a lease, by the server's clock, is given up when others have
+seen that for most of another one; one whose process on this host has ended, at the first look.
 
 Limits: one server; in a cluster it is the broker of one queue (cluster.py).
 """
@@ -63,6 +63,7 @@ from machinery_py.connections.redis.keys import QUEUES, queue_keys
 from machinery_py.connections.redis.scripts import Script
 from machinery_py.connections.session_files import host_folder, remove
 from machinery_py.errors import BrokerUnavailable, PublishRefused, PublishUnknown
+from machinery_py.rows import suspects
 from machinery_py.texts import get_logger
 from machinery_py.values.malformed import MALFORMED
 
@@ -102,8 +103,9 @@ class RedisBroker(Broker):
         self.mover = DueMover(driver)
         self._own: dict[str, None] = {}  # queues that this process has consumers of
         self._cursor = b"0"  # where the next look at queues of others begins
-        # The server says whose beat is late; a second look, a little later, makes sure.
-        self.judge: HeartbeatJudge[bytes] = HeartbeatJudge(patience=lease / 8, lease=lease)
+        # The server says whose beat is late: after an outage, all.
+        patience = suspects.PATIENCE * lease
+        self.judge: HeartbeatJudge[bytes] = HeartbeatJudge(patience=patience, lease=lease)
         self._doubtful: list[str] = []  # the queues of the suspects
         self._records: dict[bytes, SessionInfo | None] = {}
         self._consumers: weakref.WeakSet[RedisConsumer] = weakref.WeakSet()

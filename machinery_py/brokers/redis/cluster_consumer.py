@@ -354,6 +354,8 @@ class ClusterConsumer(Consumer):
         ]
         registered = ask_beats(self._parts[0].driver.cluster, requests, patience=self._patience)
         if all(registered) and not self._restarting:
+            for part in self._parts:
+                part.give_back_forgotten()
             return True
         # A session that was given up in one queue is over in all: it changes nothing any more.
         self._restarting = True

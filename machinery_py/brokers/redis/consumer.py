@@ -27,7 +27,7 @@ from typing import Any, cast
 
 import msgspec
 
-from machinery_py.bounds import pieces
+from machinery_py.bounds import AT_ONCE, in_steps, pieces
 from machinery_py.brokers.base import WAITING, Consumer, Delivery, Disposal, Fate
 from machinery_py.brokers.liveness import own_record, with_queues
 from machinery_py.brokers.redis import scripts
@@ -42,6 +42,7 @@ from machinery_py.connections.redis.scripts import pack
 from machinery_py.connections.session_files import SessionFile, host_file, host_folder, ran
 from machinery_py.errors import BrokerUnavailable, MachineryError
 from machinery_py.fences import Fence
+from machinery_py.receipts import Receipt
 from machinery_py.texts import get_logger, printable
 
 logger = get_logger(__name__)
@@ -56,6 +57,16 @@ LOST_LIFE = 30.0  # seconds that a claim without a reply is asked for
 KIND = "redis"  # of the files that say what consumers run
 
 _rows = msgspec.msgpack.Decoder(list[tuple[int, int, int, int, int, int, int, int]]).decode
+
+
+class RedisReceipt(msgspec.Struct, Receipt, frozen=True, gc=False):
+    """`number`: each queue counts the messages that are claimed from it."""
+
+    session: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.session}.{self.number}"
 
 
 class RedisConsumer(Consumer):
@@ -92,6 +103,8 @@ class RedisConsumer(Consumer):
         self._highest: dict[str, int] = {}  # by queue, of the receipts that were reported
         self._before: dict[str, int] = {}  # the same, when the first claim was lost
         self._since: dict[str, list[int]] = {}  # those that were reported after it
+        self._in_hand: dict[str, set[int]] = {}  # by queue, the receipts of what has not ended
+        self._recount = False  # whether the server may have forgotten that others have
         self._link: RedisConnection | None = None
         self._woken = False
         self._asleep = b""  # the number of the connection while it blocks
@@ -250,7 +263,8 @@ class RedisConsumer(Consumer):
     ) -> bytes:
         lost = [number for number, _ in self._lost]
         values = [self._driver.now(), session, keys, limit, claim, lost, *blocks]
-        values += [self._is_timed(), self._fences_key()]
+        highest = [self._highest.get(one, 0) for one in queues]
+        values += [self._is_timed(), self._fences_key(), highest]
         if lost:
             before, since = self._before, self._since
             values.append([(before.get(one, 0), since.get(one, ())) for one in queues])
@@ -330,9 +344,10 @@ class RedisConsumer(Consumer):
 
     def _open_link(self) -> RedisConnection:
         timeout = self._block + min(LINK_TIMEOUT, self._driver.limits.read)
-        link, self._link = self._link, None
-        self._link = self._driver.numbered(link, timeout=timeout)
-        return self._link
+        before, self._link = self._link, None
+        self._link = link = self._driver.numbered(before, timeout=timeout)
+        self._recount = self._recount or (link is not before and bool(self._highest))
+        return link
 
     def _deliveries(
         self,
@@ -348,6 +363,7 @@ class RedisConsumer(Consumer):
         packed = _rows(rows)
         for index, first, _, _, _, _, _, count in packed:
             queue = queues[index]
+            self._in_hand.setdefault(queue, set()).update(range(first, first + count))
             self._highest[queue] = max(self._highest.get(queue, 0), first + count - 1)
             if self._lost:
                 self._since.setdefault(queue, []).extend(range(first, first + count))
@@ -357,7 +373,7 @@ class RedisConsumer(Consumer):
             Delivery(
                 body=body,
                 queue=queues[index],
-                receipt=f"{session}.{number}",
+                receipt=RedisReceipt(session, number),
                 count=deliveries,
                 fence=fence,
                 strikes=strikes,
@@ -373,14 +389,15 @@ class RedisConsumer(Consumer):
     # Ending deliveries
 
     def place_of(self, delivery: Delivery, session: str) -> tuple[int, str]:
-        """Return (index of the queue, receipt); (0, "") if another session has it.
+        """Return (index of the queue, number in it); (0, "") if another session has it.
 
         `session`: read once for all that goes to the store with it; a beat in another thread may
-        start the next session at any moment, and a receipt means something in its own alone.
+        start the next session at any moment, and a number means something in its own alone.
         """
-        its_session, _, number = delivery.receipt.partition(".")
-        index = self._places.get(delivery.queue)
-        return (index, number) if its_session == session and index is not None else (0, "")
+        receipt, index = delivery.receipt, self._places.get(delivery.queue)
+        if index is None or not isinstance(receipt, RedisReceipt) or receipt.session != session:
+            return 0, ""
+        return index, str(receipt.number)
 
     @property
     def queues(self) -> Sequence[str]:
@@ -397,7 +414,43 @@ class RedisConsumer(Consumer):
             )
             self._driver.unblock(to_wake)
             ended += [letter == ord("s") for letter in letters]
+            self.note_ended([one.delivery for one in step])
         return ended
+
+    def note_ended(self, deliveries: Sequence[Delivery]) -> None:
+        """Note that these have ended, or were not ours any more."""
+        for delivery in deliveries:
+            receipt, numbers = delivery.receipt, self._in_hand.get(delivery.queue)
+            if numbers and isinstance(receipt, RedisReceipt):
+                numbers.discard(receipt.number)
+
+    def give_back_forgotten(self) -> None:
+        """Give back what has ended and is in flight again: a crash or a failover undid its end.
+
+        Looked for once the connection of claims was made anew, and no lost claim may come any more.
+        """
+        now = time.monotonic()
+        if not self._recount or any(now - at < LOST_LIFE for _, at in self._lost):
+            return
+        self._recount = False
+        session, highest = self.session, dict(self._highest)  # what is claimed now is above them
+        try:
+            for index, queue in enumerate(self._queues):
+                flight = f"{self.keys[index][1]}f:{session}".encode()
+                found = self._driver.ask(b"HKEYS", flight, doing=scripts.DISPOSE.doing)
+                numbers, last = self._in_hand.get(queue, ()), highest.get(queue, 0)
+                rows = [
+                    (index, str(number), "back", 0, EMPTY)
+                    for number in map(int, filter(bytes.isdigit, found))
+                    if number <= last and number not in numbers
+                ]
+                for some in in_steps(rows, AT_ONCE):
+                    values = (self._driver.now(), session, self.keys, some)
+                    _, to_wake = self._driver.run(scripts.DISPOSE, *values, again=False)
+                    self._driver.unblock(to_wake)
+        except MachineryError as error:
+            self._recount = True
+            logger.debug("what a crash of Redis undid is looked for again: %s", error)
 
     def holds(self, deliveries: Sequence[Delivery]) -> list[bool]:
         if not deliveries:
@@ -435,6 +488,7 @@ class RedisConsumer(Consumer):
         with self._starting:
             self._file.touch()
             if self._beats():
+                self.give_back_forgotten()
                 return True
             self._give_up(scripts.TOMBSTONE)
             self._start_session()

@@ -24,7 +24,9 @@ from machinery_py.values.malformed import MALFORMED
 from machinery_py.wire.decode import KnownFields, known_fields
 from machinery_py.wire.signatures import encode
 
+#: A message as `packed` makes it, and the names of its values in the scripts.
 Packed = tuple[int, int, int, msgspec.Raw, int, msgspec.Raw]
+PACKED = "PLACE LEVEL DUE LABEL PARKS BODY"
 
 EMPTY = raw(b"")
 #: Times priority and one, less the turn: the place of a message of a fair queue, in place of a

@@ -7,7 +7,7 @@ Each takes one msgpack array; its file in `lua/` says what is in it (In) and wha
 from __future__ import annotations
 
 from machinery_py.bounds import AT_ONCE, STEP_BYTES, TOKEN_LIFE
-from machinery_py.brokers.redis.messages import FAIR
+from machinery_py.brokers.redis.messages import FAIR, PACKED
 from machinery_py.brokers.topics import TOPIC_LENGTH
 from machinery_py.connections.redis.keys import DELAYED
 from machinery_py.connections.redis.scripts import Folder
@@ -25,6 +25,7 @@ MOVE_LIFE = 1800  # seconds that a cluster remembers the name under which a mess
 
 #: Constants of putting.lua, messages.lua and waking.lua.
 CONSTANTS: dict[str, object] = {
+    **{name: place for place, name in enumerate(PACKED.split(), 1)},
     "DELAYED": DELAYED,
     "EVERY": MARK_EVERY,
     "MARKS": MARKS,

@@ -1,30 +1,38 @@
 """Connections to memcached servers, in its text protocol.
 
 A key lies on server CRC-32(key) mod number of servers, in the order of the URL, as with Go's
-client; there is no failover. Commands go out in batches, to all servers before the first reply is
-read. A connection is closed after any error. A batch is sent once more if the server had closed the
-connection while it was idle: every command here may come twice, except `incr`. After a fork the
-child opens its own.
+client; there is no failover. Commands go out in batches, to one server after the other. A
+connection is closed after any error. A batch is sent once more if the server had closed the
+connection while it was idle: every use of a command here allows that it comes twice. After a fork
+the child opens its own.
 
 Limits: no authentication and no TLS. Values up to the server's item size (1 MiB, its option -I).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import random
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, NoReturn, TypeVar
 
+from machinery_py.bounds import in_steps, pieces
 from machinery_py.clock import SYSTEM_CLOCK, Clock
 from machinery_py.config.server_urls import Address
 from machinery_py.connections import descriptors
 from machinery_py.connections.plain_words import plain
-from machinery_py.errors import ArgumentError, BackendUnavailable, MachineryError, StoreUnusable
+from machinery_py.errors import (
+    ArgumentError,
+    BackendUnavailable,
+    MachineryError,
+    StoreUnusable,
+    for_good,
+)
 
 TIMEOUT = 1.0  # seconds for a connection, and for each piece of a reply (Go: 0.1)
 IDLE = 64  # connections to a server that are kept
@@ -35,6 +43,8 @@ ROUNDS = 60  # tries to change an item that others change as well
 MONTH = 30 * 86400  # seconds; what is longer memcached takes for a Unix time
 
 STORED = b"STORED"
+
+T = TypeVar("T")
 
 
 class Item(NamedTuple):
@@ -65,8 +75,12 @@ class MemcachedConnection:
             raise ConnectionError("the server closed the connection")
         return line[:-2]
 
-    def items(self, found: dict[bytes, Item]) -> None:
-        """Read the reply to a `gets`."""
+    def lines(self, count: int) -> list[bytes]:
+        return [self.line() for _ in range(count)]
+
+    def items(self) -> dict[bytes, Item]:
+        """Return what the reply to a `gets` holds."""
+        found: dict[bytes, Item] = {}
         while (line := self.line()) != b"END":
             word, *parts = line.split(b" ")
             if word != b"VALUE" or len(parts) != 4:
@@ -76,6 +90,7 @@ class MemcachedConnection:
             if len(value) != int(size) + 2:
                 raise ConnectionError("the server closed the connection")
             found[key] = Item(value[:-2], int(cas))
+        return found
 
     def is_broken(self) -> bool:
         """Return whether the server has closed it: it can be read though nothing was asked."""
@@ -98,10 +113,6 @@ class ProtocolError(Exception):
     """A line that is no reply to what was asked."""
 
 
-#: What goes out at once to one server, and what reads the reply.
-Window = tuple[bytes, Callable[[MemcachedConnection], None]]
-
-
 class LineCommand(NamedTuple):
     """A command with one line for a reply."""
 
@@ -119,8 +130,8 @@ def add(key: bytes, value: bytes, expiry: bytes) -> LineCommand:
     return LineCommand(key, b"add %b 0 %b %d\r\n%b\r\n" % (key, expiry, len(value), value))
 
 
-def put(key: bytes, value: bytes, expiry: bytes) -> LineCommand:
-    return LineCommand(key, b"set %b 0 %b %d\r\n%b\r\n" % (key, expiry, len(value), value))
+def append(key: bytes, value: bytes) -> LineCommand:
+    return LineCommand(key, b"append %b 0 0 %d\r\n%b\r\n" % (key, len(value), value))
 
 
 def swap(key: bytes, value: bytes, expiry: bytes, item: Item | None) -> LineCommand:
@@ -137,10 +148,6 @@ def touch(key: bytes, expiry: bytes) -> LineCommand:
 
 def delete(key: bytes) -> LineCommand:
     return LineCommand(key, b"delete %b\r\n" % key)
-
-
-def incr(key: bytes, by: int) -> LineCommand:
-    return LineCommand(key, b"incr %b %d\r\n" % (key, by))
 
 
 #: Return the command that writes over an item, or None to leave it as it is.
@@ -178,33 +185,18 @@ class MemcacheDriver:
 
     def fetch(self, keys: Iterable[bytes], *, doing: str) -> dict[bytes, Item]:
         """Return the items that there are."""
-        found: dict[bytes, Item] = {}
         shares: dict[int, list[bytes]] = {}
         for key in dict.fromkeys(keys):
             shares.setdefault(self.server_of(key), []).append(key)
-        self._talk(
-            {
-                server: [
-                    (
-                        b"gets %b\r\n" % b" ".join(share[start : start + KEYS]),
-                        lambda link: link.items(found),
-                    )
-                    for start in range(0, len(share), KEYS)
-                ]
-                for server, share in shares.items()
-            },
-            doing=doing,
-            again=True,
-        )
+        found: dict[bytes, Item] = {}
+        for server, share in shares.items():
+            for some in in_steps(share, KEYS):
+                packet = b"gets %b\r\n" % b" ".join(some)
+                found |= self._talk(server, packet, MemcachedConnection.items, doing=doing)
         return found
 
-    def send(
-        self, commands: Sequence[LineCommand], *, doing: str, again: bool = True
-    ) -> list[bytes]:
+    def send(self, commands: Sequence[LineCommand], *, doing: str) -> list[bytes]:
         """Send commands, and return the reply to each.
-
-        Args:
-            again: they may come twice.
 
         Raises:
             BackendUnavailable: some of them may have been carried out.
@@ -214,11 +206,16 @@ class MemcacheDriver:
         shares: dict[int, list[int]] = {}
         for index, command in enumerate(commands):
             shares.setdefault(self.server_of(command.key), []).append(index)
-        self._talk(
-            {server: list(_windows(commands, share, replies)) for server, share in shares.items()},
-            doing=doing,
-            again=again,
-        )
+        for server, share in shares.items():
+            for some in pieces(
+                share, lambda at: len(commands[at].packet), most=COMMANDS, most_bytes=BYTES
+            ):
+                packet = b"".join(commands[at].packet for at in some)
+                read = functools.partial(MemcachedConnection.lines, count=len(some))
+                for at, line in zip(
+                    some, self._talk(server, packet, read, doing=doing), strict=True
+                ):
+                    replies[at] = line
         for command, reply in zip(commands, replies, strict=True):
             if b"ERROR" in reply:
                 self._refused(command, reply, doing)
@@ -248,10 +245,12 @@ class MemcacheDriver:
     def _refused(self, command: LineCommand, reply: bytes, doing: str) -> NoReturn:
         text = reply.decode(errors="replace")
         if reply.startswith(b"SERVER_ERROR object too large"):
-            raise ArgumentError(
-                f"{doing}: the item {command.key.decode(errors='replace')!r} has "
-                f"{len(command.packet)} bytes, more than memcached takes (1 MiB, see its option "
-                "-I): return less, or keep large results elsewhere"
+            raise for_good(
+                ArgumentError(
+                    f"{doing}: the item {command.key.decode(errors='replace')!r} has "
+                    f"{len(command.packet)} bytes, more than memcached takes (1 MiB, see its "
+                    "option -I): return less, or keep large results elsewhere"
+                )
             )
         place = self._place(self.server_of(command.key))
         if reply.startswith(b"SERVER_ERROR"):
@@ -260,55 +259,27 @@ class MemcacheDriver:
             f"memcached at {place}: {doing}: {text} (is it a memcached, 1.4.8 or newer?)"
         )
 
-    def _talk(self, plan: Mapping[int, Sequence[Window]], *, doing: str, again: bool) -> None:
-        """Send the windows of each server in turn, all servers side by side."""
-        links: dict[int, MemcachedConnection] = {}
-        try:
-            for turn in range(max(map(len, plan.values()), default=0)):
-                windows = {
-                    server: share[turn] for server, share in plan.items() if turn < len(share)
-                }
-                for server, window in windows.items():
-                    self._try(server, links, window, again, doing, self._send)
-                for server, window in windows.items():
-                    self._try(server, links, window, again, doing, _read)
-                    links[server].used = False
-        except BaseException:
-            for link in links.values():
-                link.close()
-            raise
-        for server, link in links.items():
-            self._give(server, link)
-
-    def _try(
-        self,
-        server: int,
-        links: dict[int, MemcachedConnection],
-        window: Window,
-        again: bool,
-        doing: str,
-        step: Callable[[int, dict[int, MemcachedConnection], Window], None],
-    ) -> None:
-        try:
-            step(server, links, window)
-        except (OSError, ValueError, ProtocolError) as error:
-            link = links.pop(server, None)
-            if link is not None:
-                link.close()
-            if isinstance(error, TimeoutError) or link is None or not link.used or not again:
-                raise self._away(server, error, doing) from error
-            self._forget(server)
+    def _talk(
+        self, server: int, packet: bytes, read: Callable[[MemcachedConnection], T], *, doing: str
+    ) -> T:
+        """Send a packet, and return what `read` reads of the replies."""
+        while True:
+            link = None
             try:
-                self._send(server, links, window)
-                if step is not self._send:
-                    step(server, links, window)
-            except (OSError, ValueError, ProtocolError) as second:
-                raise self._away(server, second, doing) from second
-
-    def _send(self, server: int, links: dict[int, MemcachedConnection], window: Window) -> None:
-        if server not in links:
-            links[server] = self._take(server)
-        links[server].send(window[0])
+                link = self._take(server)
+                link.send(packet)
+                found = read(link)
+            except BaseException as error:
+                if link is not None:
+                    link.close()
+                if not isinstance(error, (OSError, ValueError, ProtocolError)):
+                    raise
+                if isinstance(error, TimeoutError) or link is None or not link.used:
+                    raise self._away(server, error, doing) from error
+                self._forget(server)  # so that the next one is new
+            else:
+                self._give(server, link)
+                return found
 
     def _take(self, server: int) -> MemcachedConnection:
         if os.getpid() != self._pid:
@@ -347,26 +318,3 @@ class MemcacheDriver:
         """Close what is idle. May be called twice; the next use opens anew."""
         for server in range(len(self.servers)):
             self._forget(server)
-
-
-def _read(server: int, links: dict[int, MemcachedConnection], window: Window) -> None:
-    window[1](links[server])
-
-
-def _windows(
-    commands: Sequence[LineCommand], share: Sequence[int], replies: list[bytes]
-) -> Iterable[Window]:
-    start = 0
-    while start < len(share):
-        size, end = 0, start
-        while end < len(share) and end - start < COMMANDS and (size < BYTES or end == start):
-            size += len(commands[share[end]].packet)
-            end += 1
-        part = share[start:end]
-
-        def read(link: MemcachedConnection, part: Sequence[int] = part) -> None:
-            for index in part:
-                replies[index] = link.line()
-
-        yield b"".join(commands[index].packet for index in part), read
-        start = end

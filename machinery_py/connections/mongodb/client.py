@@ -36,7 +36,7 @@ from machinery_py.connections.mongodb.errors import (
 )
 from machinery_py.connections.server_clock import ServerClock
 from machinery_py.errors import BackendUnavailable, MachineryError, StoreUnusable
-from machinery_py.texts import get_logger
+from machinery_py.texts import get_logger, printable
 from machinery_py.threads import INSIDE
 
 logger = get_logger(__name__)
@@ -77,6 +77,7 @@ _INDEXES: Sequence[tuple[str, Sequence[tuple[str, int]]]] = (
     ("machinery_outboxes", [("outbox_at", 1)]),
     ("machinery_topics", [("topic", 1), ("place", 1)]),
     ("machinery_topics", [("until", 1)]),
+    ("machinery_locks", [("expires_at", 1)]),
     ("machinery_limits", [("until", 1)]),
 )
 #: Of messages that have a tenant.
@@ -379,7 +380,7 @@ def find_by_id(
         fields: those that are read, or (0) are not; None: all.
     """
     for some in in_steps(ids):
-        these = {"_id": {"$in": list(some)}}
+        these = {"_id": {"$in": [printable(one) for one in some]}}
         yield from collection.find(these, fields).batch_size(STEP_ITEMS + 1)
 
 

@@ -55,7 +55,7 @@ ITEMS = (
     StoredItem("machinery_fences", "collection", "`last` → the last fence of a delivery",
                "for ever", "broker"),
     StoredItem("machinery_locks", "collection", "name → `token`, `fence`, `expires_at`",
-               "for ever, for the fence", "lock"),
+               "a day after it was free", "lock"),
     StoredItem("machinery_limits", "collection",
                "scope, rule and key → `version`, `until`, `body`: moment of the next run, slots, "
                "who waits; scope alone → the limits that were changed at run time",

@@ -143,7 +143,7 @@ class QueueTransaction:
         self._absent: set[str] = set()
         self._dropped: set[int] = set()
         self._new_queues: dict[str, Queue] = {}
-        self._messages: list[tuple[str, str, bytes, pika.BasicProperties, bool]] = []
+        self._messages: list[tuple[str, bytes, pika.BasicProperties]] = []  # queue, …
         self._deleted: list[str] = []
 
     @property
@@ -247,7 +247,7 @@ class QueueTransaction:
                 expiration=str(math.ceil(life * 1000)),
             )
         self.declare(queue)
-        self._messages.append(("", queue.queue, body, properties, True))
+        self._messages.append((queue.queue, body, properties))
 
     def replace(self, queue: Queue, body: bytes, life: float | None = None) -> None:
         """Put a message in place of those that were read. `life`: as for `put`."""
@@ -257,10 +257,6 @@ class QueueTransaction:
     def declare(self, queue: Queue) -> None:
         if queue.queue not in self._held and queue.queue not in self._known:
             self._new_queues[queue.queue] = queue
-
-    def publish(self, exchange: str, key: str, body: bytes) -> None:
-        """Send a message to all that listen, if any."""
-        self._messages.append((exchange, key, body, _PROPERTIES, False))
 
     def drop(self, held: Iterable[UnsettledMessage]) -> None:
         """Drop messages: they do not go back."""
@@ -287,8 +283,8 @@ class QueueTransaction:
         self._returned.clear()
         for one in self._new_queues.values():
             raw.queue_declare(**one.declaration())  # no callback: not waited for
-        for exchange, key, body, properties, mandatory in messages:
-            raw.basic_publish(exchange, key, body, properties, mandatory=mandatory)
+        for queue, body, properties in messages:
+            raw.basic_publish("", queue, body, properties, mandatory=True)
         tags = [one.tag for held in self._held.values() for one in held]
         for tag in tags:
             if tag in self._dropped:
@@ -299,7 +295,7 @@ class QueueTransaction:
         def committed(_: object = None) -> None:
             for queue in self._deleted:
                 raw.queue_delete(queue)
-            gone = self._returned & {queue for _, queue, _, _, mandatory in messages if mandatory}
+            gone = self._returned & {queue for queue, _, _ in messages}
             self._unlock(then)  # after `then` another thread may use this transaction
             resolve(future, gone)
 

@@ -5,7 +5,7 @@ A row with "(quorum)" has another name where queues are quorum queues: `machiner
 
 from __future__ import annotations
 
-from machinery_py.connections.stored_items import REVOKED_LIFE, StoredItem
+from machinery_py.connections.stored_items import StoredItem
 
 CONTROL = "machinery.control"
 DUE = "machinery.delay.due"
@@ -14,8 +14,6 @@ PAUSED_SINK = "machinery.paused.sink"
 TOPICS = "machinery.topics"
 LOOKING = "machinery.lock.looking"
 RESULTS = "machinery.results."
-FINISHED = "machinery.finished"
-REVOCATIONS = "machinery.revocations"
 TRIGGERED = "_chord_triggered"
 
 _STATE = "`results_expire_in`"
@@ -62,7 +60,7 @@ BROKER = (
                "for ever", "broker"),
     StoredItem("amq.gen-<name>", "queue",
                "questions and news for one process, or records for one subscription; exclusive",
-               "until its connection ends", "consumer, backend"),
+               "until its connection ends", "consumer"),
 )
 
 RESULT_BACKEND = (
@@ -81,17 +79,7 @@ RESULT_BACKEND = (
     StoredItem("machinery.results.outbox", "queue", "open outboxes", "until published", "backend"),
     StoredItem("machinery.results.ready", "queue",
                "chords that are complete and whose callback is not sent", "until sent", "backend"),
-    StoredItem("machinery.results.revoked.until", "queue", "revoked tasks", REVOKED_LIFE,
-               "backend"),
-    StoredItem("machinery.results.schedules", "queue",
-               "one message: all schedules, and their version", "for ever", "backend"),
-    StoredItem("machinery.results.claim.<key>", "queue", "claim of a unique task",
-               "49 days after its last use", "backend"),
     StoredItem("machinery.results.lock.<name>", "queue",
                "a token: whoever is handed it has the lock", "for ever", "backend"),
-    StoredItem("machinery.finished", "exchange", "UUIDs of tasks that finish", "for ever",
-               "backend"),
-    StoredItem("machinery.revocations", "exchange",
-               "revocations, for the queue above and for each process", "for ever", "backend"),
 )
 # fmt: on

@@ -34,9 +34,7 @@ class QueueReader:
         self._on_empty: Callable[[], object] = _ignore
         channel.raw.add_callback(lambda _: self._on_empty(), [spec.Basic.GetEmpty], one_shot=False)
 
-    def all(
-        self, queues: Iterable[str], timeout: float, *, auto_ack: bool = False
-    ) -> dict[str, list[UnsettledMessage]]:
+    def all(self, queues: Iterable[str], timeout: float) -> dict[str, list[UnsettledMessage]]:
         """Return all messages that are there. Raises AmqpConnectionLost, ChannelLost."""
         found: dict[str, list[UnsettledMessage]] = {queue: [] for queue in queues}
         asked, more = deque[str](), deque(found)
@@ -46,7 +44,7 @@ class QueueReader:
             def ask() -> None:
                 while more and len(asked) < AHEAD:
                     asked.append(more.popleft())
-                    raw._send_method(spec.Basic.Get(queue=asked[-1], no_ack=auto_ack))
+                    raw._send_method(spec.Basic.Get(queue=asked[-1], no_ack=False))
                 if asked:
                     raw._on_getok_callback = got
                 else:

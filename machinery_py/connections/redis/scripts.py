@@ -2,9 +2,11 @@
 
 A script is a file in the folder `lua/` of its package, or in a folder there that has the name of
 the module. It begins with what goes in and what comes out. `--! include <path in the package>`
-stands before its code, and brings a piece that several scripts share, once each. `$NAME` is a
-constant that Python gives: each call runs the whole script anew, and every local that a function
-uses is searched for when the function is made, but a number that stands in the text costs nothing.
+brings a piece that several scripts share, once, to where the first of these lines stands. Each call
+runs the whole script anew, and makes a function when it comes to it: so what is rarely needed is
+included behind the end of the usual case. `$NAME` is a constant that Python gives: every local that
+a function uses is searched for when the function is made, but a number that stands in the text
+costs nothing.
 
 A script gets one argument, a msgpack array, and few keys: so the costs of a batch do not grow with
 the number of its values. Byte strings come back as msgpack `bin`; Redis' own packer would call them
@@ -120,26 +122,31 @@ class Folder:
     def text(self, name: str, **constants: object) -> str:
         """As `script`, but the text alone."""
         path = f"{self._path}/{name}.lua"
-        pieces = [_piece(self._package, one) for one in _order(self._package, path, {}, "")]
-        code = "".join(piece.code for piece in pieces)
+        pieces: dict[str, _Piece] = {}
+        code = _code(self._package, path, pieces, "")
         if unused := [one for one in constants if f"${one}" not in code]:
             raise ValueError(f"{path}: nothing names the constants {', '.join(unused)}")
         values = {**self._constants, **constants}
         try:
             return _CONSTANT.sub(lambda match: str(values[match[1]]), code)
         except KeyError as error:
-            at = next(at for piece in pieces for at in piece.places(error.args[0]))
+            at = next(at for piece in pieces.values() for at in piece.places(error.args[0]))
             raise ValueError(f"{at}: ${error.args[0]} has no value (give it to {path})") from None
 
 
 @dataclass(frozen=True, slots=True)
+class _Include:
+    path: str
+    at: str  # where that is said
+
+
+@dataclass(frozen=True, slots=True)
 class _Piece:
-    """A file: what it includes, where that is said, and its code without comments."""
+    """A file, and its lines of code without comments, or what is included there."""
 
     path: str
     source: str
-    includes: tuple[tuple[str, str], ...]
-    code: str
+    lines: tuple[str | _Include, ...]
 
     def places(self, constant: str) -> Iterator[str]:
         for number, line in enumerate(self.source.splitlines(), 1):
@@ -153,30 +160,30 @@ def _piece(package: str, path: str) -> _Piece:
     if data is None:
         raise OSError("the loader of the package reads no files")
     source = data.decode()
-    includes: list[tuple[str, str]] = []
-    code: list[str] = []
+    lines: list[str | _Include] = []
     for number, line in enumerate(source.splitlines(), 1):
         text = line.lstrip()
         if text.startswith("--!"):
             directive, _, included = text.removeprefix("--!").strip().partition(" ")
-            if directive != "include" or not included or code:
-                raise ValueError(
-                    f"{path}:{number}: {line!r} (expected '--! include <path>', before the code)"
-                )
-            includes.append((included, f"{path}:{number}"))
+            if directive != "include" or not included:
+                raise ValueError(f"{path}:{number}: {line!r} (expected '--! include <path>')")
+            lines.append(_Include(included, f"{path}:{number}"))
         elif text and not text.startswith("--"):
-            code.append(line + "\n")
-    return _Piece(path, source, tuple(includes), "".join(code))
+            lines.append(line + "\n")
+    return _Piece(path, source, tuple(lines))
 
 
-def _order(package: str, path: str, found: dict[str, None], at: str) -> dict[str, None]:
-    """The files of a script, each once, and behind those that it includes."""
+def _code(package: str, path: str, pieces: dict[str, _Piece], at: str) -> str:
+    """Return the code of a file and of what it includes, as far as `pieces` has it not yet."""
     try:
-        piece = _piece(package, path)
+        piece = pieces[path] = _piece(package, path)
     except OSError as error:
         raise ValueError(f"{at or package}: {path} is not there ({error})") from error
-    for included, place in piece.includes:
-        if included not in found:
-            _order(package, included, found, place)
-    found[path] = None
-    return found
+    return "".join(
+        line
+        if isinstance(line, str)
+        else ""
+        if line.path in pieces
+        else _code(package, line.path, pieces, line.at)
+        for line in piece.lines
+    )

@@ -16,7 +16,7 @@ import msgspec
 from machinery_py.clock import moment_of
 from machinery_py.tasks.signature import Arg
 from machinery_py.tasks.states import GroupMeta, State, TaskState
-from machinery_py.wire.bodies import encode_task
+from machinery_py.wire.bodies import MSGPACK
 from machinery_py.wire.states import decode_results
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -127,7 +127,7 @@ def task_body(*values: Any) -> bytes:
     cells: dict[str, Any] = dict(zip(TASK, values, strict=True))
     mark, epoch, state = cells.pop("mark"), cells.pop("epoch"), cells.pop("state")
     if state is None:
-        return encode_task(None, mark, epoch)
+        return MSGPACK.encode_task(None, mark, epoch)
     uuid, name, progress = cells.pop("uuid"), cells.pop("name"), cells.pop("progress")
     results, message = cells.pop("results"), cells.pop("message")
     fields: dict[str, Any] = {name: cells.pop(name) or "" for name in _TEXTS}
@@ -149,7 +149,7 @@ def task_body(*values: Any) -> bytes:
         **cells,
         **fields,
     )
-    return encode_task(task, mark, epoch)
+    return MSGPACK.encode_task(task, mark, epoch)
 
 
 def _group(

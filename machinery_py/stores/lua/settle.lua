@@ -19,7 +19,7 @@ local flights, asked, held, over, gone, changes = {}, {}, {}, {}, {}, {}
 for i, q in ipairs(queues) do
   flights[i], asked[i], held[i], over[i], gone[i] = q[2] .. 'f:' .. session, {}, {}, {}, {}
 end
-for at = 1, #ends, 5 do table.insert(asked[ends[at] + 1], ends[at + 1]) end
+for at = 1, #ends, $END do table.insert(asked[ends[at + $END_QUEUE] + 1], ends[at + $END_RECEIPT]) end
 for index, receipts in ipairs(asked) do
   for from = 1, #receipts, 1000 do
     local to = math.min(from + 999, #receipts)
@@ -27,14 +27,14 @@ for index, receipts in ipairs(asked) do
     for i = from, to do held[index][receipts[i]] = found[i - from + 1] end
   end
 end
-for at = 1, #ends, 5 do
-  if ends[at + 3] > 0 then changes[#changes + 1] = ends[at + 3] end
+for at = 1, #ends, $END do
+  if ends[at + $END_CHANGE] > 0 then changes[#changes + 1] = ends[at + $END_CHANGE] end
 end
 listable(changes)
 look_at(changes)
-for at = 1, #ends, 5 do
-  local index, receipt, fate, c, more = ends[at] + 1, ends[at + 1], ends[at + 2], ends[at + 3], ends[at + 4]
-  local verdict = 's'
+for at = 1, #ends, $END do
+  local queue, receipt, fate, c, more = unpack(ends, at, at + $END - 1)
+  local index, verdict = queue + 1, 's'
   local raw = held[index][receipt]
   if raw and not over[index][receipt] and can_end(queues[index], fate, raw) then
     if c > 0 then verdict, plans[at] = decide(c) end
@@ -50,21 +50,22 @@ for at = 1, #ends, 5 do
   verdicts[#verdicts + 1] = verdict
 end
 for index, list in ipairs(gone) do rows('HDEL', flights[index], list) end
-for at = 1, #ends, 5 do
-  local index, receipt, fate, more = ends[at] + 1, ends[at + 1], ends[at + 2], ends[at + 4]
+for at = 1, #ends, $END do
+  local queue, receipt, fate, c, more = unpack(ends, at, at + $END - 1)
+  local index = queue + 1
   if over[index][receipt] == at then
     if fate ~= 'done' then
       end_delivery(queues[index], flights[index], receipt, held[index][receipt], fate, more[1], more[2], backs, now, to_wake)
     end
-    if plans[at] then commit(ends[at + 3], plans[at], now, expire) end
-    if more and verdicts[(at + 4) / 5] == 's' and #more[3] > 0 then put(queues, more[3], now, to_wake) end
+    if plans[at] then commit(c, plans[at], now, expire) end
+    if more and verdicts[(at - 1) / $END + 1] == 's' and #more[3] > 0 then put(queues, more[3], now, to_wake) end
   end
 end
 give_backs(backs, now, to_wake)
 note_states(now)
 for at = 1, #marks, 3 do
-  if call('HEXISTS', flights[marks[at] + 1], marks[at + 1]) == 1 then
-    local c = marks[at + 2]
+  local index, receipt, c = marks[at] + 1, marks[at + 1], marks[at + 2]
+  if call('HEXISTS', flights[index], receipt) == 1 then
     pcall(function()
       local verdict, plan = decide(c)
       if verdict == 's' then commit(c, plan, now, expire) end

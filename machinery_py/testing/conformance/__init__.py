@@ -29,6 +29,7 @@ import pytest
 
 # Before the suites are imported, so that pytest rewrites their assertions.
 _SUITES = (
+    "abilities",
     "leases",
     "pausing",
     "serving",
@@ -46,6 +47,10 @@ _SUITES = (
     "claims",
     "locks",
     "rows",
+    "message_case",
+    "message_steps",
+    "message_claims",
+    "message_holds",
     "messages_rows",
     "application",
     "unique",

@@ -19,9 +19,10 @@ import pytest
 from machinery_py.backends.base import FENCED, SETTLED, Backend, Change, outbox_of
 from machinery_py.clock import LONGEST
 from machinery_py.errors import MachineryError
-from machinery_py.tasks.signature import Arg, RunNumber, Signature
+from machinery_py.tasks.signature import Arg, AttemptNumber, RunNumber, Signature
 from machinery_py.tasks.states import LEGAL, State, TaskState
 from machinery_py.testing.clocks import ManualClock
+from machinery_py.testing.conformance.abilities import need_revocations
 from machinery_py.testing.conformance.groups import MOMENT, OpenBackend, listed, state_of, write
 from machinery_py.testing.conformance.listings import ListingConformance
 from machinery_py.testing.waiting import HANG, together
@@ -174,9 +175,18 @@ class BackendConformance(ListingConformance):
 
         assert getattr(backend.get_state("t"), field) == r"\ud800 a"
 
-    @pytest.mark.parametrize("text", ["", "x" * 3000], ids=["empty", "long"])
+    @pytest.mark.parametrize(
+        "text",
+        ["", "x" * 3000, "a\nb", "\x00", "a\ud800"],
+        ids=["empty", "long", "control", "zero", "half"],
+    )
     def test_text_that_can_be_no_uuid_is_no_task(self, backend: Backend, text: str) -> None:
         assert backend.get_states([text]) == {}
+        assert backend.get_group(text) is None
+        if backend.features.revocations:
+            assert backend.revoked([text]) == set()
+        if text and backend.features.listing:
+            assert backend.find(text) == []
 
     def test_bytes_result_is_read_back_as_bytes(self, backend: Backend) -> None:
         value = bytes(range(256))
@@ -194,7 +204,7 @@ class BackendConformance(ListingConformance):
             error="bad \x00 thing",
             created_at=MOMENT,
             run=RunNumber(3),
-            attempt=2,
+            attempt=AttemptNumber(2),
             queue="mail",
             error_type="builtins.ValueError",
             traceback="Traceback\n",
@@ -318,6 +328,7 @@ class BackendConformance(ListingConformance):
         assert set(backend.get_states(uuids)) == later - {"long"}
 
     def test_revoked_task_is_remembered(self, backend: Backend) -> None:
+        need_revocations(backend)
         write(backend, state_of("a"))
         backend.revoke(["a", "b"])
         backend.revoke(["b"])
@@ -327,6 +338,7 @@ class BackendConformance(ListingConformance):
         assert backend.get_state("a").state is State.PENDING
 
     def test_revocation_is_kept_for_its_life(self, backend: Backend, clock: ManualClock) -> None:
+        need_revocations(backend)
         backend.revoke(["year", "days"], 366 * 86400.0)
         backend.revoke(["days"], 86400.0)
         clock.advance(days=300)
@@ -336,6 +348,7 @@ class BackendConformance(ListingConformance):
         assert backend.revoked(["year", "new"]) == {"year", "new"}
 
     def test_revocation_can_be_taken_back(self, backend: Backend, clock: ManualClock) -> None:
+        need_revocations(backend)
         backend.revoke(["a", "b"])
         backend.revoke(["a"], 0.0)
         clock.advance(2.0)
@@ -355,9 +368,10 @@ class BackendConformance(ListingConformance):
         assert list(backend.get_states([*uuids, "nobody"])) != []
         assert set(backend.get_states([*uuids, "nobody"])) == set(uuids)
         assert outbox_of(backend).settled_by(uuids) == [""] * self.MANY
-        backend.revoke(uuids)
-        assert backend.revoked(uuids) == set(uuids)
         assert backend.get_states([]) == {}
+        if backend.features.revocations:
+            backend.revoke(uuids)
+            assert backend.revoked(uuids) == set(uuids)
 
     def test_finished_task_wakes_its_listener(
         self, backend: Backend, open_backend: OpenBackend

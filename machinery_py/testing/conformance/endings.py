@@ -25,6 +25,7 @@ from machinery_py import (
 )
 from machinery_py.brokers.base import Delivery, Fate
 from machinery_py.stores.base import Mark, Session, Settlement
+from machinery_py.testing.conformance.abilities import need_revocations
 from machinery_py.testing.conformance.application import App, waiting
 from machinery_py.testing.conformance.queues import QueueConformance
 from machinery_py.testing.conformance.tasks import TaskConformance
@@ -395,6 +396,7 @@ class LossConformance(QueueConformance):
         hold = waiting(idle, on_failure="dead_letter")
         result = hold.options(**({"expires": -1.0} if end == "expired" else {})).send("gate")
         if end == "revoked":
+            need_revocations(idle.server.backend)
             result.revoke()
 
         with idle.running(), pytest.raises(TaskFailed, match=end):

@@ -65,12 +65,14 @@ def arrival(
     return Arrival(group_uuid=group, task_uuid=member, total=total, ok=ok, callback=callback)
 
 
+def arrived(one: Arrival) -> Change:
+    state = State.SUCCESS if one.ok else State.FAILURE
+    return Change(key=one.task_uuid, states=(state_of(one.task_uuid, state),), arrivals=(one,))
+
+
 def arrive(backend: Backend, *arrivals: Arrival) -> None:
     for one in arrivals:
-        state = State.SUCCESS if one.ok else State.FAILURE
-        backend.apply(
-            [Change(key=one.task_uuid, states=(state_of(one.task_uuid, state),), arrivals=(one,))]
-        )
+        backend.apply([arrived(one)])
 
 
 def read_group(backend: Backend, uuid: str) -> GroupMeta:
@@ -216,11 +218,12 @@ class GroupConformance(BackendCase):
         assert set(ready(backend)) == {"g"}
 
     def test_failed_member_makes_its_group_ready_at_once(self, backend: Backend) -> None:
-        arrive(backend, arrival("g", "a", 3), arrival("g", "b", 3, ok=False))
+        members = [arrival("g", uuid, 4, ok=uuid == "a") for uuid in "abc"]
+        backend.apply([arrived(one) for one in members])
 
         assert ready(backend)["g"].failed_member == "b"
 
-        arrive(backend, arrival("g", "c", 3, ok=False))
+        arrive(backend, arrival("g", "d", 4, ok=False))
         assert ready(backend)["g"].failed_member == "b"
 
     def test_group_without_a_callback_is_never_ready(self, backend: Backend) -> None:

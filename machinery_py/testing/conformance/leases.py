@@ -9,6 +9,7 @@ import datetime as dt
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
 import pytest
 
 from machinery_py.brokers.base import (
@@ -20,6 +21,7 @@ from machinery_py.brokers.base import (
     Fate,
     Message,
 )
+from machinery_py.receipts import NO_RECEIPT
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.waiting import together
 
@@ -231,6 +233,19 @@ class LeaseConformance(BrokerCase):
         heir = broker.consume(["q", "r"], worker="heir")
         found = [*heir.receive(1, 0), *heir.receive(1, 0)]
         assert {(one.body, one.strikes) for one in found} == {(b"held", 0), (b"runs", 1)}
+
+    def test_receipt_of_another_store_finds_nothing(
+        self, broker: Broker, consumer: Consumer
+    ) -> None:
+        put(broker, b"a")
+        (delivery,) = consumer.receive(1, 0)
+        foreign = msgspec.structs.replace(delivery, receipt=NO_RECEIPT)
+
+        assert consumer.holds([foreign, delivery]) == [False, True]
+        assert consumer.dispose([*done(foreign), *back(foreign)]) == [False, False]
+        consumer.run_begins(foreign)
+        consumer.run_ends(foreign)
+        assert consumer.dispose(done(delivery)) == [True]
 
     @pytest.mark.parametrize("start", [2**31 - 3, 2**32 - 3, 2**40, 2**53 - 100])
     def test_counters_may_grow_for_years(

@@ -22,6 +22,7 @@ from machinery_py import (
     group,
 )
 from machinery_py.brokers.base import Message
+from machinery_py.testing.conformance.abilities import need_revocations
 from machinery_py.testing.conformance.application import App
 from machinery_py.testing.conformance.names import NameConformance
 from machinery_py.testing.waiting import HANG, wait_until
@@ -33,6 +34,7 @@ class MessageConformance(NameConformance):
     # Revoking
 
     def test_revoked_task_is_never_started(self, idle: App) -> None:
+        need_revocations(idle.server.backend)
         revoked, kept = idle.note.send("revoked"), idle.note.send("kept")
         later = idle.note.options(delay=0.1).send("later")
         revoked.revoke()
@@ -46,6 +48,7 @@ class MessageConformance(NameConformance):
         assert idle.calls == [("kept",)]
 
     def test_waiting_task_ends_at_once_when_revoked(self, idle: App) -> None:
+        need_revocations(idle.server.backend)
         waits = idle.server.send_task(
             idle.note.signature("waits").catch(idle.note.partial("caught"))
         )
@@ -66,6 +69,8 @@ class MessageConformance(NameConformance):
         assert idle.calls == [("revoked", "caught")] * 2
 
     def test_waiting_retry_ends_at_once_when_revoked(self, app: App) -> None:
+        need_revocations(app.server.backend)
+
         @app.server.task(retries=1, backoff=[3600.0])
         def shaky() -> None:
             app.calls.append(("shaky",))
@@ -80,6 +85,7 @@ class MessageConformance(NameConformance):
         wait_until(lambda: ("revoked", "caught") in app.calls)
 
     def test_revoked_member_fails_its_chord_at_once(self, idle: App) -> None:
+        need_revocations(idle.server.backend)
         members = group(idle.add.options(delay=3600.0).signature(1, 2), idle.add.signature(3, 4))
         result = idle.server.send_chord(
             chord(members, idle.total.partial().catch(idle.note.partial("caught")), collect=True)
@@ -94,6 +100,7 @@ class MessageConformance(NameConformance):
         assert [call[-1] for call in idle.calls] == ["caught"]
 
     def test_revoked_callback_is_reported_once(self, app: App) -> None:
+        need_revocations(app.server.backend)
         members = group(app.wait.signature("slow"), app.echo.signature(1))
         result = app.server.send_chord(
             chord(members, app.fail.partial("never").catch(app.note.partial("caught")))
@@ -108,6 +115,7 @@ class MessageConformance(NameConformance):
         assert ("fail", "never") not in app.calls
 
     def test_one_of_revoking_and_beginning_wins(self, app: App) -> None:
+        need_revocations(app.server.backend)
         results = [
             app.server.send_task(
                 app.echo.signature(i).then(app.note.partial(i)).catch(app.note.partial(i))
@@ -125,6 +133,8 @@ class MessageConformance(NameConformance):
         ]
 
     def test_revoked_coroutine_ends_as_revoked(self, app: App) -> None:
+        need_revocations(app.server.backend)
+
         @app.server.task(retries=3)
         async def sleep() -> None:
             app.calls.append(("in",))
@@ -138,6 +148,8 @@ class MessageConformance(NameConformance):
         assert (caught.value.error, caught.value.error_type) == ("revoked", "Revoked")
 
     def test_running_task_is_asked_to_stop_when_revoked(self, app: App) -> None:
+        need_revocations(app.server.backend)
+
         @app.server.task
         def loop(ctx: Context) -> str:
             app.calls.append(("in",))

@@ -23,6 +23,7 @@ from machinery_py.backends.base import (
 from machinery_py.errors import Unsupported
 from machinery_py.stores.base import Firing, Session, Settlement, Store
 from machinery_py.tasks.states import GroupMeta, State
+from machinery_py.testing.conformance.abilities import need_claims
 from machinery_py.testing.conformance.fencing import (
     OpenStore,
     StoreCase,
@@ -61,6 +62,10 @@ def settle(store: Store, session: Session, *endings: Settlement) -> Sequence[Ver
 
 class RiderConformance(StoreCase):
     """Tests of the riders of Session.settle, Store.fire and Backend.apply."""
+
+    @pytest.fixture(autouse=True)
+    def claims_are_kept(self, store: Store) -> None:
+        need_claims(store.backend)
 
     @pytest.fixture
     def kept(self, store: Store) -> Store:

@@ -270,6 +270,18 @@ class RowsConformance:
 
         assert body_of(rows, A) is None
 
+    def test_rows_are_forgotten_unless_they_have_changed(self, rows: Rows) -> None:
+        keys = [A, B, Key("other", "a")]
+        for key in keys:
+            written(rows, key, b"1")
+        found = [row for row in rows.read(keys) if row is not None]
+        written(rows, B, b"2")
+
+        rows.forget(found)
+        rows.forget(found)
+        rows.forget([])
+        assert [body_of(rows, key) for key in keys] == [None, b"2", None]
+
     def test_version_of_a_row_never_goes_back(self, rows: Rows, clock: ManualClock) -> None:
         versions = [written(rows, A, b"1")]
         written(rows, A, None)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import itertools
+import math
 import threading
 import time
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -27,7 +30,7 @@ from machinery_py.testing.conformance.endings import LossConformance
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.wire.decode import decode_signature
 
-INTAKE = "machinery_py.worker.intake.decode_signature"
+INTAKE = "machinery_py.worker.admission.intake.decode_signature"
 LONG_AGO = dt.timedelta(days=1)
 RETRIES = 80  # so many that one wake-up lost in ten is surely seen
 
@@ -79,6 +82,29 @@ class WorkerConformance(LossConformance):
         app.gate("last").set()
         assert result.get(timeout=HANG) == 5
         assert result.get_state().progress == (5, 5)
+
+    @pytest.mark.parametrize(
+        ("number", "kept"),
+        [(7, 7.0), (0.1, 0.1), (3e300, 3e300), (Decimal(3), 3.0), (Fraction(1, 4), 0.25)],
+    )
+    def test_progress_is_of_any_numbers(self, app: App, number: Any, kept: float) -> None:
+        @app.server.task
+        def crunch(ctx: Context) -> int:
+            ctx.progress(number, number)
+            return 1
+
+        result = crunch.send()
+        assert result.get(timeout=HANG) == 1
+        assert result.get_state().progress == (kept, kept)
+
+    @pytest.mark.parametrize("wrong", ["7", None, 1j, math.nan, math.inf, 10**400])
+    def test_progress_of_what_is_no_number_fails_the_task(self, app: App, wrong: Any) -> None:
+        @app.server.task
+        def crunch(ctx: Context) -> None:
+            ctx.progress(1, wrong)
+
+        with pytest.raises(TaskFailed, match=r"expected (a|finite) number"):
+            crunch.send().get(timeout=HANG)
 
     def test_notes_are_readable_while_the_task_runs_and_later(self, app: App) -> None:
         @app.server.task(retries=1, backoff=[0.0])

@@ -41,16 +41,19 @@ def time_left(server: MemcachedServer, keys: Iterable[bytes]) -> dict[bytes, flo
     return {key: math.inf if text == b"-1" else float(text) for key, text in left.items()}
 
 
+def put(key: bytes, value: bytes, expiry: bytes) -> LineCommand:
+    """Write over what there is."""
+    return LineCommand(key, b"set %b 0 %b %d\r\n%b\r\n" % (key, expiry, len(value), value))
+
+
 class NotingDriver(MemcacheDriver):
     """Records the keys it writes: a server that evicts does not list them reliably."""
 
     written: set[bytes]
 
-    def send(
-        self, commands: Sequence[LineCommand], *, doing: str, again: bool = True
-    ) -> list[bytes]:
+    def send(self, commands: Sequence[LineCommand], *, doing: str) -> list[bytes]:
         self.written.update(command.key for command in commands)
-        return super().send(commands, doing=doing, again=again)
+        return super().send(commands, doing=doing)
 
 
 class ServerClock(ManualClock):

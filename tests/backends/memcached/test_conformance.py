@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 
 from machinery_py.backends.memcached.backend import MemcacheBackend
-from machinery_py.brokers.memory import MemoryBroker
-from machinery_py.brokers.sqlite.broker import SQLiteBroker, SQLiteConsumer
-from machinery_py.connections.sqlite.database import SQLiteDriver
-from machinery_py.rows.memory import MemoryRows
-from machinery_py.stores.base import Session, Store
-from machinery_py.stores.outbox import TwoSession, TwoStores
-from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
-from machinery_py.testing.conformance.claims import ClaimConformance
-from machinery_py.testing.conformance.schedules import ScheduleConformance
-from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
 from tests.backends.memcached.case import Drivers, ServerClock, clock, open_driver
 from tests.support.servers import MemcachedServer, require
 
@@ -56,55 +45,3 @@ class TestThreeMemcachedServers(BackendConformance):
         drivers = Drivers(clock)
         yield lambda: MemcacheBackend(drivers(), expire_in=self.expire_in)
         drivers.close()
-
-
-class TestMemoryBrokerAndMemcacheBackend(SettlementConformance):
-    @pytest.fixture
-    def clock(self, empty_memcached: MemcachedServer) -> ServerClock:
-        return ServerClock(empty_memcached)
-
-    @pytest.fixture
-    def open_store(self, clock: ServerClock, open_driver: Drivers) -> OpenStore:
-        broker = MemoryBroker(MemoryRows(clock))
-        return lambda: TwoStores(broker, MemcacheBackend(open_driver()), clock)
-
-
-class TestSQLiteBrokerAndMemcacheBackend(SettlementConformance):
-    @pytest.fixture
-    def clock(self, empty_memcached: MemcachedServer) -> ServerClock:
-        return ServerClock(empty_memcached)
-
-    @pytest.fixture
-    def open_store(
-        self, clock: ServerClock, open_driver: Drivers, tmp_path: pathlib.Path
-    ) -> Iterator[OpenStore]:
-        driver = SQLiteDriver(str(tmp_path / "messages.db"), clock=clock, synchronous="NORMAL")
-        yield lambda: TwoStores(SQLiteBroker(driver), MemcacheBackend(open_driver()), clock)
-        driver.close()
-
-    def crash_session(
-        self, store: Store, session: Session, clock: ManualClock, survivors: Sequence[Session] = ()
-    ) -> None:
-        assert isinstance(session, TwoSession)
-        assert isinstance(session.consumer, SQLiteConsumer)
-        session.consumer.abandon()
-        store.tend()
-
-
-class BesideMemory:
-    @pytest.fixture
-    def clock(self, empty_memcached: MemcachedServer) -> ServerClock:
-        return ServerClock(empty_memcached)
-
-    @pytest.fixture
-    def open_store(self, clock: ServerClock, open_driver: Drivers) -> OpenStore:
-        broker = MemoryBroker(MemoryRows(clock))
-        return lambda: TwoStores(broker, MemcacheBackend(open_driver()), clock)
-
-
-class TestSchedulesInMemcache(BesideMemory, ScheduleConformance):
-    pass
-
-
-class TestClaimsInMemcache(BesideMemory, ClaimConformance):
-    pass

@@ -15,14 +15,14 @@ from machinery_py.backends.base import FENCED, SETTLED, Change
 from machinery_py.backends.memcached.backend import MemcacheBackend
 from machinery_py.backends.memcached.documents import CHORD_LIFE, LONGEST_KEY, key_of
 from machinery_py.config.server_urls import parse_memcache_url
-from machinery_py.connections.memcached.client import MemcacheDriver, put
+from machinery_py.connections.memcached.client import MemcacheDriver
 from machinery_py.errors import NameRefused
 from machinery_py.tasks.signature import Arg
 from machinery_py.tasks.states import Arrival, GroupMeta, TaskState
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.wire.states import decode_group, decode_state, encode_group, encode_state
-from machinery_py.worker.go_groups import GoGroupPoller
-from tests.backends.memcached.case import time_left
+from machinery_py.worker.loops.go_groups import GoGroupPoller
+from tests.backends.memcached.case import put, time_left
 from tests.support.servers import MemcachedServer
 
 GOLDEN = Path(__file__).parents[2] / "wire" / "golden"

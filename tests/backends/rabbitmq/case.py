@@ -10,8 +10,10 @@ import pytest
 
 from machinery_py.backends.rabbitmq.backend import AMQPBackend
 from machinery_py.backends.rabbitmq.documents import name_of
+from machinery_py.backends.rabbitmq.steps import RabbitMQSteps
 from machinery_py.backends.transactional import Row
 from machinery_py.connections.rabbitmq.client import AmqpDriver
+from machinery_py.connections.rabbitmq.queue_records import QueueTransaction
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.waiting import HANG
 from tests.support.fixtures import Vhosts
@@ -42,14 +44,24 @@ class LapsingClock(ManualClock):
                     channel.rpc("queue_delete", queue=queue, timeout=HANG)
 
 
-class NotingBackend(AMQPBackend):
+class NotingSteps(RabbitMQSteps):
+    clock: LapsingClock
+
     def _save(self, rows: Sequence[tuple[str, Row]]) -> None:
         super()._save(rows)
-        clock = self.driver.clock
-        if isinstance(clock, LapsingClock):
-            for uuid, row in rows:
-                life = self.expire_in if row.state is None else row.state.life(self.expire_in)
-                clock.note(name_of(uuid), min(life, self.expire_in))
+        for uuid, row in rows:
+            life = self._expire_in if row.state is None else row.state.life(self._expire_in)
+            self.clock.note(name_of(uuid), min(life, self._expire_in))
+
+
+class NotingBackend(AMQPBackend):
+    def _steps(self, transaction: QueueTransaction) -> RabbitMQSteps:
+        steps = super()._steps(transaction)
+        if isinstance(clock := self.driver.clock, LapsingClock):
+            steps.__class__ = NotingSteps
+            assert isinstance(steps, NotingSteps)
+            steps.clock = clock
+        return steps
 
 
 class Backends:

@@ -70,37 +70,6 @@ def test_members_of_several_groups_in_a_batch_are_counted_once(
     assert {ready.group_uuid for ready in backend.ready_groups(5)} == {"even", "odd"}
 
 
-def test_the_first_failed_member_of_a_batch_is_named(backend: SQLiteBackend) -> None:
-    backend.apply(
-        [
-            ended("a", group="g", total=9),
-            ended("b", group="g", total=9, ok=False),
-            ended("c", group="g", total=9, ok=False),
-            ended("d", group="g", total=9),
-        ]
-    )
-    (ready,) = backend.ready_groups(5)
-    assert ready.failed_member == "b"
-
-
-def test_a_finished_member_does_not_expire_before_its_chord(
-    backend: SQLiteBackend, clock: ManualClock
-) -> None:
-    backend.init_group("g", ["early", "late"])
-    backend.apply([ended("early", group="g", total=2), ended("alone")])
-    clock.advance(EXPIRE_IN * 5)
-    backend.tend()
-    assert set(backend.get_states(["early", "alone"])) == {"early"}
-
-    backend.apply([ended("late", group="g", total=2)])
-    assert [ready.group_uuid for ready in backend.ready_groups(5)] == ["g"]
-    assert [state.task_uuid for state in backend.group_task_states("g")] == ["early", "late"]
-
-    assert backend.trigger_chord("g") is True
-    backend.tend()
-    assert backend.get_states(["early"]) == {}
-
-
 def test_a_chord_that_can_never_complete_is_forgotten_in_the_end(
     backend: SQLiteBackend, clock: ManualClock
 ) -> None:
@@ -151,12 +120,6 @@ def test_a_text_without_utf_8_is_kept_readable(backend: SQLiteBackend) -> None:
     assert backend.get_state("t").error == "no file 'caf\\udce9'"
     assert set(backend.get_states(["t", "u", "\udce9"])) == {"t", "u"}
     assert backend.find("\udce9") == []
-
-
-def test_the_message_of_a_failed_task_is_kept(backend: SQLiteBackend) -> None:
-    state = TaskState(task_uuid="t", state=State.FAILURE, message=b"\x00\xff{}")
-    backend.apply([Change(key="t", states=(state,))])
-    assert backend.get_state("t").message == b"\x00\xff{}"
 
 
 def test_progress_comes_back_to_the_last_bit(backend: SQLiteBackend) -> None:

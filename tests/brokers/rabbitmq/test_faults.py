@@ -350,7 +350,7 @@ def test_f73_unregistered_task_comes_back_after_growing_pauses(amqp_url: str) ->
     server = Server(Config(broker=amqp_url, result_backend="null"))
     moments: list[float] = []
     with server.new_worker("w", 1) as worker:
-        session = worker._session
+        session = worker._live.session
         assert session is not None
         receive = session.receive
 

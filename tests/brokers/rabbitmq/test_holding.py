@@ -24,11 +24,12 @@ from machinery_py.connections.rabbitmq.io_thread import Channel
 from machinery_py.stores.outbox import TwoSession
 from machinery_py.testing.conformance.leases import bodies, message, put
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.worker.execution import Execution
-from machinery_py.worker.executors import Executors
-from machinery_py.worker.hooks import WorkerHooks
-from machinery_py.worker.intake import accept, peek
+from machinery_py.worker.admission.intake import accept, peek
 from machinery_py.worker.lease import WorkerLease
+from machinery_py.worker.running.execution import Execution
+from machinery_py.worker.running.executors import Executors
+from machinery_py.worker.running.hooks import WorkerHooks
+from machinery_py.worker.running.runner import Run
 from tests.stores.rabbitmq.case import waiting
 
 LONG_LEASE = 2400.0  # seconds; a beat each quarter of it: nothing here is found out by a beat
@@ -87,7 +88,7 @@ def test_task_not_begun_at_a_connection_loss_does_not_begin(server: Server) -> N
         execution = Execution(server.app, WorkerHooks(), delivery, "w")
         assert peek(execution)
         assert accept(execution, {})
-        executors.submit(execution)
+        executors.submit(Run(execution))
     wait_until(lambda: runs == [0], HANG, "the first task")
 
     break_connection(consumer_of(session))
@@ -116,7 +117,7 @@ def test_task_with_a_lost_lease_is_cancelled_at_once(server: Server) -> None:
         result = stubborn.send()
         wait_until(lambda: started[False], HANG, "a run")
 
-        break_connection(consumer_of(worker._session))
+        break_connection(consumer_of(worker._live.session))
 
         assert result.get(timeout=HANG) == "stopped"
     assert started[False] == 1
@@ -137,7 +138,7 @@ def test_the_fence_grows_with_each_delivery_and_each_run(server: Server) -> None
     with server.new_worker("w", 2) as worker:
         result = fenced.send()
         wait_until(lambda: len(fences) == 1, HANG, "the first delivery")
-        break_connection(consumer_of(worker._session))
+        break_connection(consumer_of(worker._live.session))
         wait_until(lambda: len(fences) == 3, HANG, "the retry")
         assert result.get(timeout=HANG) is None
 

@@ -23,7 +23,8 @@ FILES = {
     "--! include lua/queues.lua\n--! include lua/states.lua\n\n"
     "if call then\n  -- a reason\n\n  return life + $MORE -- beside code\nend\n",
     "lua/lost.lua": "-- In: nothing.\n--! include lua/nowhere.lua\n\nreturn 1\n",
-    "lua/late.lua": "return 1\n--! include lua/prelude.lua\n",
+    "lua/rare.lua": "-- In: nothing. Out: nothing.\n--! include lua/prelude.lua\n"
+    "if call then return 1 end\n--! include lua/states.lua\nreturn states\n",
     "lua/wrong.lua": "--! inclde lua/prelude.lua\nreturn 1\n",
 }
 
@@ -71,12 +72,18 @@ def test_missing_file_is_refused_with_the_place_of_its_include(package: str) -> 
         Folder("lua", package=package).script("none")
 
 
-@pytest.mark.parametrize(("name", "line"), [("late", 2), ("wrong", 1)])
-def test_directive_that_is_none_is_refused_with_its_place(
-    package: str, name: str, line: int
-) -> None:
-    with pytest.raises(ValueError, match=rf"lua/{name}\.lua:{line}: .* \(expected '--! include"):
-        Folder("lua", package=package).script(name)
+def test_piece_stands_where_the_script_includes_it(package: str) -> None:
+    assert Folder("lua", package=package).text("rare").splitlines() == [
+        "local call = redis.call",
+        "if call then return 1 end",
+        "local states = {}",
+        "return states",
+    ]
+
+
+def test_directive_that_is_none_is_refused_with_its_place(package: str) -> None:
+    with pytest.raises(ValueError, match=r"lua/wrong\.lua:1: .* \(expected '--! include"):
+        Folder("lua", package=package).script("wrong")
 
 
 def test_importing_the_package_alone_reads_no_lua_file() -> None:

@@ -21,6 +21,7 @@ from machinery_py.errors import ConfigError, PublishRefused, StoreUnusable
 from machinery_py.limits.rows import RowsLimits
 from machinery_py.rows.sqlite import SQLiteRows
 from tests.stores.sqlite.case import driver, integrity, message, path, queues
+from tests.support.disks import small_disk
 from tests.support.sqlite_versions import make_first_version
 
 __all__ = ["driver", "path"]
@@ -167,14 +168,8 @@ def test_a_full_disk_refuses_and_harms_nothing(driver: SQLiteDriver, path: Path)
     assert integrity(path) == "ok"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 def test_a_full_tmpfs_refuses_and_harms_nothing(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting is not allowed here")
-    try:
+    with small_disk(tmp_path / "disk", 1) as disk:
         broker = SQLiteBroker(SQLiteDriver(disk / "machinery.db"))
         accepted = 0
         with pytest.raises(PublishRefused, match=r"no space is left|disk does not work") as caught:
@@ -185,22 +180,14 @@ def test_a_full_tmpfs_refuses_and_harms_nothing(tmp_path: Path) -> None:
         assert 0 < accepted < 2000
         assert len(broker.pending("q", 5000)) == accepted
         broker.driver.close()
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 @pytest.mark.parametrize("is_opened_anew", [False, True])
 def test_log_that_filled_a_small_disk_is_cut_when_there_is_room(
     tmp_path: Path, is_opened_anew: bool
 ) -> None:
     """The log is cut at CHECKPOINT pages, which this disk never holds."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting is not allowed here")
-    try:
+    with small_disk(tmp_path / "disk", 2) as disk:
         (disk / "ballast").write_bytes(bytes(400_000))
         broker = SQLiteBroker(SQLiteDriver(disk / "machinery.db"))
         accepted = 0
@@ -224,8 +211,6 @@ def test_log_that_filled_a_small_disk_is_cut_when_there_is_room(
         assert accepted > 10
         assert integrity(disk / "machinery.db") == "ok"
         broker.driver.close()
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
 
 
 @pytest.mark.parametrize("what", ["deleted", "replaced"])

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from machinery_py.backends.memory import MemoryBackend
 from machinery_py.backends.mongodb.backend import MongoBackend
-from machinery_py.brokers.memory import MemoryBroker
 from machinery_py.brokers.mongodb.broker import MongoBroker
+from machinery_py.limits.mongodb import MongoLimits
 from machinery_py.locks.mongodb import MongoLock
-from machinery_py.rows.memory import MemoryRows
 from machinery_py.stores.base import Store
 from machinery_py.stores.mongodb import MongoStore
-from machinery_py.stores.outbox import TwoStores
-from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
 from machinery_py.testing.conformance.claims import ClaimConformance
+from machinery_py.testing.conformance.limits import LimitsConformance, OpenLimits
 from machinery_py.testing.conformance.locks import LockConformance, OpenLock
 from machinery_py.testing.conformance.schedules import ScheduleConformance
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
@@ -33,6 +32,8 @@ class TestMongoBroker(BrokerConformance):
 
 
 class TestMongoBackend(BackendConformance):
+    MANY = 10_000 if os.environ.get("MACHINERY_TEST_FULL") else 1_000  # the stand-in is slow
+
     @pytest.fixture
     def open_backend(self, open_driver: Drivers) -> OpenBackend:
         return lambda: MongoBackend(open_driver(), expire_in=self.expire_in)
@@ -62,22 +63,8 @@ class TestMongoSchedules(MongoStores, ScheduleConformance):
     pass
 
 
-class TestSchedulesInMongoBesideAnotherBroker(ScheduleConformance):
-    @pytest.fixture
-    def open_store(self, open_driver: Drivers, clock: ManualClock) -> OpenStore:
-        broker = MemoryBroker(MemoryRows(clock))
-        return lambda: TwoStores(broker, MongoBackend(open_driver()), clock)
-
-
 class TestMongoClaims(MongoStores, ClaimConformance):
     pass
-
-
-class TestClaimsInMongoBesideAnotherBroker(ClaimConformance):
-    @pytest.fixture
-    def open_store(self, open_driver: Drivers, clock: ManualClock) -> OpenStore:
-        broker = MemoryBroker(MemoryRows(clock))
-        return lambda: TwoStores(broker, MongoBackend(open_driver()), clock)
 
 
 class TestMongoLock(LockConformance):
@@ -86,15 +73,7 @@ class TestMongoLock(LockConformance):
         return lambda: MongoLock(open_driver())
 
 
-class TestMongoBrokerAndMemoryBackend(SettlementConformance):
+class TestMongoLimits(LimitsConformance):
     @pytest.fixture
-    def open_store(self, open_driver: Drivers, clock: ManualClock) -> OpenStore:
-        backend = MemoryBackend(MemoryRows(clock))
-        return lambda: TwoStores(MongoBroker(open_driver()), backend, clock)
-
-
-class TestMemoryBrokerAndMongoBackend(SettlementConformance):
-    @pytest.fixture
-    def open_store(self, open_driver: Drivers, clock: ManualClock) -> OpenStore:
-        broker = MemoryBroker(MemoryRows(clock))
-        return lambda: TwoStores(broker, MongoBackend(open_driver()), clock)
+    def open_limits(self, open_driver: Drivers) -> OpenLimits:
+        return lambda: MongoLimits(open_driver())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing
+
 import msgspec
 import pytest
 
@@ -10,18 +13,42 @@ from machinery_py.backends.redis.backend import RedisBackend
 from machinery_py.brokers.base import Broker
 from machinery_py.brokers.redis.broker import RedisBroker
 from machinery_py.connections.redis import keys as redis_keys
+from machinery_py.limits.redis import RedisLimits
+from machinery_py.locks.redis import RedisLock
+from machinery_py.stores.base import Store
+from machinery_py.stores.redis import RedisStore
 from machinery_py.tasks.states import State, TaskState
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
+from machinery_py.testing.conformance.claims import ClaimConformance
 from machinery_py.testing.conformance.groups import listed
-from machinery_py.testing.conformance.settlement import SettlementConformance
+from machinery_py.testing.conformance.limits import LimitsConformance, OpenLimits
+from machinery_py.testing.conformance.locks import LockConformance, OpenLock
+from machinery_py.testing.conformance.schedules import ScheduleConformance
+from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
 from machinery_py.wire.states import encode_group
-from machinery_py.worker.go_groups import GoGroupPoller
+from machinery_py.worker.loops.go_groups import GoGroupPoller
 from tests.stores.left_behind import GROUP, SOON, LeftBehind, arrival, ended, look_until_idle
-from tests.stores.record_stores import InRedis, RedisTime
 from tests.stores.redis.case import Drivers, ServerClock, clock, open_driver
 
 __all__ = ["clock", "open_driver"]
+
+
+class RedisTime:
+    @pytest.fixture
+    def clock(self, redis_url: str) -> Iterator[ServerClock]:
+        with closing(ServerClock(redis_url)) as clock:
+            yield clock
+
+
+class InRedis(RedisTime):
+    @pytest.fixture
+    def open_store(self, open_driver: Drivers) -> OpenStore:
+        def open_store() -> Store:
+            driver = open_driver()
+            return RedisStore(RedisBroker(driver), RedisBackend(driver))
+
+        return open_store
 
 
 class TestRedisBroker(RedisTime, BrokerConformance):
@@ -69,11 +96,27 @@ class TestRedisStore(InRedis, SettlementConformance):
     pass
 
 
-class TestChordsThatAreLeftBehindInRedis(LeftBehind):
-    @pytest.fixture
-    def clock(self, redis_url: str) -> ServerClock:
-        return ServerClock(redis_url)
+class TestRedisSchedules(InRedis, ScheduleConformance):
+    pass
 
+
+class TestRedisClaims(InRedis, ClaimConformance):
+    pass
+
+
+class TestRedisLock(RedisTime, LockConformance):
+    @pytest.fixture
+    def open_lock(self, open_driver: Drivers) -> OpenLock:
+        return lambda: RedisLock(open_driver())
+
+
+class TestRedisLimits(RedisTime, LimitsConformance):
+    @pytest.fixture
+    def open_limits(self, open_driver: Drivers) -> OpenLimits:
+        return lambda: RedisLimits(open_driver())
+
+
+class TestChordsThatAreLeftBehindInRedis(RedisTime, LeftBehind):
     @pytest.fixture
     def open_backend(self, open_driver: Drivers) -> OpenBackend:
         return lambda: RedisBackend(open_driver())

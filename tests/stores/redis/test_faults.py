@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from machinery_py import Config, Server
@@ -19,6 +20,7 @@ from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Change
 from machinery_py.backends.redis.backend import RedisBackend
 from machinery_py.brokers.base import Disposal, Fate, Message
 from machinery_py.brokers.redis import broker as redis
+from machinery_py.brokers.redis import consumer as redis_consumer
 from machinery_py.brokers.redis import scripts as broker_scripts
 from machinery_py.brokers.redis.broker import RedisBroker
 from machinery_py.connections.redis.client import RedisDriver
@@ -30,7 +32,7 @@ from machinery_py.errors import (
     PublishUnknown,
     StoreUnusable,
 )
-from machinery_py.stores.base import Settlement, Submission
+from machinery_py.stores.base import Session, Settlement, Submission
 from machinery_py.stores.redis import RedisStore
 from machinery_py.tasks.signature import Arg, Signature
 from machinery_py.tasks.states import State, TaskState, advance
@@ -131,6 +133,72 @@ def test_the_reply_to_a_claim_can_be_lost(server: RedisServer) -> None:
         assert consumer.dispose([Disposal(delivery=one) for one in found]) == [True, True]
         consumer.close()
         through.close()
+
+
+@pytest.mark.parametrize("other", [{"priority": 9}, {"tenant": "t"}])
+def test_receipt_of_a_claim_that_a_crash_undid_is_not_given_again(
+    server: RedisServer, driver: RedisDriver, other: dict[str, Any]
+) -> None:
+    """Its run goes on, and its end must not be that of another message."""
+    both = store(driver)
+    session = both.open_session(["mail"], worker="w")
+    both.messages.put([message(f"task_{n}", b"1") for n in range(3)], token="")
+    assert server.cli("SAVE") == "OK"
+    first = session.receive(3, 0)
+    server.kill()
+    server.start()
+    wait_until(lambda: answers(driver), HANG)
+    both.messages.put([msgspec.structs.replace(message("other", b"2"), **other)], token="")
+
+    [second] = received(session)
+    assert second.body == b"2"
+    assert session.consumer.holds([*first, second]) == [False] * 3 + [True]
+    ends = [done(one, f"task_{n}") for n, one in enumerate(first)]
+    assert session.settle([*ends, done(second, "other")]) == [FENCED] * 3 + [SETTLED]
+    again = session.receive(3, 0)
+    ends = [done(one, f"task_{n}") for n, one in enumerate(again)]
+    assert session.settle(ends) == [SETTLED] * 3
+    session.close()
+
+
+def test_message_whose_end_a_crash_undid_comes_again(
+    server: RedisServer, driver: RedisDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its consumer lives on, so nobody else gives it back."""
+    monkeypatch.setattr(redis_consumer, "LOST_LIFE", 0.0)
+    both = store(driver)
+    session = both.open_session(["mail"], worker="w")
+    both.messages.put([message("task_1", b"1"), message("task_2", b"2")], token="")
+    first, second = session.receive(2, 0)
+    assert server.cli("SAVE") == "OK"
+    assert session.settle([done(first, "task_1")]) == [SETTLED]
+    server.kill()
+    server.start()
+    wait_until(lambda: answers(driver), HANG)
+
+    assert received(session) == []
+    flight = next(key for key in server.cli("KEYS", "*") if "}:f:" in key)
+    server.cli("HSET", flight, "no number", "of nobody")
+    assert session.consumer.beat()
+    [again] = session.receive(2, 0)
+    assert (again.body, again.count) == (b"1", 2)
+    assert session.consumer.holds([first, second, again]) == [False, True, True]
+    ends = [done(again, "task_1"), done(second, "task_2")]
+    assert session.settle(ends) == [SETTLED, SETTLED]
+    session.close()
+
+
+def answers(driver: RedisDriver) -> bool:
+    with contextlib.suppress(MachineryError):
+        return bool(ask(driver, "PING"))
+    return False
+
+
+def received(session: Session) -> list[Any]:
+    """Claim one message; the first try may find that its connection has ended."""
+    with contextlib.suppress(BrokerUnavailable):
+        return session.receive(1, 0)
+    return session.receive(1, 0)
 
 
 def test_full_server_refuses_messages_and_lets_running_tasks_end(driver: RedisDriver) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -128,3 +129,15 @@ def test_queue_that_cannot_be_claimed_from_is_not_asked_in_a_hot_loop(
 
 def commands(redis: Redis) -> int:
     return int(redis.info("stats")["total_commands_processed"])
+
+
+def test_counter_of_fences_that_is_no_number_is_put_right(redis: Redis, server: Server) -> None:
+    redis.set("mpy:fence", "somebody's")
+    add = server.get_registered_task("add")
+    for number in range(40):
+        add.send(number, 1)
+    with contextlib.closing(server.broker.consume([QUEUE], worker="w")) as consumer:
+        found = [one.fence for _ in range(4) for one in consumer.receive(10, 1.0)]
+
+    assert len(found) == 40
+    assert found == sorted(set(found))

@@ -14,6 +14,7 @@ from machinery_py.brokers.base import Delivery, Message
 from machinery_py.brokers.redis.broker import RedisBroker
 from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.connections.redis.scripts import Script
+from machinery_py.receipts import NO_RECEIPT
 from machinery_py.stores import redis as stores
 from machinery_py.stores.base import Session, Settlement, Submission
 from machinery_py.stores.redis import RedisStore
@@ -51,7 +52,7 @@ def end(uuid: str, *arrivals: Arrival, **more: Any) -> Settlement:
     values: dict[str, Any] = {"state": State.SUCCESS, "task_name": "add", "worker": "w"} | more
     state = TaskState(task_uuid=uuid, queue="mail", started_at=ManualClock().now(), **values)
     return Settlement(
-        delivery=Delivery(receipt="", body=b"", queue="mail"),
+        delivery=Delivery(receipt=NO_RECEIPT, body=b"", queue="mail"),
         uuid=uuid,
         states=[state],
         arrivals=arrivals or [arrival(uuid)],
@@ -140,7 +141,7 @@ def test_members_end_in_short_as_in_the_rest_of_the_script(
         beside.ask(*command)
     if case.lost:
         gone = deliveries[case.lost]
-        deliveries[case.lost] = msgspec.structs.replace(gone, receipt=gone.receipt + "9")
+        deliveries[case.lost] = msgspec.structs.replace(gone, receipt=NO_RECEIPT)
     settlements = [msgspec.structs.replace(one, delivery=deliveries[one.uuid]) for one in case.ends]
     before = beside.snapshot()
 

@@ -22,7 +22,7 @@ from machinery_py.tasks.states import TaskState
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.wire.signatures import decode_signature
 from machinery_py.wire.states import decode_group, decode_state, encode_state
-from machinery_py.worker import maintenance
+from machinery_py.worker.loops import maintenance
 
 GOLDEN = Path(__file__).parents[2] / "wire" / "golden"
 

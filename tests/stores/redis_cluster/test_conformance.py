@@ -11,6 +11,8 @@ from machinery_py.brokers.redis.cluster import ClusterBroker
 from machinery_py.connections.redis.keys import queue_keys
 from machinery_py.connections.redis.requests import command_at
 from machinery_py.errors import BrokerUnavailable
+from machinery_py.limits.redis import ClusterLimits
+from machinery_py.locks.redis import ClusterLock
 from machinery_py.rows.memory import MemoryRows
 from machinery_py.stores.base import Session, Store
 from machinery_py.stores.outbox import TwoStores
@@ -19,6 +21,8 @@ from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
 from machinery_py.testing.conformance.claims import ClaimConformance
+from machinery_py.testing.conformance.limits import LimitsConformance, OpenLimits
+from machinery_py.testing.conformance.locks import LockConformance, OpenLock
 from machinery_py.testing.conformance.schedules import ScheduleConformance
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
 from tests.stores.redis_cluster.case import ClusterClock, Clusters, clock, open_cluster
@@ -96,3 +100,15 @@ class TestClusterClaims(InCluster, ClaimConformance):
 
 class TestClaimsInAClusterBesideAnotherBroker(InClusterBesideMemory, ClaimConformance):
     pass
+
+
+class TestClusterLock(ClusterTime, LockConformance):
+    @pytest.fixture
+    def open_lock(self, open_cluster: Clusters) -> OpenLock:
+        return lambda: ClusterLock(open_cluster())
+
+
+class TestClusterLimits(ClusterTime, LimitsConformance):
+    @pytest.fixture
+    def open_limits(self, open_cluster: Clusters) -> OpenLimits:
+        return lambda: ClusterLimits(open_cluster())

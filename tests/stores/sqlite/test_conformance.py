@@ -11,11 +11,18 @@ from machinery_py.backends.sqlite.backend import SQLiteBackend
 from machinery_py.brokers.base import Broker, Consumer
 from machinery_py.brokers.sqlite.broker import SQLiteBroker, SQLiteConsumer
 from machinery_py.connections.sqlite.database import SQLiteDriver
+from machinery_py.limits.rows import RowsLimits
+from machinery_py.locks.rows import RowsLock
+from machinery_py.rows.sqlite import SQLiteRows
 from machinery_py.stores.base import Session, Store
 from machinery_py.stores.rows import RowsSession, RowsStore
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
+from machinery_py.testing.conformance.claims import ClaimConformance
+from machinery_py.testing.conformance.limits import LimitsConformance, OpenLimits
+from machinery_py.testing.conformance.locks import LockConformance, OpenLock
+from machinery_py.testing.conformance.schedules import ScheduleConformance
 from machinery_py.testing.conformance.settlement import OpenStore, SettlementConformance
 
 
@@ -73,7 +80,7 @@ class TestSQLiteBackend(BackendConformance):
         return lambda: SQLiteBackend(open_driver(), expire_in=self.expire_in)
 
 
-class TestSQLiteStore(SettlementConformance):
+class InSQLite:
     @pytest.fixture
     def open_store(self, open_driver: Drivers) -> OpenStore:
         def open_store() -> Store:
@@ -82,6 +89,8 @@ class TestSQLiteStore(SettlementConformance):
 
         return open_store
 
+
+class TestSQLiteStore(InSQLite, SettlementConformance):
     def crash_session(
         self, store: Store, session: Session, clock: ManualClock, survivors: Sequence[Session] = ()
     ) -> None:
@@ -89,3 +98,23 @@ class TestSQLiteStore(SettlementConformance):
         assert isinstance(session.consumer, SQLiteConsumer)
         session.consumer.abandon()
         store.tend()
+
+
+class TestSQLiteSchedules(InSQLite, ScheduleConformance):
+    pass
+
+
+class TestSQLiteClaims(InSQLite, ClaimConformance):
+    pass
+
+
+class TestSQLiteLock(LockConformance):
+    @pytest.fixture
+    def open_lock(self, open_driver: Drivers) -> OpenLock:
+        return lambda: RowsLock(SQLiteRows(open_driver()))
+
+
+class TestSQLiteLimits(LimitsConformance):
+    @pytest.fixture
+    def open_limits(self, open_driver: Drivers) -> OpenLimits:
+        return lambda: RowsLimits(SQLiteRows(open_driver()))

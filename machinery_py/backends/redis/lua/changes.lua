@@ -197,7 +197,7 @@ local function decide(c)
     if not group_doc(one[1]) and is_queue(one[1]) then error('WRONGTYPE ' .. one[1] .. ' is a queue, not a group') end
   end
   for _, a in ipairs(C[c + $ARRIVALS] or NONE) do
-    local g, h = group_keys(a[1])
+    local g, h = group_keys(a[$GROUP])
     -- Only the first arrival of a group is noted there.
     if not key_type(g, 'hash') then key_type('mpy:partial', 'zset') end
     key_type(h, 'set')
@@ -282,7 +282,7 @@ local function commit(c, plan, now, expire)
   for _, r in ipairs(R and R[c] or NONE) do ride(r) end
   local held = false
   for _, a in ipairs(arrivals) do
-    if a[5] ~= '' and not has_fired(a[1]) then held = true end
+    if a[$CALLBACK] ~= '' and not has_fired(a[$GROUP]) then held = true end
   end
   for _, row in ipairs(plan) do write(row, C[c + $FORCE], held, expire) end
   for _, one in ipairs(groups) do

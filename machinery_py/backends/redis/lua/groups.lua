@@ -11,12 +11,12 @@ local function has_fired(uuid)
   return fired[uuid]
 end
 local function arrive(a, members)
-  local uuid, member = a[1], a[2]
+  local uuid, member = a[$GROUP], a[$MEMBER]
   local _, h = group_keys(uuid)
   if call('SADD', h, unpack(members or {member})) == 0 then return end
   local group = arrived[uuid] or {}
-  group.total, group.callback = a[3], a[5]
-  if not a[4] then group.failed = group.failed or member end
+  group.total, group.callback = a[$TOTAL], a[$CALLBACK]
+  if not a[$OK] then group.failed = group.failed or member end
   arrived[uuid] = group
 end
 local function note_group(uuid, a, now)

@@ -1,6 +1,5 @@
 -- How a message leaves its list and comes back. Queues and messages are as putting.lua says.
 --
--- unwrap: the parts of an entry of a session, or of a parked message.
 -- back: gives entries of a session to the heads of their lists, in their old order; `guilty` are
 -- the receipts that get a strike.
 -- empty: gives back what can_empty returned; `began` gets a strike, or if that is false what the
@@ -16,16 +15,10 @@
 -- did. A claim says how many it has room for: of those, what has waited for its turn goes to the head,
 -- the first due first. Behind a long queue its turn would pass, while it holds others back. A fair
 -- queue has turns of its own. Without room, 100 at most go to the tail: enough to wake workers, whose
--- claims do the rest, and soon worked off by those that come later. due_in: µs until the next; asks not again what parked saw. first_due: whether Go's delayed
--- set is what it should be; if not, nothing is due in it.
+-- claims do the rest, and soon worked off by those that come later.
+--! include brokers/redis/lua/next_due.lua
 --! include brokers/redis/lua/putting.lua
 
-local function unwrap(text)
-  local number, level, fence, strikes, parks, size, at = string.match(text, '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+)\n()')
-  size = tonumber(size)
-  return {number = number, level = tonumber(level), fence = tonumber(fence), strikes = tonumber(strikes),
-          parks = tonumber(parks), label = string.sub(text, at, at + size - 1), body = string.sub(text, at + size)}
-end
 local function back(q, entries, guilty, now, to_wake)
   table.sort(entries, function(a, b) return tonumber(a[1]) > tonumber(b[1]) end)
   for _, entry in ipairs(entries) do
@@ -95,12 +88,6 @@ local function empty(q, session, began, now, to_wake, entries, left)
   back(q, entries, guilty, now, to_wake)
   return #entries
 end
-local soonest = {}
-local function first_due()
-  local found = try('ZRANGE', '$DELAYED', 0, 0, 'WITHSCORES')
-  soonest['$DELAYED'] = found or {}
-  return found
-end
 local function spoilt(q)
   local found = call('TYPE', q[1]).ok
   return found ~= 'none' and found ~= 'list'
@@ -125,19 +112,6 @@ local function parked(q, now, to_wake, first, room)
   end
   for i = #waited, 1, -1 do place(q, waited[i], true, now, to_wake) end
   return #texts > 0
-end
-local function due_in(queues, now)
-  local least
-  local function look(key, unit)
-    local first = soonest[key] or call('ZRANGE', key, 0, 0, 'WITHSCORES')
-    if first[2] then
-      local left = tonumber(first[2]) / unit - now
-      if not least or left < least then least = left end
-    end
-  end
-  look('$DELAYED', 1000)
-  for _, q in ipairs(queues) do look(q[2] .. 'z', 1) end
-  return least and math.max(0, math.floor(least)) or -1
 end
 local function bury(q, raw, now, head)
   local m = unwrap(raw)

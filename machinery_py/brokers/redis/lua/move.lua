@@ -6,7 +6,7 @@ local text, queues, messages = unpack(unpacked)
 local now, to_wake, ours = now_of(text), {}, {}
 check(queues, messages, now)
 for _, m in ipairs(messages) do
-  if call('ZREM', DELAYED, m[6]) == 1 then ours[#ours + 1] = m end
+  if call('ZREM', DELAYED, m[$BODY]) == 1 then ours[#ours + 1] = m end
 end
 put(queues, ours, now, to_wake)
 return to_wake

@@ -16,11 +16,9 @@
 -- else.
 -- put: stores messages; returns clients to be woken.
 --! include brokers/redis/lua/giving.lua
+--! include brokers/redis/lua/entries.lua
 
 local DELAYED = '$DELAYED'
-local function wrap(number, level, fence, strikes, parks, label, body)
-  return table.concat({number, level, fence, strikes, parks, #label}, ' ') .. '\n' .. label .. body
-end
 local function note(q, body, fence, strikes, parks, label)
   if fence > 0 or strikes > 0 or parks > 0 or label ~= '' then
     call('HSET', q[2] .. 'a', redis.sha1hex(body), fence .. ' ' .. strikes .. ' ' .. parks .. '\n' .. label)
@@ -72,13 +70,13 @@ local function can_park(q)
 end
 local function check(queues, messages, now)
   for _, m in ipairs(messages) do
-    local q, plain = queues[m[1] + 1], m[4] == '' and m[5] == 0
+    local q, plain = queues[m[$PLACE] + 1], m[$LABEL] == '' and m[$PARKS] == 0
     if q[1] == '$DELAYED' then error('WRONGTYPE ' .. q[1] .. ' is a set of delayed messages, not a queue') end
-    if m[3] <= now then
-      can_give(q, m[2])
+    if m[$DUE] <= now then
+      can_give(q, m[$LEVEL])
       if not plain then key_type(q[2] .. 'a', 'hash') end
     else
-      key_type(list_of(q, m[2]), 'list')
+      key_type(list_of(q, m[$LEVEL]), 'list')
       key_type('$DELAYED', 'zset')
       if not plain then can_park(q) end
     end
@@ -87,7 +85,7 @@ end
 local function put(queues, messages, now, to_wake)
   local order, lists = {}, {}
   for _, m in ipairs(messages) do
-    local q, level, due, label, parks, body = queues[m[1] + 1], m[2], m[3], m[4], m[5], m[6]
+    local q, level, due, label, parks, body = queues[m[$PLACE] + 1], m[$LEVEL], m[$DUE], m[$LABEL], m[$PARKS], m[$BODY]
     if due <= now and level > 255 then
       place(q, {level = level, fence = 0, strikes = 0, parks = parks, label = label, body = body}, false, now, to_wake)
     elseif due <= now then

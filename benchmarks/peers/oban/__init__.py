@@ -1,0 +1,1 @@
+"""oban, driven: runs in an environment of its own (requirements.txt), never in ours."""

@@ -1,0 +1,1 @@
+"""pgqueuer, driven: runs in an environment of its own (requirements.txt), never in ours."""

@@ -1,0 +1,1 @@
+"""Orders to a worker, and signs of its life."""

@@ -1,0 +1,1 @@
+"""Task processes: calls of tasks in processes of their own."""

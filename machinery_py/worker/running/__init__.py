@@ -1,0 +1,1 @@
+"""Executions, and the runs that call the functions for them."""
