@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -83,7 +84,7 @@ class Beside:
         self.model = Redis()
         self.model.choose = self._chosen
         self._after: dict[str, Any] = {}
-        self._rung: list[str] = []
+        self._woken: tuple[str, ...] = ()  # by this step, in this order
 
     def close(self) -> None:
         self.link.close()
@@ -167,14 +168,41 @@ class Beside:
         except ResponseError as error:
             reply = "WRONGTYPE" if "WRONGTYPE" in str(error) else str(error)
         self._after, expires = self.dump()
-        rung = [part for part in reply if isinstance(part, list)] if isinstance(reply, list) else []
-        self._rung = [
-            one.partition(".")[0]
-            for part in [reply, *rung]
+        published = sorted(self.heard())
+        lists = (
+            [part for part in reply if isinstance(part, list)] if isinstance(reply, list) else []
+        )
+        idle = set[str]().union(*(one for one in self.model.keys.values() if isinstance(one, set)))
+        named = dict.fromkeys(
+            client
+            for part in [reply, *lists]
             if isinstance(part, list)
             for one in part
-            if isinstance(one, str)  # a client without the life of its server
-        ]
+            if isinstance(one, str) and (client := one.partition(".")[0]) in idle
+        )
+        # The server chooses whom it wakes, and its reply does not say for which queue.
+        *orders, last = itertools.permutations(named)
+        before = self.model.saved()
+        for self._woken in orders:
+            try:
+                self._follow(model, shown, reply, expires, published)
+                return reply
+            except AssertionError:
+                self.model.restore(before)
+                before = self.model.saved()
+        self._woken = last
+        self._follow(model, shown, reply, expires, published)
+        return reply
+
+    def _follow(
+        self,
+        model: Callable[..., Any],
+        shown: list[Any],
+        reply: Any,
+        expires: dict[str, float],
+        published: list[str],
+    ) -> None:
+        """Let the model take the step that the script took, and compare."""
         before = self.model.saved()
         self.model.begin()
         try:
@@ -187,15 +215,16 @@ class Beside:
             f"the replies differ: the script's {reply!r}, the model's {expected!r}"
         )
         self.compare(expires)
-        assert sorted(self.heard()) == sorted(self.model.published), (
+        assert published == sorted(self.model.published), (
             "what was published differs (script, model)"
         )
-        return reply
 
     def _chosen(self, key: str, members: set[str], count: int) -> Iterable[str]:
         """The members the server took: those gone, then those named and put back."""
         left = self._after.get(key, set())
-        return sorted(members, key=lambda one: (one in left, one not in self._rung))[:count]
+        named = self._woken
+        place = {one: named.index(one) if one in named else len(named) for one in members}
+        return sorted(members, key=lambda one: (one in left, place[one], one))[:count]
 
     def compare(self, expires: dict[str, float]) -> None:
         real, model = self._after, self.model
