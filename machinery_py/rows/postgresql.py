@@ -530,13 +530,15 @@ def _apart(steps: Sequence[MessageStep]) -> Iterator[list[MessageStep]]:
 
 
 def _touched(step: MessageStep) -> Iterator[tuple[object, str]]:
+    if step.once is not None:
+        yield step.once, "e"
     for key in step.expect:
         yield key, "e"
     for join in step.joins:
         for key in (join.set, join.ready, *join.beside):
             yield key, "j"
     for key in step.create:
-        yield key, "w" if key in step.expect else "c"
+        yield key, "w" if key in step.expect or key == step.once else "c"
     for key in step.write:
         yield key, "w"
     for receipt in step.held:

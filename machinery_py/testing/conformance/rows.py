@@ -192,6 +192,25 @@ class RowsConformance:
         clock.advance(1.0)
         assert rows.commit([step]) == [Conflict()]
 
+    @pytest.mark.parametrize("how", ["create", "write"])
+    def test_row_of_an_earlier_step_of_the_call_tells_that_a_step_is_repeated(
+        self, rows: Rows, how: str
+    ) -> None:
+        """Also if the step that is not carried out would only look for it."""
+        made = {A: Write(body=b"1")}
+        first = RowStep(create=made) if how == "create" else RowStep(write=made)
+        looks, creates = RowStep(once=A, write={B: Write(body=b"2")}), RowStep(once=A, create=made)
+        done, *repeated = rows.commit([first, looks, creates])
+
+        assert isinstance(done, Committed) and repeated == [Repeated(), Repeated()]
+        assert body_of(rows, B) is None
+
+    def test_step_that_creates_its_row_is_carried_out_once(self, rows: Rows) -> None:
+        step = RowStep(once=A, create={A: Write(body=b"1"), B: Write(body=b"2")})
+        done, repeated = rows.commit([step, step])
+
+        assert isinstance(done, Committed) and repeated == Repeated()
+
     def test_row_that_was_made_and_deleted_is_none_again(self, rows: Rows) -> None:
         step = RowStep(expect={B: NO_ROW}, write={A: Write(body=b"1")})
         written(rows, B, b"1")
