@@ -86,7 +86,7 @@ chaos: $(STAMP)
 	MACHINERY_TEST_FULL=1 $(BIN)/python -m pytest tests/backends/rabbitmq/test_restart.py tests/system/test_benchmarks.py tests/system/test_peers.py tests/interop/test_amqp_results.py -v
 
 matrix: $(STAMP)
-	MACHINERY_TEST_PAIRS=1 $(BIN)/python -m pytest -p no:xdist --write-matrix tests/backends tests/brokers tests/stores tests/system/test_workflows*.py tests/system/test_pairs.py
+	MACHINERY_TEST_PAIRS=1 $(BIN)/python -m pytest -n $(WORKERS) --write-matrix tests/backends tests/brokers tests/stores tests/system/test_workflows*.py tests/system/test_pairs.py
 
 # On newer Pythons and servers, in Debian roots; needs root and debootstrap, and makes the roots in .platforms the first time.
 platforms: $(STAMP)

@@ -162,13 +162,20 @@ def is_counted(item: pytest.Item, suite: str, base: type) -> bool:
     )  # counted with the workflows
 
 
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 class Matrix:
-    """Deselects tests that it does not count, collects during the run, and then writes the page."""
+    """Deselects tests that it does not count, collects during the run, and then writes the page.
+
+    Processes of pytest-xdist hand what they collected to the one that started them.
+    """
 
     def __init__(self) -> None:
-        self._of_class: dict[tuple[str, type], tuple[str, str]] = {}
-        self._seen: list[tuple[str, type, str]] = []
-        self._left: Counter[tuple[str, type]] = Counter()  # tests that have not run yet
+        self._wanted: Counter[tuple[str, str]] = Counter()  # suite, class → its tests
+        self._of_class: dict[tuple[str, str], tuple[str, str]] = {}
+        self._seen: Counter[tuple[str, str, str]] = Counter()  # suite, class, outcome
 
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
@@ -176,10 +183,10 @@ class Matrix:
         counted = [item for item in items if any(is_counted(item, *suite) for suite in SUITES)]
         config.hook.pytest_deselected(items=list(set(items) - set(counted)))
         items[:] = counted
-        self._left.update(
-            (suite, item.cls)
+        self._wanted.update(
+            (suite, _name(item.cls))  # type: ignore[attr-defined] - it is a test of a class
             for item in counted
-            for suite, base in SUITES  # type: ignore[attr-defined]
+            for suite, base in SUITES
             if is_counted(item, suite, base)
         )
 
@@ -202,26 +209,39 @@ class Matrix:
                 else ((one, "") if (one := _alone(suite, found)) else None)
             )
             if names is not None:
-                self._of_class.setdefault((suite, cls), names)
-            self._seen.append((suite, cls, report.outcome))
-            self._left[suite, cls] -= 1
+                self._of_class.setdefault((suite, _name(cls)), names)
+            self._seen[suite, _name(cls), report.outcome] += 1
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        of_class, seen, wanted = getattr(node, "workeroutput", {}).get("matrix", ([], [], []))
+        self._of_class.update((tuple(key), tuple(names)) for key, names in of_class)
+        self._seen.update({tuple(key): count for key, count in seen})
+        self._wanted = Counter({tuple(key): count for key, count in wanted}) | self._wanted
 
     def counts(self) -> Counts:
-        unfinished: dict[
-            str, set[tuple[str, str]]
-        ] = {}  # interrupted: a part of the tests says nothing
-        for (suite, cls), left in self._left.items():
-            if left > 0 and (suite, cls) in self._of_class:
-                unfinished.setdefault(suite, set()).add(self._of_class[suite, cls])
+        left = self._wanted.copy()
+        for (suite, cls, _), count in self._seen.items():
+            left[suite, cls] -= count
+        unfinished = {  # interrupted: a part of the tests says nothing
+            (suite, *self._of_class[suite, cls])
+            for (suite, cls), number in left.items()
+            if number > 0 and (suite, cls) in self._of_class
+        }
         counts: Counts = {}
-        for suite, cls, outcome in self._seen:
+        for (suite, cls, outcome), count in self._seen.items():
             names = self._of_class.get((suite, cls))
-            if names is not None and names not in unfinished.get(suite, ()):
-                counts.setdefault((suite, *names), [0, 0, 0])[_OUTCOMES.index(outcome)] += 1
+            if names is not None and (key := (suite, *names)) not in unfinished:
+                counts.setdefault(key, [0, 0, 0])[_OUTCOMES.index(outcome)] += count
         return counts
 
-    def pytest_sessionfinish(self) -> None:
-        PAGE.write_text(page(self.counts(), before=PAGE.read_text() if PAGE.exists() else ""))
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        output = getattr(session.config, "workeroutput", None)
+        if output is None:
+            PAGE.write_text(page(self.counts(), before=PAGE.read_text() if PAGE.exists() else ""))
+        else:
+            found = self._of_class, self._seen, self._wanted
+            output["matrix"] = [list(one.items()) for one in found]
 
 
 def cells(text: str) -> dict[tuple[str, str, str], str]:
