@@ -45,6 +45,7 @@ from machinery_py.revocation import revoke
 from machinery_py.schedules.api import PeriodicOptions, Schedules, definition_of
 from machinery_py.schedules.scheduler import Declared
 from machinery_py.stores.open import split_config, url_of
+from machinery_py.tasks.reasons import Why
 from machinery_py.tasks.signature import Chain, Signature, Step
 from machinery_py.tasks.states import GroupMeta
 from machinery_py.tasks.workflow import Group, chain, chord, group
@@ -107,9 +108,10 @@ class Server(TaskRegistrar):
         self.before_task, self.after_task = hooks.before_task, hooks.after_task
         self.on_success, self.on_retry = hooks.on_success, hooks.on_retry
         self.on_failure, self.worker_part = hooks.on_failure, hooks.worker_part
-        self.inspect, self.events = Inspector(self.app, settle_ready_groups), self.app.events
+        self.events = self.app.events
         limit = functools.partial(change_limit, self.app)
         self.control = Control(lambda: self.broker, self.app.lamport, self.revoke, limit)
+        self.inspect = Inspector(self.app, settle_ready_groups, self.control.workers)
         self.declared = Declared()
         self.schedules = Schedules(self.app, self.declared)
         self.dashboard = Dashboard(Fleet(self.app, self.inspect, self.schedules, self.control))
@@ -386,6 +388,10 @@ class Server(TaskRegistrar):
     def worker_hint(self, queue: str) -> tuple[str, str]:
         """Return why nobody runs the tasks of a queue, and what to type; empty if somebody does."""
         return worker_hint(self.app, queue)
+
+    def why(self, uuid: str, *, ask: bool) -> Why:
+        """Return what holds a task; see `inspect.why`."""
+        return self.inspect.why(uuid, ask=ask)
 
     def revoke(self, uuids: str | Sequence[str]) -> None:
         """Revoke one or many: those that wait fail as "revoked", running ones are asked to stop."""

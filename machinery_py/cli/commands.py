@@ -27,6 +27,7 @@ from machinery_py.cli.options import (
     MIGRATE,
     SEARCH,
     SEND,
+    STACK,
     STATE,
     TERMINATE,
     TOP,
@@ -158,6 +159,13 @@ _MODULES: Mapping[str, Sequence[Command]] = {
             "show all that is known of a task; the start of a UUID is enough",
             words="UUID",
             examples=("tasks task_0f6c",),
+        ),
+        Command(
+            "why",
+            "say what holds a task that has not ended, and what to type",
+            words="UUID",
+            options=STACK,
+            examples=("tasks task_0f6c", "tasks task_0f6c --stack"),
         ),
         Command(
             "retry",
@@ -426,8 +434,8 @@ GROUPS: Mapping[str, str] = {
 SECTIONS: Mapping[str, Sequence[str]] = {
     "run": ("worker", "dashboard", "exporter", "relay"),
     "look": (
-        "queues", "workers", "tasks", "show", "result", "top", "events", "limits", "periodic",
-        "dead", "config", "doctor", "health", "completion",
+        "queues", "workers", "tasks", "show", "why", "result", "top", "events", "limits",
+        "periodic", "dead", "config", "doctor", "health", "completion",
     ),
     "act": (
         "send", "retry", "revoke", "flow", "pause", "resume", "purge", "control", "declare",

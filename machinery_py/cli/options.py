@@ -147,6 +147,7 @@ UNDECLARED: Options = (
     _switch("--undeclared", "instead of names: all that this application's code has dropped"),
 )
 MIGRATE: Options = (_switch("--sql", "print what would be run, and run nothing"),)
+STACK: Options = (_switch("--stack", "of a task that runs, also what its thread does now"),)
 YES: Options = (_switch("--yes -y", "do not ask"),)
 ANSWERS = _time("--timeout", "longest wait for answers; default: 2 s", 2.0)
 TERMINATE: Options = (

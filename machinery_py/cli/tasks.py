@@ -188,6 +188,13 @@ def show(server: Server, args: argparse.Namespace) -> int:
     return answer(args, {**_state_record(state), "message": message, "attempts": attempts}, text)
 
 
+def why(server: Server, args: argparse.Namespace) -> int:
+    """Run `machinery why`."""
+    found = server.inspect.why(args.rest[0], stack=args.stack)
+    lines = "\n".join(clean_lines(str(found)))
+    return answer(args, msgspec.to_builtins(found), lines)
+
+
 def _description(server: Server, report: TaskReport) -> str:
     state, signature, now = report.state, report.signature, server.now()
     error = f"{state.error_type}: {state.error}" if state.error_type and state.error else ""

@@ -1,7 +1,8 @@
 """`server.inspect`: reports on queues, workers, tasks and dead letters, and actions on them."""
 
 from machinery_py.backends.listings import Count
-from machinery_py.inspection.inspector import Inspector, typed, worker_hint
+from machinery_py.inspection.hints import typed, worker_hint
+from machinery_py.inspection.inspector import Inspector
 from machinery_py.inspection.limits import LimitReport, LimitRow, limit_rows
 from machinery_py.inspection.reports import (
     ChildTask,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime as dt
 import math
-import sys
 from collections.abc import Callable, Sequence
 
 from machinery_py.app import Application
@@ -39,9 +38,11 @@ from machinery_py.inspection.search import (
     states_of,
     summary,
 )
+from machinery_py.inspection.why import GROUP, AskWorkers, why
 from machinery_py.names import check_queue
 from machinery_py.revocation import purge
 from machinery_py.tasks.attempts import attempts_of
+from machinery_py.tasks.reasons import Why
 from machinery_py.tasks.states import State, TaskState
 from machinery_py.texts import get_logger, quoted
 from machinery_py.wire.signatures import decode_signature
@@ -55,50 +56,16 @@ NEWEST = 1_000  # that it looks through first
 MEMBERS = 1000  # of a group, whose states are read
 
 
-def worker_hint(app: Application, queue: str) -> tuple[str, str]:
-    """Return why nobody runs the tasks of a queue, and what to type; empty if somebody does."""
-    default = app.config.default_queue
-    queue = queue or default
-    broker = app.store.broker
-    try:
-        if queue in broker.paused():
-            return f"{queue!r} is paused", f"resume it: {typed(app, 'resume', queue)}"
-        if any(queue in worker.queues for worker in broker.workers()):
-            return "", ""
-    except MachineryError:
-        return "", ""
-    other = "" if queue == default else f"-Q {queue}"
-    return f"no worker on {queue!r}", f"start one: {typed(app, 'worker', other)}"
-
-
-def typed(app: Application, command: str, words: str = "", *, module: str = "") -> str:
-    """Return a command for this app as a person types it.
-
-    Args:
-        module: how the person named the app, if that is known.
-    """
-    start = app.program or "machinery"
-    named = "" if app.program else module or _module(app)
-    return " ".join(filter(None, (start, command, named, words)))
-
-
-def _module(app: Application) -> str:
-    """Return the application as the command line names it."""
-    unknown = "<your module>"
-    module = next((task.__module__ for task in app.registry), unknown)
-    if module == "__main__":
-        path = getattr(sys.modules["__main__"], "__file__", unknown)
-        module = path.rpartition("/")[2].removesuffix(".py")
-    return module
-
-
 class Inspector:
     """The methods of `server.inspect`; any thread may call them, and each has an `_async` twin."""
 
-    def __init__(self, app: Application, settle: Callable[[Application], object]) -> None:
-        """`settle`: settles the groups that are ready."""
+    def __init__(
+        self, app: Application, settle: Callable[[Application], object], ask: AskWorkers
+    ) -> None:
+        """Args: `settle` settles the groups that are ready; `ask` asks workers, by their names."""
         self._app = app
         self._settle = settle
+        self._ask = ask
 
     def queues(self) -> list[QueueReport]:
         """Return a report for each queue that has ever been used.
@@ -310,6 +277,22 @@ class Inspector:
         )
 
     task_async = twin(task)
+
+    def why(self, uuid: str, *, stack: bool = False, ask: bool = True) -> Why:
+        """Return what holds a task that has not ended; also of a group, by its whole UUID.
+
+        Args:
+            uuid: the start of it is enough.
+            stack: also what the thread of a task that runs does now.
+            ask: False: workers are not asked, which can take some seconds, and less is found.
+
+        Raises:
+            StateNotFound: nothing is known; a step of a workflow has no state before its turn.
+        """
+        uuid = uuid if uuid.startswith(GROUP) else self.find(uuid)
+        return why(self._app, self._ask if ask else None, uuid, stack=stack)
+
+    why_async = twin(why)
 
     def _waiting_body(self, state: TaskState) -> bytes:
         broker = self._app.store.broker

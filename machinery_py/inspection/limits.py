@@ -73,12 +73,11 @@ def limit_rows(reports: Iterable[LimitReport]) -> list[LimitRow]:
             rows.append(LimitRow(name=one.name, limit=text, option=option, changed=changed))
         for used in one.usage:
             rule = Rule(name=used.name, limit=used.limit, interval=used.interval)
-            options = options_of([rule])
             rows.append(
                 LimitRow(
                     name=one.name,
-                    limit=_text(options) or used.name,
-                    option=next(iter(options), used.name),
+                    limit=rule_text(rule),
+                    option=next(iter(options_of([rule])), used.name),
                     in_use=True,
                     key=used.key,
                     running=None if used.interval else used.running,
@@ -87,6 +86,11 @@ def limit_rows(reports: Iterable[LimitReport]) -> list[LimitRow]:
                 )
             )
     return rows
+
+
+def rule_text(rule: Rule) -> str:
+    """Return a rule as it is written in the code: `rate=5/s`."""
+    return _text(options_of([rule])) or rule.name
 
 
 def _text(options: Mapping[str, Any]) -> str:

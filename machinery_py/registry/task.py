@@ -17,9 +17,11 @@ from typing import (
     overload,
 )
 
+import msgspec
+
 from machinery_py.config.config import Config
 from machinery_py.limits.base import Rule
-from machinery_py.limits.settings import rules_of
+from machinery_py.limits.settings import RATE, rules_of
 from machinery_py.names import check_lock, check_queue, check_task, check_uuid
 from machinery_py.registry import unique_keys
 from machinery_py.registry.calls import Call
@@ -117,6 +119,22 @@ class Task(Generic[P, R]):
         self.is_guarded = bool(
             self.rules or self.settings.exclusive or self.settings.ack == "early"
         )
+
+    def rules_of(self, args: Sequence[Arg]) -> list[Rule]:
+        """Return its rules, each with the key of a call.
+
+        Raises:
+            ArgumentError: a key cannot be made of these arguments.
+        """
+        return [self._keyed(rule, args) for rule in self.rules]
+
+    def _keyed(self, rule: Rule, args: Sequence[Arg]) -> Rule:
+        option = "rate_key" if rule.name == RATE else "running_key"
+        how = getattr(self.settings, option)
+        if not how:
+            return rule
+        key = unique_keys.key_text(self.name, self.call, args, how, option)
+        return msgspec.structs.replace(rule, key=key)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function here and now; a Context parameter is not given by the caller."""

@@ -11,17 +11,26 @@ import time
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
+import msgspec
+
 from machinery_py.async_twins import twin
 from machinery_py.backends.base import Backend
 from machinery_py.call_threads import in_thread
 from machinery_py.clock import Clock, Seconds, timeout_of
-from machinery_py.errors import BackendUnavailable, ResultExpired, ResultTimeout, TaskFailed
+from machinery_py.errors import (
+    BackendUnavailable,
+    MachineryError,
+    ResultExpired,
+    ResultTimeout,
+    TaskFailed,
+)
 from machinery_py.results.waiter import LOOK_AGAIN, AsyncWaiter, AsyncWaiters
 from machinery_py.tasks.context import (
     check_time,
     waiting_for_tasks,
     waiting_for_tasks_async,
 )
+from machinery_py.tasks.reasons import Why
 from machinery_py.tasks.states import State, TaskState
 from machinery_py.tasks.workflow import result_value
 from machinery_py.texts import get_logger
@@ -48,6 +57,7 @@ class ResultSource(Protocol):
     def waiters(self) -> AsyncWaiters: ...
     def convert(self, name: str, value: Any) -> Any: ...
     def worker_hint(self, queue: str) -> tuple[str, str]: ...
+    def why(self, uuid: str, *, ask: bool) -> Why: ...
     def check_wait(self, result: Waitable[Any]) -> None: ...
     def revoke(self, uuids: Sequence[str]) -> None: ...
 
@@ -186,6 +196,24 @@ class Waitable(Generic[R]):
 
     is_finished_async = twin(is_finished)
 
+    def why(self, *, ask: bool = True) -> Why:
+        """Return what holds it now: of several tasks the first, and how many others there are.
+
+        Args:
+            ask: False: no worker is asked, which can take some seconds, and less is found.
+
+        Raises:
+            StateNotFound: nothing is known of it (any more).
+        """
+        try:
+            self._look()
+        except (TaskFailed, ResultExpired):
+            pass  # the state says it
+        held = self._holding()
+        return msgspec.structs.replace(self._source.why(held[0], ask=ask), others=len(held) - 1)
+
+    why_async = twin(why)
+
     def _read(self, uuids: Sequence[str]) -> dict[str, TaskState]:
         """Return the states; finished ones are asked for once."""
         missing = [uuid for uuid in uuids if uuid not in self._states]
@@ -242,6 +270,10 @@ class Waitable(Generic[R]):
         """Return the UUIDs whose end would change something."""
         raise AssertionError
 
+    def _holding(self) -> Sequence[str]:
+        """Return the UUIDs of the tasks that hold it after the last look, one at least."""
+        raise AssertionError
+
     def _describe(self) -> tuple[str, str, str]:
         """Return (what is waited for, its last known state, its queue), for texts."""
         raise AssertionError
@@ -280,11 +312,10 @@ class Wait:
         check_time()
         waited = self._clock.monotonic() - self._start
         if self._timeout is not None and waited >= self._timeout:
-            what, state, queue = self._waitable._describe()
-            hint, _ = self._waitable._source.worker_hint(queue)
+            what, state, _ = self._waitable._describe()
             raise ResultTimeout(
                 f"no result of {what} after {self._timeout:.1f} s; last state {state}"
-                f"{', ' + hint if hint else ''}"
+                f"{self._reasons()}"
             )
         if not self._warned and waited >= WARN_AFTER:
             self._warned = True
@@ -295,11 +326,20 @@ class Wait:
         remaining = LOOK_AGAIN if self._timeout is None else min(LOOK_AGAIN, self._timeout - waited)
         return remaining if self._warned else min(remaining, WARN_AFTER - waited)
 
+    def _reasons(self) -> str:
+        """Say what holds it, without asking workers: the time is up."""
+        try:
+            reasons = self._waitable.why(ask=False).reasons
+        except MachineryError:  # its store is away, or forgot it: the timeout is what is raised
+            return ""
+        return "".join(f", {one.text}" for one in reasons[:2])
+
 
 class PartialChain(Protocol):
     """Part of a ChainResult that its steps need."""
 
     def _is_past(self, step: AsyncResult[Any]) -> bool: ...
+    def _holding(self) -> Sequence[str]: ...
 
 
 class AsyncResult(Waitable[R]):
@@ -369,6 +409,15 @@ class AsyncResult(Waitable[R]):
         return (self.uuid,)
 
     _tasks = _awaited
+
+    def _holding(self) -> Sequence[str]:
+        if self._chain is None:
+            return (self.uuid,)
+        try:
+            is_past = self._chain._is_past(self)
+        except TaskFailed:  # of a step before it
+            is_past = False
+        return (self.uuid,) if is_past else self._chain._holding()
 
     def _describe(self) -> tuple[str, str, str]:
         state = self._read([self.uuid]).get(self.uuid)

@@ -176,6 +176,9 @@ class GroupResult(Waitable[R]):
     def _awaited(self) -> Sequence[str]:
         return self._open
 
+    def _holding(self) -> Sequence[str]:
+        return self._open or self._uuids
+
     def _describe(self) -> tuple[str, str, str]:
         done = len(self._uuids) - sum(uuid not in self._states for uuid in self._uuids)
         return (
@@ -334,6 +337,10 @@ class ChainResult(Waitable[R]):
         if isinstance(self.steps[at], GroupResult) and isinstance(self._after(), AsyncResult):
             at += 1
         return (*self.steps[at]._awaited(), *last._awaited())
+
+    def _holding(self) -> Sequence[str]:
+        step = self.steps[min(self._at, len(self.steps) - 1)]
+        return (step.uuid,) if isinstance(step, AsyncResult) else step._holding()
 
     def _describe(self) -> tuple[str, str, str]:
         current = self.steps[min(self._at, len(self.steps) - 1)]

@@ -13,8 +13,6 @@ import functools
 import random
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from machinery_py.brokers.base import WAITING, Fate, mark_of
 from machinery_py.call_threads import CallThreads
 from machinery_py.errors import (
@@ -26,10 +24,10 @@ from machinery_py.errors import (
 )
 from machinery_py.limits.base import Rule
 from machinery_py.limits.keeper import SlotLease
-from machinery_py.limits.settings import EXCLUSIVE, RATE, scope_of
+from machinery_py.limits.settings import EXCLUSIVE, scope_of
 from machinery_py.locks.named import LockLease
 from machinery_py.registry.outcomes import Failed
-from machinery_py.registry.unique_keys import key_text, lock_name, owner
+from machinery_py.registry.unique_keys import lock_name, owner
 from machinery_py.stores.base import Settlement
 from machinery_py.tasks.signature import HEADER_REST, HEADER_UNIQUE_START
 from machinery_py.texts import get_logger
@@ -87,7 +85,7 @@ class ExecutionGuard:
         settings = one.settings
         try:
             name = self._lock_name(one) if settings.exclusive else ""
-            rules = [self._keyed(rule, one) for rule in self._task.rules]
+            rules = self._task.rules_of(one.signature.args)
             stop = self._await_turn(one, rules, name, on_lost)
             if stop is None and settings.exclusive:
                 stop = self._lock(one, rules, name, on_lost)
@@ -142,14 +140,6 @@ class ExecutionGuard:
     def _lock_name(self, one: Execution) -> str:
         task, how = self._task, one.settings.exclusive_key
         return lock_name(task.name, task.call, one.signature.args, how, owner=self._owner)
-
-    def _keyed(self, rule: Rule, one: Execution) -> Rule:
-        task, option = self._task, "rate_key" if rule.name == RATE else "running_key"
-        how = getattr(task.settings, option)
-        if not how:
-            return rule
-        key = key_text(task.name, task.call, one.signature.args, how, option)
-        return msgspec.structs.replace(rule, key=key)
 
     def _await_turn(
         self, one: Execution, rules: Sequence[Rule], lock: str, on_lost: Callable[[], object]
