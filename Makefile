@@ -27,7 +27,7 @@ WORKERS ?= 3
 
 # Pure tests: no server, no file, no waiting.
 QUICK := tests/config tests/inspection tests/registry tests/tasks tests/values tests/wire \
-	tests/connections/redis/test_slots.py tests/schedules/test_timetable.py tests/worker/test_refusals.py \
+	tests/connections/redis/test_tags.py tests/schedules/test_timetable.py tests/worker/test_refusals.py \
 	$(patsubst %,tests/test_%.py,app architecture events loops names public_api queues texts)
 
 .PHONY: demo quick store test check lint types mypy pyright unit chaos matrix platforms docs bench clean

@@ -37,7 +37,7 @@ STORES: dict[str, Known] = {
     "mongodb": Known("mongo", frozenset({"mongodb_server"})),
     "postgresql": Known("postgres", frozenset({"postgres_url"})),
     "sqlite": Known("sqlite"),
-    "cluster": Known("cluster", frozenset({"redis_cluster", "redis_node"})),
+    "cluster": Known("cluster", frozenset({"redis_cluster"})),
     "redis": Known("redis(?!_?cluster)", frozenset({"redis_server", "redis_sentinels"})),
     "memory": Known("memory"),
 }

@@ -135,11 +135,6 @@ def sending_key(claim: str, token: str) -> str:
     return f"unique {claim} {token}"
 
 
-def claim_of(key: str) -> str | None:
-    """The claim of a `sending_key`."""
-    return key[7:].rpartition(" ")[0] if key.startswith("unique ") else None
-
-
 class Verdict(msgspec.Struct, frozen=True, gc=False):
     """Result of a settlement. Compare with SETTLED, ALREADY, FENCED and CONFLICT."""
 

@@ -6,7 +6,7 @@
     rediss://host                         with TLS (Go turns it on in code only)
     redis+socket://secret@/run/redis.sock:/1
     redis://secret@h1,h2/0?master_name=m  sentinels (port 26379), and the master that they watch
-    redis://secret@h1,h2,h3/0             some nodes of a Redis Cluster, which name the others
+    redis://secret@h1,h2,h3/0?tag=shop    some nodes of a Redis Cluster, which name the others
     amqp://user:secret@host:5672/vhost    a missing part is Go's default: guest:guest, 5672, vhost /
     amqps://host/vhost                    with TLS, port 5671
     mongodb://user:secret@h1:27017,h2/database?replicaSet=rs0&w=majority
@@ -67,10 +67,17 @@ def _filled(text: str) -> str:
     return text
 
 
-FILE, NAME, SECRET = (
+def _tag(text: str) -> str:
+    if not text or "{" in text or "}" in text:
+        raise ValueError(text)
+    return text
+
+
+FILE, NAME, SECRET, TAG = (
     OptionKind(_filled, "a path"),
     OptionKind(_filled, "a name"),
     OptionKind(_filled, "a text"),
+    OptionKind(_tag, "a name without { and }"),
 )
 
 
@@ -104,6 +111,7 @@ REDIS_OPTIONS: Mapping[str, UrlOption] = {
     "master_name": UrlOption("the hosts are sentinels that watch this master", "", NAME),
     "sentinel_username": UrlOption("user at the sentinels", "", NAME, is_secret=True),
     "sentinel_password": UrlOption("password at the sentinels", "", SECRET, is_secret=True),
+    "tag": UrlOption("hash tag of all keys in a cluster; default: `machinery`", "", TAG),
 }
 AMQP_OPTIONS: Mapping[str, UrlOption] = {
     "heartbeat": UrlOption(
@@ -212,6 +220,7 @@ class RedisUrl(_ServerUrl):
         hosts: (name, port) of each; empty with a socket.
         path: of the Unix socket, or "".
         master_name: the hosts are sentinels, and this is the master that they watch; else "".
+        tag: the hash tag of all keys in a cluster, or "".
     """
 
     hosts: tuple[tuple[str, int], ...] = ()
@@ -220,6 +229,7 @@ class RedisUrl(_ServerUrl):
     master_name: str = ""
     sentinel_username: str = ""
     sentinel_password: str = field(default="", repr=False)
+    tag: str = ""
 
     @property
     def is_cluster(self) -> bool:

@@ -1,4 +1,4 @@
-"""Limits in Redis: one script for all rules of a run. In a cluster each scope is in one slot.
+"""Limits in Redis: one script for all rules of a run.
 
 Keys: connections/redis/keys.py. The time is the server's.
 
@@ -16,11 +16,8 @@ from typing import Any
 import msgspec
 
 from machinery_py.connections.redis.client import RedisDriver
-from machinery_py.connections.redis.cluster import RedisClusterDriver
-from machinery_py.connections.redis.keys import LIMITS
-from machinery_py.connections.redis.requests import script_at
+from machinery_py.connections.redis.keys import LIMITS, quoted
 from machinery_py.connections.redis.scripts import Folder, Script, pack
-from machinery_py.connections.redis.slots import quoted
 from machinery_py.errors import MachineryError
 from machinery_py.limits import rules as pure
 from machinery_py.limits.base import (
@@ -87,8 +84,7 @@ class RedisLimits(AskedLimits):
         self._clock = driver.clock
         self._noted: dict[str, float] = {}  # scope → monotonic second
 
-    def _run(self, script: Script, scope: str, *values: object) -> Any:
-        """Run the script where the keys of this scope are."""
+    def _run(self, script: Script, *values: object) -> Any:
         return self._driver.run(script, self._driver.now(), *values)
 
     def _ask(self, *parts: bytes, doing: str) -> Any:
@@ -104,7 +100,7 @@ class RedisLimits(AskedLimits):
     def _enter_all(self, askings: Sequence[Asking]) -> list[Admission]:
         for scope in {one.scope for one in askings}:
             self._note(scope)  # first, so that `read` finds every slot
-        replies = self._run(ENTER, askings[0].scope, list(map(_packed, askings)))
+        replies = self._run(ENTER, list(map(_packed, askings)))
         return list(map(_admission, askings, replies))
 
     def renew(self, held: Sequence[Slot], *, ttl: float) -> list[bool | None]:
@@ -121,7 +117,7 @@ class RedisLimits(AskedLimits):
     def _change_slots(self, script: Script, ttl: int, slots: Sequence[Slot]) -> list[bool | None]:
         if not slots:
             return []
-        return [bool(done) for done in self._run(script, slots[0].scope, ttl, _rows(slots))]
+        return [bool(done) for done in self._run(script, ttl, _rows(slots))]
 
     def change(self, scope: str, rules: Sequence[Rule]) -> None:
         scope = stored_name(scope)
@@ -167,53 +163,12 @@ class RedisLimits(AskedLimits):
         return [one for one in reports if one.changed or one.usage]
 
     def _report(self, scope: str) -> ScopeReport:
-        now, changed, *found = self._run(READ, scope, _tag(scope), pure.MOST_REPORTED)
+        now, changed, *found = self._run(READ, _tag(scope), pure.MOST_REPORTED)
         records = {
             key.decode(): _decode_record(record)
             for key, record in zip(found[::2], found[1::2], strict=True)
         }
         return pure.report(scope, _rules_of(changed), records, int(now))
-
-
-class ClusterLimits(RedisLimits):
-    """Keys in a cluster, which belongs to its creator."""
-
-    asks_together = False  # a node that is away would delay those of other nodes
-
-    def __init__(self, cluster: RedisClusterDriver) -> None:
-        self._cluster = cluster
-        self._clock = cluster.clock
-        self._noted = {}
-
-    def _run(self, script: Script, scope: str, *values: object) -> Any:
-        call = _prefix(scope), (self._cluster.now(), *values)
-        return self._cluster.run(script, [call])[0]
-
-    def _ask(self, *parts: bytes, doing: str) -> Any:
-        return self._cluster.command(*parts, doing=doing)
-
-    def enter_all(self, entrants: Sequence[Entrant]) -> list[Admission]:
-        return AskedLimits.enter_all(self, entrants)  # each scope is in a slot of its own
-
-    def _change_slots(self, script: Script, ttl: int, slots: Sequence[Slot]) -> list[bool | None]:
-        """Change all at once. The slots of a node that does not answer are None."""
-        by_scope: dict[str, list[Slot]] = {}
-        for slot in slots:
-            by_scope.setdefault(slot.scope, []).append(slot)
-        now = self._cluster.now()
-        requests = {
-            scope: script_at(_prefix(scope), script, pack((now, ttl, _rows(some))))
-            for scope, some in by_scope.items()
-        }
-        try:
-            self._cluster.ask(list(requests.values()), doing=script.doing, away=script.away)
-        except MachineryError as error:
-            if script is LEAVE or all(one.reply is None for one in requests.values()):
-                raise
-            logger.warning("some slots of limits could not be renewed: %s", error)
-        replies = {scope: iter(one.reply or ()) for scope, one in requests.items()}
-        answers = (next(replies[slot.scope], None) for slot in slots)
-        return [None if one is None else bool(one) for one in answers]
 
 
 def _packed(asking: Asking) -> tuple[object, ...]:

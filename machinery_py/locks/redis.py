@@ -1,4 +1,4 @@
-"""Locks in Redis, and Go's locks. In a cluster each name is in a slot of its own.
+"""Locks in Redis, and Go's locks.
 
 Limits: a server that loses its last writes (no AOF, a failover) forgets which names are held; a
 resource sees that by the fence.
@@ -8,26 +8,17 @@ from __future__ import annotations
 
 import datetime as dt
 import secrets
-from collections.abc import Callable
 
 from machinery_py.connections.redis.client import RedisDriver
-from machinery_py.connections.redis.cluster import RedisClusterDriver, SlotDriver
 from machinery_py.connections.redis.keys import encoded
 from machinery_py.connections.redis.scripts import Folder
-from machinery_py.connections.redis.slots import quoted
 from machinery_py.fences import LATEST
 from machinery_py.locks.base import GoLock, Lock, LockHolding
-
-# Milliseconds beyond the lock; a clock that is set back by more gives a smaller fence.
-FENCE_LIFE = 86_400_000
 
 _lua = Folder("locks/lua", {"LATEST": LATEST})
 ACQUIRE = _lua.script("acquire", "taking a lock")
 RENEW = _lua.script("change", "renewing a lock")
 RELEASE = _lua.script("change", "releasing a lock")
-ACQUIRE_IN_CLUSTER = Folder("locks/lua/cluster").script(
-    "acquire", "taking a lock", FENCE_LIFE=FENCE_LIFE
-)
 
 
 class RedisLock(Lock):
@@ -36,54 +27,25 @@ class RedisLock(Lock):
     def __init__(self, driver: RedisDriver) -> None:
         self._driver = driver
 
-    def _at(self, name: str) -> tuple[RedisDriver, str]:
-        """Return the driver for this name, and the name as the keys have it."""
-        return self._driver, name
-
     def acquire(self, name: str, *, ttl: float) -> LockHolding | None:
-        token = secrets.token_hex(16)
-        driver, quoted_name = self._at(name)
+        token, driver = secrets.token_hex(16), self._driver
         expires_at = driver.clock.now() + dt.timedelta(seconds=ttl)
-        fence = self._take(driver, quoted_name, token, _millis(ttl))
+        fence: int | None = driver.run(ACQUIRE, driver.now(), name, token, _millis(ttl))
         if fence is None:
             return None
         return LockHolding(name=name, token=token, fence=fence, expires_at=expires_at)
 
-    def _take(self, driver: RedisDriver, name: str, token: str, ms: int) -> int | None:
-        fence: int | None = driver.run(ACQUIRE, driver.now(), name, token, ms)
-        return fence
-
     def renew(self, held: LockHolding, *, ttl: float) -> bool:
-        driver, name = self._at(held.name)
-        return bool(driver.run(RENEW, name, held.token, _millis(ttl)))
+        return bool(self._driver.run(RENEW, held.name, held.token, _millis(ttl)))
 
     def release(self, held: LockHolding) -> bool:
-        driver, name = self._at(held.name)
-        return bool(driver.run(RELEASE, name, held.token, 0, again=False))
+        return bool(self._driver.run(RELEASE, held.name, held.token, 0, again=False))
 
     def go(self) -> RedisGoLock:
-        return RedisGoLock(lambda key: self._driver)
+        return RedisGoLock(self._driver)
 
     def close(self) -> None:
-        pass  # driver or cluster belongs to its creator
-
-
-class ClusterLock(RedisLock):
-    """Keys in a cluster, which belongs to its creator."""
-
-    def __init__(self, cluster: RedisClusterDriver) -> None:
-        self._cluster = cluster
-
-    def _at(self, name: str) -> tuple[RedisDriver, str]:
-        name = quoted(name)
-        return SlotDriver(self._cluster, f"mpy:{{{name}}}:".encode()), name
-
-    def _take(self, driver: RedisDriver, name: str, token: str, ms: int) -> int | None:
-        fence: int | None = driver.run(ACQUIRE_IN_CLUSTER, driver.now(), name, token, ms)
-        return fence
-
-    def go(self) -> RedisGoLock:
-        return RedisGoLock(lambda key: SlotDriver(self._cluster, key))
+        pass  # the driver belongs to its creator
 
 
 class RedisGoLock(GoLock):
@@ -93,13 +55,12 @@ class RedisGoLock(GoLock):
     an error. Here the first is held for a millisecond, the second not at all.
     """
 
-    def __init__(self, driver_of: Callable[[bytes], RedisDriver]) -> None:
-        """`driver_of`: the driver for a key."""
-        self._driver_of = driver_of
+    def __init__(self, driver: RedisDriver) -> None:
+        self._driver = driver
 
     def lock(self, key: str, until: int) -> bool:
         name, value = encoded(key), b"%d" % (until - 1)
-        driver = self._driver_of(name)
+        driver = self._driver
         now = round(driver.clock.now().timestamp() * 1e6) * 1000
         left = until - now
         if left < 0:

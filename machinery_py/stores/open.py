@@ -40,6 +40,7 @@ class FamilyOptions(msgspec.Struct, frozen=True, kw_only=True):
     separator: str = ""  # between several URLs
     strategy: str = "round-robin"  # in `failover.STRATEGIES`
     strict_durability: bool = False
+    go_program: str = ""  # that shares schedules with this one
     redis: RedisConfig = RedisConfig()
     amqp: AMQPConfig = AMQPConfig()
     default_queue: str = "machinery_tasks"
@@ -249,6 +250,7 @@ def _family_options(config: Config, clock: Clock) -> FamilyOptions:
         separator=config.multiple_broker_separator,
         strategy=config.broker_failover_strategy,
         strict_durability=config.strict_durability,
+        go_program=config.go_program,
         redis=config.redis,
         amqp=config.amqp,
         mongodb=config.mongodb,

@@ -1,33 +1,28 @@
 """`redis://`, `rediss://`, `redis+socket://`: broker and backend on one Redis, or in one cluster.
 
-On one Redis each batch is one script, and one round trip. A delivery is removed from this session's
+Each batch is one script, and one round trip. A delivery is removed from this session's
 hold before anything is written for it. If it was not there, the lease is lost: that is lease,
 acknowledgement and fence at once. The steps and their crash points:
 docs/explanation/redis-protocol.md.
 
-In a cluster the message is in the slot of its queue, the state in the slot of its task; the steps
-are those of outbox.py (docs/explanation/redis-cluster.md).
+In a cluster all keys are on one master, and nothing else differs: connections/redis/cluster.py.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 
-import msgspec
 import redis as _redis  # noqa: F401 – the drivers load it when they connect, and a fork may come in between there
 
 from machinery_py.backends.base import CONFLICT, Verdict
 from machinery_py.backends.redis.backend import VERDICTS, RedisBackend
-from machinery_py.backends.redis.cluster import ClusterBackend
 from machinery_py.backends.redis.documents import Changes, new_state, packed_states
 from machinery_py.backends.redis.scripts import CONSTANTS as STATES
 from machinery_py.bounds import STEP_BYTES, STEP_ITEMS, TOKEN_LIFE
-from machinery_py.brokers.base import Delivery, Fate, Message, mark_of
+from machinery_py.brokers.base import Delivery, Fate, mark_of
 from machinery_py.brokers.entries import RETRY_MARK, SET_BACK, ClockWatch
 from machinery_py.brokers.redis.broker import RedisBroker
-from machinery_py.brokers.redis.cluster import ClusterBroker, is_usable
 from machinery_py.brokers.redis.consumer import RedisConsumer, end_of
 from machinery_py.brokers.redis.messages import (
     Queues,
@@ -38,20 +33,20 @@ from machinery_py.brokers.redis.messages import (
     packed_limits,
 )
 from machinery_py.brokers.redis.scripts import CONSTANTS as MESSAGES
-from machinery_py.clock import Clock, micros
+from machinery_py.clock import micros
 from machinery_py.config.sections import RedisConfig
 from machinery_py.config.server_urls import BadUrl, parse_redis_url
 from machinery_py.config.urls import redact, split_urls
 from machinery_py.connections.failover import strategy_named
 from machinery_py.connections.redis.client import RedisDriver
-from machinery_py.connections.redis.cluster import RedisClusterDriver
+from machinery_py.connections.redis.cluster import ClusterDriver
 from machinery_py.connections.redis.discovery import Servers
 from machinery_py.connections.redis.keys import OPEN, encoded, queue_keys
 from machinery_py.connections.redis.pool import PoolLimits
 from machinery_py.connections.redis.scripts import Folder, pack
 from machinery_py.errors import BrokerUnavailable, ConfigError, PublishUnknown
-from machinery_py.limits.redis import ClusterLimits, RedisLimits
-from machinery_py.locks.redis import ClusterLock, RedisLock
+from machinery_py.limits.redis import RedisLimits
+from machinery_py.locks.redis import RedisLock
 from machinery_py.names import is_made
 from machinery_py.stores.base import (
     Firing,
@@ -64,7 +59,6 @@ from machinery_py.stores.base import (
     disposal_of,
 )
 from machinery_py.stores.open import Family, FamilyOptions
-from machinery_py.stores.outbox import TwoStores
 from machinery_py.stores.redis_steps import StagedSteps
 from machinery_py.tasks.states import State
 from machinery_py.wire.decode import known_fields
@@ -81,8 +75,6 @@ NEW = _lua.script("new", "publishing", TOKEN_LIFE=TOKEN_LIFE)
 SUBMIT = _lua.script("submit", "publishing", TOKEN_LIFE=TOKEN_LIFE)
 SETTLE = _lua.script("settle", "settling")
 FIRE = _lua.script("fire", "settling a group or a task")
-
-_pack = msgspec.json.Encoder().encode
 
 
 class RedisStore(Store):
@@ -305,22 +297,8 @@ class RedisSession(Session):
         return verdicts
 
 
-class ClusterStore(TwoStores):
-    """A broker and a backend in one cluster."""
-
-    def __init__(self, broker: ClusterBroker, backend: ClusterBackend, clock: Clock) -> None:
-        super().__init__(broker, backend, clock)
-        self._messages = broker
-
-    def put(self, messages: Sequence[Message]) -> None:
-        """Put each message under a name of its own: a repeat of an outbox puts nothing twice."""
-        self._messages.put_once(
-            [(f"out {hashlib.sha1(_pack(message)).hexdigest()}", message) for message in messages]
-        )
-
-
 def open_redis(url: str, options: FamilyOptions) -> Family:
-    """Return the stores of a cluster, if URL or configuration say so, else of one server.
+    """Return the stores in a cluster, if URL or configuration say so, else on one server.
 
     Raises:
         ConfigError: URL and options make no sense, alone or together.
@@ -332,7 +310,9 @@ def open_redis(url: str, options: FamilyOptions) -> Family:
     except BadUrl as error:
         raise ConfigError(f"{shown}: {error}") from None
     if not options.redis.cluster_mode and not any(one.is_cluster for one in parsed):
-        return RedisFamily(url, options)
+        if any(one.tag for one in parsed):
+            raise ConfigError(f"{shown}: option 'tag' is for a cluster (see redis.cluster_mode)")
+        return RedisFamily(url, options, _driver(url, options))
     if len(parsed) > 1:
         raise ConfigError(
             f"{shown}: found several URLs (a cluster is one URL that lists some of its nodes: redis://h1,h2,h3)"
@@ -342,30 +322,23 @@ def open_redis(url: str, options: FamilyOptions) -> Family:
             f"{shown}: redis.cluster_mode: a cluster has no sentinels, no socket, and database 0 "
             "only"
         )
-    key = options.redis.delayed_tasks_key
-    if not is_usable(key):
+    if options.go_program:
         raise ConfigError(
-            f"redis.delayed_tasks_key: {key!r} cannot be used in a cluster "
-            "(expected a name without braces, or with one {…} in it)"
+            f"{shown}: go_program: in a Redis Cluster our keys have a hash tag, which Go's keys "
+            "have not: the two would not see each other (take one Redis, or sentinels)"
         )
-    return RedisClusterFamily(url, options)
+    return RedisFamily(url, options, _cluster_driver(url, options))
 
 
 class RedisFamily(Family):
-    """Stores on one server, connected at the first use."""
+    """Stores on the driver's server, connected at the first use."""
 
     keeps_time = True
 
-    def __init__(self, url: str, options: FamilyOptions) -> None:
+    def __init__(self, url: str, options: FamilyOptions, driver: RedisDriver) -> None:
         super().__init__(url, options)
-        self._driver = RedisDriver(
-            clock=options.clock,
-            timeout=options.timeout,
-            servers=_servers(url, options),
-            strict=options.strict_durability,
-            limits=_limits_of(options.redis),
-        )
-        self.clock = self._driver.clock
+        self._driver = driver
+        self.clock = driver.clock
 
     def broker(self) -> RedisBroker:
         return RedisBroker(self._driver, lease=self.options.lease)
@@ -386,42 +359,27 @@ class RedisFamily(Family):
         self._driver.close()
 
 
-class RedisClusterFamily(Family):
-    """Stores in one cluster, connected at the first use."""
+def _driver(url: str, options: FamilyOptions) -> RedisDriver:
+    return RedisDriver(
+        clock=options.clock,
+        timeout=options.timeout,
+        servers=_servers(url, options),
+        strict=options.strict_durability,
+        limits=_limits_of(options.redis),
+    )
 
-    keeps_time = True
 
-    def __init__(self, url: str, options: FamilyOptions) -> None:
-        super().__init__(url, options)
-        redis = options.redis
-        self._cluster = RedisClusterDriver(
-            url,
-            clock=options.clock,
-            timeout=options.timeout,
-            connect_timeout=redis.connect_timeout or math.inf,
-            client_name=redis.client_name or "machinery",
-            strict=options.strict_durability,
-            limits=_limits_of(redis),
-        )
-        self.clock = self._cluster.clock
-
-    def broker(self) -> ClusterBroker:
-        return ClusterBroker(self._cluster, lease=self.options.lease)
-
-    def backend(self) -> ClusterBackend:
-        return ClusterBackend(self._cluster, expire_in=self.options.expire_in)
-
-    def lock(self) -> ClusterLock:
-        return ClusterLock(self._cluster)
-
-    def limits(self) -> ClusterLimits:
-        return ClusterLimits(self._cluster)
-
-    def together(self) -> ClusterStore:
-        return ClusterStore(self.broker(), self.backend(), self.options.clock)
-
-    def close(self) -> None:
-        self._cluster.close()
+def _cluster_driver(url: str, options: FamilyOptions) -> ClusterDriver:
+    redis = options.redis
+    return ClusterDriver(
+        url,
+        clock=options.clock,
+        timeout=options.timeout,
+        connect_timeout=redis.connect_timeout or math.inf,
+        client_name=redis.client_name or "machinery",
+        strict=options.strict_durability,
+        limits=_limits_of(redis),
+    )
 
 
 def _limits_of(redis: RedisConfig) -> PoolLimits:

@@ -88,7 +88,7 @@ def stored(items: Iterable[StoredItem], *, shared: bool | None = None) -> str:
     return "\n".join(lines)
 
 
-_REDIS = (*redis_keys.ITEMS, *redis_keys.ONE_SERVER)
+_REDIS = redis_keys.ITEMS
 _RABBITMQ = rabbitmq_queues.BROKER
 
 # Messages
@@ -150,7 +150,6 @@ DRAWN: Mapping[str, Callable[[], str]] = {
     "group": lambda: _json(encode_group(GROUP)),
     "redis keys of Go": lambda: stored(_REDIS, shared=True),
     "redis keys": lambda: stored(_REDIS, shared=False),
-    "redis cluster keys": lambda: stored(redis_keys.CLUSTER),
     "rabbitmq queues of Go": lambda: stored(_RABBITMQ, shared=True),
     "rabbitmq queues": lambda: stored(_RABBITMQ, shared=False),
     "rabbitmq result queues": lambda: stored(rabbitmq_queues.RESULT_BACKEND),

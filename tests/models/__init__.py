@@ -8,10 +8,7 @@
                    (backends/redis/lua/changes.lua)
     backend.py     of backends/redis/scripts.py
     settlement.py  of stores/redis.py
-    cluster.py     of backends/redis/cluster_scripts.py and brokers/redis/scripts.py: changes,
-                   effects and queues
     beside.py      runs script and model with the same arguments, and compares all that can be seen
-    slots.py       the same in a cluster, where a step stays in one slot
 
 The models hold what a crash or a race must not break: delivery, settlement, changes of states. The
 conformance suites hold listings, locks, schedules and claims.

@@ -37,15 +37,11 @@ def apply(
 def begin(
     redis: Redis,
     now: str,
-    key: str | int,
+    key: str,
     deliveries: Sequence[tuple[str, int]],
-    others: int = 0,
 ) -> object:
     begun: list[object] = []
-    if isinstance(key, str):
-        first = redis.fences(key, len(deliveries), int(now))
-    else:
-        first = max(key, int(now)) + others
+    first = redis.fences(key, len(deliveries), int(now))
     for index, (uuid, run) in enumerate(deliveries):
         row = row_of(redis, Batch(), uuid)
         retried = row.state is not None and row.run == run and row.state.state is State.RETRY
@@ -129,12 +125,6 @@ def stretch(
         if not at or (score, member) < (int(at), uuid)
     ]
     return [row for row in rows[:size] if int(row[1]) >= low]
-
-
-def newest(redis: Redis, keys: Sequence[str], at: str, uuid: str, low: float, size: int) -> object:
-    return [
-        [word for row in stretch(redis, key, at, uuid, low, size) for word in row] for key in keys
-    ]
 
 
 def find(

@@ -249,7 +249,6 @@ class BackendMachine(StateRules):
     ) -> None:
         at, uuid = ("", "") if behind is None else (str(self.now + behind[0] * 500_000), behind[1])
         place = sets, at, uuid, self.now + low * 500_000, size
-        self.run(redis_scripts.NEWEST, backend.newest, *place)
         self.run(redis_scripts.FIND, backend.find, *place, limit, words, name, reading=rows_last)
 
     @rule(rows=st.lists(st.tuples(Task, Expire), max_size=2, unique_by=lambda row: row[0]))

@@ -124,7 +124,6 @@ def claim(
     client: str,
     will_sleep: bool,
     noted: bool,
-    apart: bool,
     timed: bool,
     fences: str,
     highest: Sequence[int],
@@ -138,7 +137,7 @@ def claim(
         if noted:
             number = client.partition(".")[0]
             redis.remove(prefix + "v", number)
-            if apart or len(queues) > 1:
+            if len(queues) > 1:
                 redis.remove(prefix + "w", number)
     if not is_registered(redis, session, queues):
         for queue in queues:
@@ -172,7 +171,7 @@ def claim(
             )
     if will_sleep and not found:
         for place, queue in enumerate(queues):
-            away = not paused[place] and (apart or place + 1 != blocking_queue)
+            away = not paused[place] and place + 1 != blocking_queue
             note_idle(redis, queue, client, away=away)
     rows = [(places[place], *rest) for place, *rest in found]
     blocking_queue = places[blocking_queue - 1] + 1 if blocking_queue else 0

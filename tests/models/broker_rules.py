@@ -90,7 +90,6 @@ class Arrivals(ScriptMachine):
         number=st.sampled_from(CONNECTIONS),
         will_sleep=st.booleans(),
         noted=st.booleans(),
-        apart=st.booleans(),
         timed=st.booleans(),
         known=st.sampled_from([0, 0, 0, 7]),
     )
@@ -104,7 +103,6 @@ class Arrivals(ScriptMachine):
         number: str,
         will_sleep: bool,
         noted: bool,
-        apart: bool,
         timed: bool,
         known: int = 0,
     ) -> None:
@@ -123,7 +121,6 @@ class Arrivals(ScriptMachine):
             number,
             will_sleep,
             noted,
-            apart,
             timed,
             "mpy:fence",
             [known] * len(keys),
@@ -134,7 +131,7 @@ class Arrivals(ScriptMachine):
     def a_session_gets_messages(self, passed: int, session: str, messages: list[Any]) -> None:
         self.register(passed, session, list(self.names))
         self.put(0, "", messages, None)
-        self.claim(0, session, list(self.names), 5, [], "11", False, False, False, True)
+        self.claim(0, session, list(self.names), 5, [], "11.a", False, False, True)
 
     @rule(passed=Passed, session=Session1, pick=Pick)
     def a_session_dies(self, passed: int, session: str, pick: int) -> None:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from machinery_py.backends.redis.documents import _lines, state_of
-from machinery_py.connections.redis.slots import unquoted
 from machinery_py.tasks.states import TaskState, advance
 from machinery_py.wire.states import encode_state
 from tests.models.redis import Hash, Redis, WrongType, Zset
@@ -67,13 +66,8 @@ class Change:
 
 @dataclass
 class Batch:
-    """What one script has decided, and has to note at its end.
+    """What one script has decided, and has to note at its end."""
 
-    Attributes:
-        may_fire: in a cluster another rule tells whether Go has a group.
-    """
-
-    may_fire: Callable[[Redis, str], bool] | None = None
     rows: dict[str, Row] = field(default_factory=dict)
     fires: set[str] = field(default_factory=set)
     listed: dict[str, str] = field(default_factory=dict)
@@ -156,7 +150,7 @@ def is_of(text: str, uuid: str, field: str) -> bool:
         found = json.loads(text.encode("latin-1"))[field]
     except (ValueError, KeyError, TypeError):
         return False
-    return found.encode().decode("latin-1") in (uuid, unquoted(uuid))
+    return found.encode().decode("latin-1") == uuid
 
 
 # Tasks
@@ -221,7 +215,7 @@ def decide(redis: Redis, batch: Batch, change: Change) -> tuple[str, Plan]:
         elif decides:
             return "f", []
     if change.fires:
-        if change.fires in batch.fires or not (batch.may_fire or may_fire)(redis, change.fires):
+        if change.fires in batch.fires or not may_fire(redis, change.fires):
             return "f", []
         batch.fires.add(change.fires)
     for group, _ in change.groups:

@@ -6,10 +6,6 @@ import pytest
 
 from tests.models.backend_rules import BackendMachine, SettlementMachine
 from tests.models.broker_rules import BrokerMachine
-from tests.models.cluster_rules import (
-    ClusterBackendMachine,
-    ClusterQueueMachine,
-)
 from tests.models.machine import EXAMPLES, run_machine
 from tests.support.servers import RedisServer
 
@@ -28,13 +24,3 @@ def test_backend_scripts_equal_their_models(empty_redis: RedisServer) -> None:
 
 def test_settlement_scripts_equal_their_models(empty_redis: RedisServer) -> None:
     run_machine(SettlementMachine, empty_redis, examples=60, steps=30)
-
-
-def test_cluster_backend_scripts_equal_their_models(
-    redis_node: RedisServer,
-) -> None:
-    run_machine(ClusterBackendMachine, redis_node, examples=40, steps=20)
-
-
-def test_cluster_queue_scripts_equal_their_models(redis_node: RedisServer) -> None:
-    run_machine(ClusterQueueMachine, redis_node, examples=25, steps=25)

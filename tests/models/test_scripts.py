@@ -17,7 +17,6 @@ from redis.exceptions import ResponseError
 
 import machinery_py
 from machinery_py.backends.base import Rider
-from machinery_py.backends.redis import cluster_scripts as cluster
 from machinery_py.backends.redis import scripts as backend
 from machinery_py.backends.redis.documents import Changes
 from machinery_py.brokers.redis import scripts as broker
@@ -42,7 +41,6 @@ MODULES: dict[str, ModuleType] = {
     "steps": steps,
     "locks": locks,
     "limits": limits,
-    "cluster": cluster,
 }
 
 
@@ -55,11 +53,7 @@ def scripts_of(modules: dict[str, ModuleType]) -> dict[str, tuple[ModuleType, st
     }
 
 
-ALL = scripts_of(MODULES)
-CLUSTER = {
-    name: found for name, found in ALL.items() if "/cluster/" in vars(found[0])[found[1]].path
-}
-SCRIPTS = {name: found for name, found in ALL.items() if name not in CLUSTER}
+SCRIPTS = scripts_of(MODULES)
 
 
 @functools.cache
@@ -73,9 +67,9 @@ def modelled() -> frozenset[str]:
     return frozenset(one.text for one in found if isinstance(one, Script))
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_script_header_names_inputs_and_outputs(name: str) -> None:
-    module, script = ALL[name]
+    module, script = SCRIPTS[name]
     header, _ = split(PACKAGE / vars(module)[script].path)
 
     assert "-- In: " in header
@@ -91,8 +85,8 @@ def split(path: Path) -> tuple[str, str]:
 
 def test_each_lua_file_is_a_script_or_included() -> None:
     files = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.lua")}
-    used = {vars(module)[script].path for module, script in ALL.values()}
-    used.add("connections/redis/lua/local_call.lua")  # slots.py takes its text
+    used = {vars(module)[script].path for module, script in SCRIPTS.values()}
+    used.add("connections/redis/lua/tagged.lua")  # tags.py puts it in front of each
     for path in files.values():
         used.update(re.findall(r"^--! include (\S+)$", path.read_text(), re.MULTILINE))
 
@@ -130,17 +124,13 @@ WITHOUT_MODEL = {
     "settlement": {"NEW"},
     "steps": {"CARRY", "COMMIT", "STAGE"},
     "limits": {"ENTER", "LEAVE", "READ", "RENEW"},
-    "locks": {"ACQUIRE", "ACQUIRE_IN_CLUSTER", "RELEASE", "RENEW"},
-    "cluster": {
-        *("AMEND", "AMEND_CLAIM", "CLAIM", "DROP", "EXPIRE", "LIST"),
-        *("NOTE", "RECORDS", "RELEASE"),
-    },
+    "locks": {"ACQUIRE", "RELEASE", "RENEW"},
 }
 
 
 def test_scripts_of_delivery_and_settlement_have_a_model() -> None:
     without = {
-        name for name, found in ALL.items() if vars(found[0])[found[1]].text not in modelled()
+        name for name, found in SCRIPTS.items() if vars(found[0])[found[1]].text not in modelled()
     }
 
     assert without == {
@@ -226,7 +216,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "broker PUT": (NOW, "token", LIMITS, QUEUES, FULL),
     "broker REGISTER": (NOW, "s2", raw(b"record"), QUEUES),
     "broker BEAT": (NOW, "s1", QUEUES, True),
-    "broker CLAIM": (NOW, "s1", QUEUES, 9, 2, [1], "12", True, True, False, True, FENCE, [0, 0]),
+    "broker CLAIM": (NOW, "s1", QUEUES, 9, 2, [1], "12.a", True, True, True, FENCE, [0, 0]),
     "broker DISPOSE": (NOW, "s1", QUEUES, DISPOSALS),
     "broker BEGIN": ("s1", QUEUES[0][1], "1"),
     "broker HOLDS": ("s1", [(QUEUES[0][1], "1")]),
@@ -266,7 +256,6 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "backend BOXES": (["mpy:o:{task_1}"],),
     "backend UNSENT": (NOW, 0, 10, 0),
     "backend CLEAR": ([("task_2", raw(b"out")), ("task_1", raw(b"out"))],),
-    "backend NEWEST": (["mpy:open", "mpy:done"], "", "", 0, 10),
     "backend FIND": (["mpy:open", "mpy:done"], "", "", 0, 10, 10, ["PENDING"], '"add"'),
     "backend RATES": (NOW, START // 1_000_000, 60, "mpy:rate:"),
     "backend DELETE": ([("task_1", 60), ("task_2", 60)], "mpy:done"),
@@ -362,7 +351,7 @@ def fill(beside: Beside) -> None:
         ),
         (
             broker.CLAIM,
-            (start, "s1", QUEUES, 4, 1, [], "11", False, False, False, False, FENCE, [0, 0]),
+            (start, "s1", QUEUES, 4, 1, [], "11.a", False, False, False, FENCE, [0, 0]),
         ),
         (broker.DISPOSE, (start, "s1", QUEUES, [(0, "3", "dead", 0, raw(b"head"))])),
         (
@@ -388,9 +377,8 @@ def fill(beside: Beside) -> None:
                 0,
                 1,
                 [],
-                "11",
+                "11.a",
                 True,
-                False,
                 False,
                 True,
                 FENCE,
@@ -463,7 +451,7 @@ def test_usual_claim_stops_at_another_type(beside: Beside, finds: bool) -> None:
     fill(beside)
     if not finds:
         beside.ask("DEL", "mail")
-    values = NOW, "s1", QUEUES[1:], 9, 2, [], "12", True, True, True, True, FENCE, [0]
+    values = NOW, "s1", QUEUES[1:], 9, 2, [], "12.a", True, True, True, FENCE, [0]
 
     found = half_done(beside, lambda: call(beside, broker.CLAIM, values))
 

@@ -20,8 +20,6 @@ import pytest
 from machinery_py import Config, Server
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.support import private_mongo
-from tests.support.private import free_port
-from tests.support.private_redis import BUS, SLOTS
 from tests.support.proxy import Proxy
 from tests.support.servers import (
     MemcachedServer,
@@ -113,23 +111,6 @@ def empty_cluster(redis_cluster: RedisCluster) -> RedisCluster:
         wait_until(lambda: node.cli("FLUSHALL") == "OK")  # noqa: B023
         node.cli("SCRIPT", "FLUSH")
     return redis_cluster
-
-
-@pytest.fixture(scope="session")
-def redis_node() -> Iterator[RedisServer]:
-    """A Redis Cluster of one node, which has all slots."""
-    require(RedisServer)
-    with RedisServer(
-        port=free_port(besides=BUS),
-        config={"cluster-enabled": "yes", "cluster-node-timeout": "1000"},
-    ) as node:
-        node.cli("CLUSTER", "ADDSLOTS", *range(SLOTS))
-        wait_until(
-            lambda: "cluster_state:ok" in str(node.cli("CLUSTER", "INFO")),
-            HANG,
-            "a node that serves all slots",
-        )
-        yield node
 
 
 @pytest.fixture(scope="session")

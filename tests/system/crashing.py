@@ -165,9 +165,6 @@ WORKER_POINTS = (
 )
 
 
-#: Between the steps of a change in a Redis Cluster, which are in several slots.
-CLUSTER_POINTS = ("after-note", "after-verdict", "after-effects", "after-publish")
-
 #: Between the steps of a change in two stores: what follows is published, its outbox is cleared.
 TWO_STORE_POINTS = ("after-put", "after-clear")
 
@@ -242,16 +239,7 @@ class KillingStore(Store):
             kill_before_commits()
         if hasattr(store.backend, "_transactions"):
             kill_in_turns()
-        if hasattr(store.backend, "_steps") and hasattr(store.broker, "put_once"):
-            steps = store.backend._steps
-            places = (
-                (steps, "_note"),
-                (steps, "decide"),
-                (steps, "carry_out"),
-                (store.broker, "put_once"),
-            )
-            kill_between_steps(places, CLUSTER_POINTS)
-        elif isinstance(store, TwoStores):
+        if isinstance(store, TwoStores):
             kill_between_steps(
                 ((store.broker, "put"), (store.backend, "clear_outbox")), TWO_STORE_POINTS
             )

@@ -19,7 +19,6 @@ from machinery_py import Server, State
 from tests.system import crashing
 from tests.system.crashing import (
     AHEAD_POINTS,
-    CLUSTER_POINTS,
     PUT_POINTS,
     REFUSAL_POINTS,
     REVOKE_POINTS,
@@ -84,12 +83,10 @@ def worker_cells() -> Iterator[Cell]:
         ("sqlite+memcached", "inside-fire", "broken-chord"),
         ("sqlite+memcached", "after-fire", "broken-chord"),
         ("sqlite+memcached", "inside-settle", "chain"),
-        *(("cluster", point, "broken-chord") for point in CLUSTER_POINTS),
-        ("cluster", "after-verdict", "retry"),
-        ("cluster", "after-publish", "retry"),
         ("cluster", "after-claim", "chord"),
-        ("cluster", "inside-settle", "chord"),
-        ("cluster", "inside-fire", "chord"),
+        ("cluster", "after-settle", "chord"),
+        ("cluster", "after-fire", "broken-chord"),
+        ("cluster", "before-settle", "retry"),
         ("amqp", "inside-settle", "chord"),
         ("amqp", "inside-settle", "broken-chord"),
         ("amqp", "after-settle", "retry"),
@@ -143,9 +140,7 @@ def test_killed_worker_loses_and_doubles_nothing(
     stage: Stage, survivor: Server, request: pytest.FixtureRequest, shape: str, point: str
 ) -> None:
     stores = request.node.callspec.params["stage"]
-    certain = point in (*CLUSTER_POINTS, *TWO_STORE_POINTS) or (
-        stores == "amqp" and (stores, point, shape) in FEW
-    )
+    certain = point in TWO_STORE_POINTS or (stores == "amqp" and (stores, point, shape) in FEW)
     survive_worker(stage, survivor, shape, point, certain=certain)
 
 
@@ -385,7 +380,7 @@ REVOKE_CELLS: dict[str, tuple[str, ...]] = {
     "redis": _WITHOUT_INSIDE,
     "amqp+redis": (*REVOKE_POINTS, *TWO_STORE_POINTS),
     "amqp+sqlite": (*REVOKE_POINTS, *TWO_STORE_POINTS),
-    "cluster": (*REVOKE_POINTS, *CLUSTER_POINTS),
+    "cluster": _WITHOUT_INSIDE,
     "mongodb": _WITHOUT_INSIDE,
 }
 ALIKE = ("before-fire", "before-chord")  # the steps before them have a point behind them, too
@@ -399,7 +394,7 @@ ALL_REVOKES = [(stores, point) for stores, points in REVOKE_CELLS.items() for po
 
 UNTOUCHED = ("before-remember",)
 REMEMBERED = ("after-remember", "before-fire")  # and not ended yet
-WITHIN = ("inside-fire", *CLUSTER_POINTS)  # one or the other, as the stores have it
+WITHIN = ("inside-fire",)  # one or the other, as the stores have it
 
 
 def kill_revoker(point: str, stage: Stage, survivor: Server) -> State:

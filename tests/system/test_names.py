@@ -94,18 +94,12 @@ def on_redis_a_list(request: pytest.FixtureRequest) -> Iterator[Neighbour]:
 @contextlib.contextmanager
 def on_a_cluster(request: pytest.FixtureRequest) -> Iterator[Neighbour]:
     cluster: RedisCluster = request.getfixturevalue("empty_cluster")
-    from machinery_py.connections.redis.slots import slot_of
-
-    def at(*command: object) -> object:
-        for node in cluster.masters:
-            with contextlib.suppress(Exception):
-                return node.cli(*command)
-        raise AssertionError(f"no node has slot {slot_of(THEIRS.encode())}")
-
+    theirs = f"{{machinery}}{THEIRS}"
+    node = cluster.node_of(theirs)
     yield Neighbour(
         Server(cluster.url),
-        lambda: at("SET", THEIRS, "their text"),
-        lambda: (at("GET", THEIRS), at("TTL", THEIRS)),
+        lambda: node.cli("SET", theirs, "their text"),
+        lambda: (node.cli("GET", theirs), node.cli("TTL", theirs)),
     )
 
 

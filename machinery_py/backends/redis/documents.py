@@ -277,7 +277,7 @@ def _progress(text: bytes | None) -> tuple[float, float] | None:
     return float(done), float(total)
 
 
-# Replies of scripts, as one Redis and a cluster return them
+# Replies of scripts
 
 
 def records_of(now: bytes, version: bytes, rows: Sequence[bytes] | None = None) -> Records:

@@ -16,7 +16,6 @@ from machinery_py.backends.redis.documents import state_of
 from machinery_py.bounds import in_steps
 from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.connections.redis.connection import RedisConnection, command
-from machinery_py.connections.redis.keys import companion_key
 from machinery_py.errors import BackendUnavailable, MachineryError
 from machinery_py.tasks.states import TaskState
 from machinery_py.texts import get_logger
@@ -43,7 +42,7 @@ class RedisListener(Listener):
         self._link: RedisConnection | None = None
 
     def watch(self, uuids: Iterable[str]) -> None:
-        channels = list(map(companion_key, uuids))
+        channels = list(map(self._driver.channel, uuids))
         with self._changing:
             new = [channel for channel in channels if channel not in self._watched]
             self._watched.update(new)
@@ -112,7 +111,7 @@ class RedisListener(Listener):
 
     def unwatch(self, uuids: Iterable[str]) -> None:
         with self._changing:
-            channels = list(map(companion_key, uuids))
+            channels = list(map(self._driver.channel, uuids))
             self._watched.difference_update(channels)
             self._drop(channels)
 
@@ -140,7 +139,17 @@ class RedisListener(Listener):
 
     def told(self) -> Sequence[TaskState]:
         told, self._told = self._told, []
-        return [state for one in told if (state := _state_in(*one)) is not None]
+        return [state for one in told if (state := self._state_in(*one)) is not None]
+
+    def _state_in(self, channel: bytes, news: bytes) -> TaskState | None:
+        """Return the final state of the channel's task; None: others may publish what they like."""
+        document, _, companion = news.partition(b"\n")
+        try:
+            state = state_of("", document, companion)
+        except MALFORMED:  # a DecodeError among them
+            return None
+        is_news = state.is_finished and self._driver.channel(state.task_uuid) == channel
+        return state if is_news else None
 
     def _reconnect(self, left: float) -> None:
         try:
@@ -170,13 +179,3 @@ class RedisListener(Listener):
             link.close()
             return
         self._driver.give_subscriber(link)
-
-
-def _state_in(channel: bytes, news: bytes) -> TaskState | None:
-    """Return the final state of the channel's task; None: others may publish what they like."""
-    document, _, companion = news.partition(b"\n")
-    try:
-        state = state_of("", document, companion)
-    except MALFORMED:  # a DecodeError among them
-        return None
-    return state if state.is_finished and companion_key(state.task_uuid) == channel else None

@@ -72,7 +72,6 @@ PARTIAL = _lua.script("partial", "looking for incomplete groups", PATIENCE=PATIE
 BOXES = _lua.script("boxes", "reading outboxes")
 UNSENT = _lua.script("unsent", "looking for outboxes")
 CLEAR = _lua.script("clear", "clearing outboxes")
-NEWEST = _lua.script("newest", "listing states")
 FIND = _lua.script("find", "listing states")
 RATES = _lua.script("rates", "counting what has finished")
 REVOKE = _lua.script("revoke", "revoking tasks")

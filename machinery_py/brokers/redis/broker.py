@@ -3,7 +3,7 @@
 A consumer that has not beaten for a lease, by the server's clock, is given up when others have
 seen that for most of another one; one whose process on this host has ended, at the first look.
 
-Limits: one server; in a cluster it is the broker of one queue (cluster.py).
+Limits: one server; in a cluster one master.
 """
 
 from __future__ import annotations

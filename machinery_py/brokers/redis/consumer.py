@@ -35,11 +35,11 @@ from machinery_py.brokers.redis.messages import EMPTY, head_of
 from machinery_py.brokers.redis.mover import MOVE, DueMover
 from machinery_py.clock import micros
 from machinery_py.connections.redis.client import RedisDriver, raw
-from machinery_py.connections.redis.connection import RedisConnection, command
+from machinery_py.connections.redis.connection import RedisConnection
 from machinery_py.connections.redis.errors import ErrorKind, kind_of, log_spoilt
 from machinery_py.connections.redis.keys import FENCE, queue_keys
 from machinery_py.connections.redis.scripts import pack
-from machinery_py.connections.session_files import SessionFile, host_file, host_folder, ran
+from machinery_py.connections.session_files import host_file, host_folder, ran
 from machinery_py.errors import BrokerUnavailable, MachineryError
 from machinery_py.fences import Fence
 from machinery_py.receipts import Receipt
@@ -111,6 +111,7 @@ class RedisConsumer(Consumer):
         self._noted = False  # whether the last claim has noted it as idle
         self._noted_at = 0.0  # monotonic second of the last claim
         self._due_at = math.inf  # and when something is due, by that claim
+        self._failing_since = math.inf  # monotonic second of the first claim that did
         self._closed = False
         self._pid = os.getpid()
         self._starting = threading.Lock()
@@ -124,8 +125,8 @@ class RedisConsumer(Consumer):
         self._queues = queues
 
     def _start_session(self) -> None:
-        file = self._new_file()
-        session = file.key
+        file = host_file(KIND)
+        session = file.key  # its name is that of the file
         self._record = own_record(self._worker, (), self._driver.clock)
         self._register(session)
         self.session, self._file = session, file
@@ -133,28 +134,9 @@ class RedisConsumer(Consumer):
     def _register(self, session: str) -> None:
         """Write the session into the registries of its queues, with the queues that it shows."""
         self._own.update(dict.fromkeys(self._queues))
-        served, known = self._registered()
-        left = [queue for queue in known if queue not in served]
-        record = raw(with_queues(self._record, served, left))
+        left = [queue for queue in self._queues if queue not in self._served]
+        record = raw(with_queues(self._record, self._served, left))
         self._driver.run(scripts.REGISTER, self._driver.now(), session, record, self.keys)
-
-    def _new_file(self) -> SessionFile:
-        """Make the file of the next session, whose key is the session's name."""
-        return host_file(KIND)
-
-    def _blocked_client(self, link: RedisConnection) -> tuple[str, bool]:
-        """Return the client to be woken, and whether it blocks at none of these queues.
-
-        Empty where the server does not say who it is: then nobody can wake it.
-        """
-        return client_of(link), False
-
-    def _is_timed(self) -> bool:
-        return self.is_timed
-
-    def _registered(self) -> tuple[Sequence[str], Sequence[str]]:
-        """Return the queues that listings of workers show, and all that have the session."""
-        return self._served, self._queues
 
     def serve(self, queues: Sequence[str]) -> None:
         with self._starting:
@@ -209,8 +191,8 @@ class RedisConsumer(Consumer):
         link: RedisConnection | None = None
         try:
             link = self._open_link()
-            client, is_apart = self._blocked_client(link)
-            blocks = (client, will_sleep or bool(sleep), self._noted, is_apart)
+            client = client_of(link)
+            blocks = (client, will_sleep or bool(sleep), self._noted)
             argument = self._claim_argument(session, queues, keys, limit, claim, blocks)
             looks = self._looks(client, keys) if sleep else []
             self._noted = True  # until the reply says that it is not
@@ -224,7 +206,11 @@ class RedisConsumer(Consumer):
                 self._lost.append((claim, time.monotonic()))
                 link.close()
             self._link = None
+            self._failing_since = min(self._failing_since, time.monotonic())
+            if self._driver.waits(error, self._failing_since):
+                return [], self._block
             self._driver.fail(error, doing=scripts.CLAIM.doing, away=BrokerUnavailable)
+        self._failing_since = math.inf
         alive, due_in, revoked, to_wake, rows, blocking_queue, problems, *claimed = reply
         bodies, fence, *left = claimed
         if problems:  # it cannot be noted at that queue, and what waits there ends its sleep
@@ -264,7 +250,7 @@ class RedisConsumer(Consumer):
         lost = [number for number, _ in self._lost]
         values = [self._driver.now(), session, keys, limit, claim, lost, *blocks]
         highest = [self._highest.get(one, 0) for one in queues]
-        values += [self._is_timed(), self._fences_key(), highest]
+        values += [self.is_timed, FENCE, highest]
         if lost:
             before, since = self._before, self._since
             values.append([(before.get(one, 0), since.get(one, ())) for one in queues])
@@ -286,7 +272,8 @@ class RedisConsumer(Consumer):
         """Return commands that tell whether the client is still noted; none if it was not."""
         if not self._noted or not client:
             return []
-        member = (client if "@" in client else client.partition(".")[0]).encode()
+        member = client.partition(".")[0].encode()
+        command = self._driver.command
         return [command(b"SISMEMBER", f"{prefix}v".encode(), member) for _, prefix in keys]
 
     def _ask(
@@ -325,8 +312,8 @@ class RedisConsumer(Consumer):
             if self._woken:
                 link.send(packet)
             else:
-                timeout = b"%.3f" % max(seconds, 0.001)
-                count = command(b"INCRBY", self._fences_key().encode(), b"1")
+                command, timeout = self._driver.command, b"%.3f" % max(seconds, 0.001)
+                count = command(b"INCRBY", FENCE.encode(), b"1")
                 move = command(b"BLMOVE", source, arrivals, b"LEFT", b"RIGHT", timeout)
                 is_due = self._due_at <= time.monotonic() + seconds
                 link.send(b"".join((*looks, count, move, packet)))
@@ -338,9 +325,6 @@ class RedisConsumer(Consumer):
                 self._refused, self._arrived = moved is _REFUSED, (moved, order)
         finally:
             self._asleep = b""
-
-    def _fences_key(self) -> str:
-        return FENCE
 
     def _open_link(self) -> RedisConnection:
         timeout = self._block + min(LINK_TIMEOUT, self._driver.limits.read)
@@ -367,7 +351,7 @@ class RedisConsumer(Consumer):
             self._highest[queue] = max(self._highest.get(queue, 0), first + count - 1)
             if self._lost:
                 self._since.setdefault(queue, []).extend(range(first, first + count))
-        now = self._driver.clock.now() if self._is_timed() else None
+        now = self._driver.clock.now() if self.is_timed else None
         arrived, order = self._arrived
         return [
             Delivery(
@@ -564,7 +548,7 @@ def give_up(
 
 
 def client_of(link: RedisConnection) -> str:
-    """Return `number.life`; empty if the server does not tell both."""
+    """Return the client to be woken, `number.life`; empty if the server does not tell both."""
     life = link.life() if link.number else b""
     return f"{link.number.decode()}.{life.decode()}" if life else ""
 

@@ -29,7 +29,7 @@ ANY = 2**31  # as `room`: a list takes more, however many wait in it
 
 
 class DueMover:
-    """Mover of the due messages of one Redis, or of one queue of a cluster. For all threads."""
+    """Mover of the due messages. For all threads."""
 
     def __init__(self, driver: RedisDriver) -> None:
         self._driver = driver

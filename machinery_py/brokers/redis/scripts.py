@@ -21,7 +21,6 @@ MARKS = 4096  # of these notes
 MOVE_PATIENCE = 10_000_000  # µs; what has been due for so long is moved to a long list as well
 SOON = 1_100_000  # µs; who blocks may sleep longer: it is told of what is due before
 IDLE_LIFE = 60  # seconds that idle clients are remembered; each says so again every second
-MOVE_LIFE = 1800  # seconds that a cluster remembers the name under which a message was put once
 
 #: Constants of putting.lua, messages.lua and waking.lua.
 CONSTANTS: dict[str, object] = {
@@ -72,9 +71,3 @@ DEAD = _inspect.script("dead", "listing dead letters")
 LETTERS = _inspect.script("letters", "listing dead letters")
 BURY = _inspect.script("bury", "burying a message")
 TAKE_DEAD = _inspect.script("take_dead", "taking dead letters")
-
-_cluster = Folder("brokers/redis/lua/cluster", CONSTANTS, away=BrokerUnavailable)
-
-GO_DUE = _cluster.script("due", "looking for due messages")
-GO_GONE = _cluster.script("gone", "moving due messages")
-TAKE_IN = _cluster.script("take_in", "moving due messages", MOVE_LIFE=MOVE_LIFE)

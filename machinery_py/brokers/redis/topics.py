@@ -27,7 +27,7 @@ DOING = "reading a topic"
 
 
 def append_records(driver: RedisDriver, topic: str, records: Sequence[bytes], ttl: float) -> None:
-    """Append the records to the topic's stream, which is in the slot of a cluster's driver."""
+    """Append the records to the topic's stream."""
     values = (driver.now(), topic_key(topic), int(ttl * 1000), list(map(raw, records)))
     driver.run(scripts.BROADCAST, *values, again=False, lost=PublishUnknown)
 
@@ -81,7 +81,9 @@ class RedisSubscription(KeptSubscription):
         link, self._link = self._link, None
         link = self._link = self._driver.numbered(link, timeout=timeout)
         block = (b"BLOCK", b"%d" % math.ceil(sleep * 1000)) if sleep else ()
-        read = command(b"XREAD", *block, b"COUNT", b"%d" % READ, b"STREAMS", self._key, self._after)
+        read = self._driver.command(
+            b"XREAD", *block, b"COUNT", b"%d" % READ, b"STREAMS", self._key, self._after
+        )
         self._asleep = link.number if sleep else b""
         try:
             if sleep and (self._woken or self._closed):
@@ -94,7 +96,7 @@ class RedisSubscription(KeptSubscription):
         if not streams and self._after != b"0-0":
             # Its ids are moments: a stream that begins anew may begin before what we have read,
             # if the server's clock was ahead then.
-            last = link.ask(*self._last())
+            last = link.exchange(self._driver.command(*self._last()))
             if not last or _place(last[0][0]) < _place(self._after):
                 self._after, self._next = b"0-0", 1
         return streams, int(self._driver.now() or time_there) // 1000

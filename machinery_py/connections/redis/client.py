@@ -41,7 +41,7 @@ from machinery_py.connections.redis.errors import (
     kind_of,
     spoilt,
 )
-from machinery_py.connections.redis.keys import DELAYED
+from machinery_py.connections.redis.keys import DELAYED, companion_key
 from machinery_py.connections.redis.pool import NO_LIMITS, PoolLimits, Quota
 from machinery_py.connections.redis.scripts import (
     Script,
@@ -76,6 +76,9 @@ def raw(data: bytes) -> msgspec.Raw:
 class RedisDriver:
     """Opens connections when they are needed, and keeps them. May be used from any thread."""
 
+    #: Encodes a command with the names of its keys as the server has them.
+    command = staticmethod(command)
+
     def __init__(
         self,
         url: str = "",
@@ -99,7 +102,7 @@ class RedisDriver:
         self._strict = strict
         self._checked = -1  # the server whose settings were checked
         self._reporting = ForkLock(reentrant=True)
-        self._guards: tuple[bytes, ...] = ()  # keys that scripts name
+        self._guards: tuple[bytes, ...] = ()  # keys that scripts name, in a cluster
 
     def now(self) -> str:
         """Return the time as scripts take it: "" is the server's own clock."""
@@ -299,7 +302,8 @@ class RedisDriver:
         lost: type[MachineryError] | None = None,
     ) -> Any:
         """Run a script as `run`, with values that are packed."""
-        script, arguments = self.adapted(script), (b"0", argument, *more)
+        script, guards = self.adapted(script), self._guards
+        arguments = (b"%d" % len(guards), *guards, argument, *more)
         packet = command(b"EVALSHA", script.sha, *arguments)
 
         def ask(link: RedisConnection) -> Any:
@@ -315,20 +319,26 @@ class RedisDriver:
         return self.run_packed(named, argument, more=more, again=False)
 
     def adapted(self, script: Script) -> Script:
-        """Return the script for the keys of these limits."""
+        """Return the script with the names of its keys as the server has them."""
         key = self.limits.delayed_key
         return script if key == DELAYED else with_delayed_key(script, key)
+
+    def channel(self, uuid: str) -> bytes:
+        """Return the channel on which the end of a task is announced."""
+        return companion_key(uuid)
 
     def ask(
         self, *parts: bytes, doing: str, away: type[MachineryError] = BackendUnavailable
     ) -> Any:
         """Send a command that may be carried out twice."""
         try:
-            return self._attempt(lambda link: link.ask(*parts), doing=doing, away=away)
+            packet = self.command(*parts)
+            return self._attempt(lambda link: link.exchange(packet), doing=doing, away=away)
         except NameRefused as error:
             if error.name or len(parts) < 2:
                 raise
-        kind = self._attempt(lambda link: link.ask(b"TYPE", parts[1]), doing=doing, away=away)
+        packet = self.command(b"TYPE", parts[1])
+        kind = self._attempt(lambda link: link.exchange(packet), doing=doing, away=away)
         key, found = parts[1].decode(errors="replace"), kind.decode()
         text = f"WRONGTYPE {key} holds a {found}, not what is kept there"
         raise spoilt(text, f"Redis at {self.servers.place}: {doing}")
@@ -344,7 +354,8 @@ class RedisDriver:
     ) -> Any:
         unknown = False
         begin = time.monotonic()
-        for last in (False, True) if again else (True,):
+        last = not again
+        while True:
             link: RedisConnection | None = None
             try:
                 link = self._take()
@@ -358,11 +369,21 @@ class RedisDriver:
                 # A server that was silent for the whole timeout is not asked again: no time is
                 # left.
                 if unknown and not last and time.monotonic() - begin < self._timeout / 2:
+                    last = True
+                    continue
+                if (again or not unknown) and self._tries_again(error, begin):
                     continue
                 self.fail(error, doing=doing, away=(lost or away) if unknown else away)
             self._give(link)
             return reply
-        raise AssertionError("unreachable")
+
+    def _tries_again(self, error: Exception, since: float) -> bool:
+        """Return, after a pause, whether a call that began then is repeated: it will pass."""
+        return False
+
+    def waits(self, error: Exception, since: float) -> bool:
+        """Return, after a pause, whether what is refused since then will pass."""
+        return False
 
     def after(self, error: Exception, link: RedisConnection | None) -> bool:
         """Put the connection away; whether the command may have been carried out."""

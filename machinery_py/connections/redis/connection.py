@@ -43,7 +43,11 @@ class RedisConnection:
 
     def ask(self, *parts: bytes) -> Any:
         """Send one command and return its reply. Any exception of redis-py, or OSError."""
-        self.send(command(*parts))
+        return self.exchange(command(*parts))
+
+    def exchange(self, packet: bytes) -> Any:
+        """Send one encoded command and return its reply. Raises as `ask`."""
+        self.send(packet)
         return self.read()
 
     def ask_all(self, packets: Sequence[bytes]) -> list[Any]:

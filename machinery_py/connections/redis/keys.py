@@ -1,8 +1,6 @@
-"""Keys on Redis.
+"""Keys on Redis. In a cluster the hash tag of the application stands before each: see tags.py.
 
-All keys of a queue bear its name as hash tag: a cluster keeps them in one slot with its list. One
-Redis holds ITEMS and ONE_SERVER, a cluster ITEMS and CLUSTER. The end of a task is announced on the
-channel `mpy:m:{<uuid>}`, with its state if that is short.
+The end of a task is announced on the channel `mpy:m:{<uuid>}`, with its state if that is short.
 """
 
 from __future__ import annotations
@@ -145,9 +143,6 @@ ITEMS = (
     StoredItem("mpy:limit:{<scope>}:<rule and key>", "string",
                "a limited key: moment of the next run, slots, who waits",
                "a minute after it holds nobody back", "lock"),
-)
-
-ONE_SERVER = (
     StoredItem("mpy:{<queue>}:life", "string",
                "beginning of the `run_id` of the server that gave these connections their numbers",
                "a minute", "consumer"),
@@ -186,40 +181,6 @@ ONE_SERVER = (
     StoredItem("mpy:fence", "string", "the last fence of a delivery or a lock", "for ever",
                "consumer, backend, lock"),
 )
-
-CLUSTER = (
-    StoredItem("mpy:{<queue>}:mpy:queues", "set", "the queue's own name", "for ever", "broker"),
-    StoredItem("mpy:{<queue>}:delayed_tasks", "zset",
-               "messages with an ETA that were sent from Python", "until due", "broker"),
-    StoredItem("mpy:{<queue>}:mpy:p:<token>", "string",
-               "token of a submission, or name of a move from Go's `delayed_tasks`",
-               "ten minutes; half an hour", "broker"),
-    StoredItem("mpy:o:{<uuid>}", "string",
-               "record of a settlement: its effects in other slots, and its outbox",
-               "until carried out", "backend"),
-    StoredItem("mpy:{list<n>}:open", "zset", "an eighth of the tasks that are not finished",
-               "two weeks after the last change", "backend"),
-    StoredItem("mpy:{list<n>}:done", "zset", "an eighth of the tasks that are finished",
-               "`results_expire_in`", "backend"),
-    StoredItem("mpy:{list<n>}:rate:<second>", "hash", "an eighth of the rates", "an hour",
-               "backend"),
-    StoredItem("mpy:{list<n>}:outbox", "zset", "notes: keys of records, written before the records",
-               "a minute, or until carried out", "backend"),
-    StoredItem("mpy:u:{<key>}", "string", "claim of a unique task, and the key of its record",
-               "as on one Redis", "backend"),
-    StoredItem("mpy:{<key>}:o:%!<sending>", "string", "record of what is sent with a claim",
-               "until carried out", "backend"),
-    StoredItem("mpy:{mpy:records}:all", "hash", "schedules by name", "until removed", "backend"),
-    StoredItem("mpy:{mpy:records}:n", "string", "number of changes of schedules", "for ever",
-               "backend"),
-    StoredItem("mpy:{mpy:records}:o:%=<key>", "string", "record of what a tick sends",
-               "until carried out", "backend"),
-    StoredItem("mpy:{<queue>}:fence", "string",
-               "the last fence of a delivery, for a backend that counts none", "for ever",
-               "consumer"),
-    StoredItem("mpy:fence:{<name>}", "string", "the last fence of this lock", "`ttl` and a day",
-               "lock"),
-)
 # fmt: on
 
 
@@ -248,6 +209,13 @@ def companion_key(uuid: str) -> bytes:
     A channel of the same name announces the end of the task.
     """
     return b"mpy:m:{%b}" % encoded(uuid)
+
+
+def quoted(name: str) -> str:
+    """Return a name as it stands between the braces of our keys: without braces, and not empty."""
+    if "%" in name or "{" in name or "}" in name:
+        return name.replace("%", "%25").replace("{", "%7B").replace("}", "%7D")
+    return name or "%"
 
 
 def topic_key(topic: str) -> str:

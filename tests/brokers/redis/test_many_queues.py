@@ -9,14 +9,13 @@ import pytest
 
 from machinery_py.brokers.base import Broker, Message
 from machinery_py.brokers.redis.broker import OTHERS, RedisBroker
-from machinery_py.brokers.redis.cluster import ClusterBroker
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.brokers import OpenBroker
 from tests.stores.redis.case import Drivers, ServerClock, clock, open_driver
-from tests.stores.redis_cluster.case import ClusterClock, Clusters, open_cluster
+from tests.stores.redis_cluster.case import InCluster
 from tests.support.servers import RedisCluster as ClusterServers
 
-__all__ = ["clock", "open_cluster", "open_driver"]
+__all__ = ["clock", "open_driver"]
 
 QUEUES = 1_000
 MOST = (
@@ -106,15 +105,10 @@ class TestManyQueuesInRedis(ManyQueues):
         return calls(lambda *words: broker.driver.ask(*map(str.encode, words), doing="testing"))
 
 
-class TestManyQueuesInACluster(ManyQueues):
-    @pytest.fixture
-    def clock(self, empty_cluster: ClusterServers) -> ClusterClock:
-        return ClusterClock(empty_cluster)
-
-    @pytest.fixture
-    def open_broker(self, open_cluster: Clusters, empty_cluster: ClusterServers) -> OpenBroker:
+class TestManyQueuesInACluster(InCluster, TestManyQueuesInRedis):
+    @pytest.fixture(autouse=True)
+    def all_masters(self, empty_cluster: ClusterServers) -> None:
         self.servers = empty_cluster
-        return lambda: ClusterBroker(open_cluster())
 
     def commands(self, broker: Broker) -> int:
         return sum(calls(node.cli) for node in self.servers.masters)

@@ -1,8 +1,7 @@
-"""Settings on a Redis Cluster: durability of each master, connections, keys and periods."""
+"""One application in a Redis Cluster: its tag, its master, a slot that moves, its connections."""
 
 from __future__ import annotations
 
-import datetime as dt
 import itertools
 import logging
 import threading
@@ -12,20 +11,33 @@ from collections.abc import Iterator
 import pytest
 
 from machinery_py import Config, Server, State
-from machinery_py.brokers.base import Broker
-from machinery_py.brokers.redis.cluster import ClusterBroker
+from machinery_py.backends.redis.backend import RedisBackend
+from machinery_py.brokers.base import Message
+from machinery_py.brokers.redis.broker import RedisBroker
 from machinery_py.config.sections import RedisConfig
-from machinery_py.connections.redis.cluster import RedisClusterDriver
+from machinery_py.connections.redis.client import RedisDriver
+from machinery_py.connections.redis.cluster import ClusterDriver
 from machinery_py.connections.redis.pool import PoolLimits
-from machinery_py.errors import BackendUnavailable, ConfigError, MachineryError, StoreUnusable
+from machinery_py.errors import (
+    BackendUnavailable,
+    BrokerUnavailable,
+    ConfigError,
+    MachineryError,
+    PublishUnknown,
+    StoreUnusable,
+)
+from machinery_py.stores.redis import RedisStore
 from machinery_py.tasks.signature import Signature
+from machinery_py.testing.conformance.fencing import body_of, submit
 from machinery_py.testing.conformance.leases import put
 from machinery_py.testing.waiting import HANG, together, wait_until
 from tests.support.servers import RedisCluster as ClusterServers
+from tests.support.servers import RedisServer, ReplyError
 
 GOOD = {"appendonly": "yes", "maxmemory-policy": "noeviction"}
 AS_IT_WAS = {"appendonly": "no", "maxmemory-policy": "noeviction"}
-QUEUES = ("machinery_tasks", "mail", "video", "a", "b")  # in slots of all masters
+TAG = "{machinery}"
+AWAY = "redis://127.0.0.1:1,127.0.0.1:2"
 
 
 @pytest.fixture
@@ -57,40 +69,229 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     ]
 
 
-def test_each_master_is_warned_of_once(
+def message(body: bytes, queue: str = "q") -> Message:
+    return Message(uuid="", name="", queue=queue, body=body)
+
+
+# The tag
+
+
+def test_all_keys_are_at_one_master(empty_cluster: ClusterServers) -> None:
+    broker = RedisBroker(ClusterDriver(empty_cluster.url))
+    queues = ["mail", "{mail}", "{mail}.low", "}", "{}", "a}b", "{machinery}x"]
+    for queue in queues:
+        broker.put([message(queue.encode(), queue)], token=queue)
+
+    assert {one.queue: one.waiting for one in broker.stats()} == dict.fromkeys(queues, 1)
+    owner = empty_cluster.node_of(TAG)
+    keys = [str(key) for node in empty_cluster.masters for key in node.cli("KEYS", "*")]  # type: ignore[union-attr]
+    assert {key for key in keys if not key.startswith(TAG)} == set()
+    assert len(keys) == owner.cli("DBSIZE") > len(queues)
+    broker.driver.close()
+
+
+def test_applications_with_two_tags_see_nothing_of_each_other(
+    empty_cluster: ClusterServers,
+) -> None:
+    servers = [Server(f"{empty_cluster.url}/0?tag={tag}") for tag in ("shop", "it's a b/ü")]
+    for number, server in enumerate(servers):
+        server.register_task("number", lambda number=number: number)
+    with servers[0].new_worker(concurrency=1), servers[1].new_worker(concurrency=1):
+        results = [server.send_task(Signature(name="number", uuid="task_1")) for server in servers]
+
+        assert [one.get(timeout=HANG) for one in results] == [0, 1]
+    for server in servers:
+        assert [one.task_uuid for one in server.inspect.tasks()] == ["task_1"]
+        server.close()
+
+
+@pytest.mark.parametrize("tag", ["", "{a}", "a}"])
+def test_impossible_tag_is_refused(tag: str) -> None:
+    with pytest.raises(ConfigError, match="expected a name without { and }"):
+        Server(f"redis://h1,h2/0?tag={tag}")
+
+
+def test_tag_without_a_cluster_is_refused() -> None:
+    with pytest.raises(ConfigError, match="option 'tag' is for a cluster"):
+        Server("redis://localhost/0?tag=shop").broker.features  # noqa: B018
+
+
+@pytest.mark.parametrize("role", ["broker", "result_backend", "lock"])
+def test_go_program_is_refused_beside_a_cluster(role: str) -> None:
+    urls = {"broker": "memory://", role: AWAY}
+    with pytest.raises(ConfigError, match="go_program: in a Redis Cluster"):
+        Server(Config(**urls, go_program="mailer")).broker.features  # type: ignore[arg-type]  # noqa: B018
+
+
+def test_key_that_holds_something_else_is_named(empty_cluster: ClusterServers) -> None:
+    driver = ClusterDriver(empty_cluster.url)
+    empty_cluster.node_of(TAG).cli("RPUSH", f"{TAG}task_1", "a", "b")
+    empty_cluster.node_of(TAG).cli("SET", f"{TAG}mpy:queues", "a text")
+
+    with pytest.raises(MachineryError, match="key 'task_1' holds a list"):
+        RedisBackend(driver).get_group("task_1")
+    with pytest.raises(StoreUnusable, match="key 'mpy:queues' holds a string"):
+        RedisBroker(driver).consume(["q"], worker="w")
+    driver.close()
+
+
+# Nodes that refuse, or are away
+
+
+def test_a_slot_that_is_on_its_way_stands_still(empty_cluster: ClusterServers) -> None:
+    driver = ClusterDriver(empty_cluster.url, timeout=0.3)
+    broker = RedisBroker(driver)
+    submit(RedisStore(broker, RedisBackend(driver)), "a")
+    source = empty_cluster.node_of(TAG)
+    target = next(node for node in empty_cluster.masters if node is not source)
+    slot = int(str(source.cli("CLUSTER", "KEYSLOT", TAG)))
+    target.cli("CLUSTER", "SETSLOT", slot, "IMPORTING", str(source.cli("CLUSTER", "MYID")))
+    source.cli("CLUSTER", "SETSLOT", slot, "MIGRATING", str(target.cli("CLUSTER", "MYID")))
+
+    try:
+        with pytest.raises(BrokerUnavailable, match="is on its way|has moved"):
+            broker.put([message(b"x")], token="t")
+        assert (source.cli("LLEN", f"{TAG}q"), source.cli("KEYS", f"{TAG}mpy:p:t")) == (1, [])
+        # Otherwise a script that names a remaining key would begin and stop after its first write.
+        half = f"redis.call('RPUSH', '{TAG}q', 'half'); redis.call('GET', '{TAG}gone')"
+        with pytest.raises(ReplyError, match="non local key"):
+            source.cli("EVAL", half, 1, f"{TAG}q")
+        assert source.cli("RPOP", f"{TAG}q") == "half"
+    finally:
+        for node in (source, target):
+            node.cli("CLUSTER", "SETSLOT", slot, "STABLE")
+
+    assert broker.put([message(b"x")], token="t")
+    assert [one.body for one in broker.pending("q", 9)] == [body_of("a"), b"x"]
+    driver.close()
+
+
+def test_a_slot_that_has_moved_is_followed(empty_cluster: ClusterServers) -> None:
+    broker = RedisBroker(ClusterDriver(empty_cluster.url))
+    source = empty_cluster.node_of(TAG)
+    target = next(node for node in empty_cluster.masters if node is not source)
+    consumer = broker.consume(["q"], worker="w")
+    assert consumer.receive(1, 0.0) == []  # has a connection of its own to the source
+
+    empty_cluster.move(TAG, target)
+    try:
+        put(broker, b"1", queue="q")
+
+        assert [one.body for one in consumer.receive(1, HANG)] == [b"1"]
+        consumer.close()
+    finally:
+        empty_cluster.move(TAG, source)
+    broker.driver.close()
+
+
+def test_idle_consumer_follows_a_slot_that_moves_away(empty_cluster: ClusterServers) -> None:
+    broker, sender = (RedisBroker(ClusterDriver(empty_cluster.url)) for _ in range(2))
+    source = empty_cluster.node_of(TAG)
+    target = next(node for node in empty_cluster.masters if node is not source)
+    consumer = broker.consume(["q"], worker="w")
+    found: list[bytes] = []
+    thread = threading.Thread(
+        target=lambda: found.extend(one.body for one in consumer.receive(1, HANG))
+    )
+    thread.start()
+    wait_until(lambda: "blmove" in str(source.cli("CLIENT", "LIST")), HANG, "a sleeping consumer")
+
+    empty_cluster.move(TAG, target)
+    try:
+        put(sender, b"1", queue="q")
+        thread.join(HANG)
+        assert found == [b"1"]
+        consumer.close()
+    finally:
+        empty_cluster.move(TAG, source)
+    broker.driver.close()
+    sender.driver.close()
+
+
+def test_a_cluster_that_is_away_is_told_as_one_redis_would() -> None:
+    driver = ClusterDriver(AWAY, timeout=0.2)
+
+    with pytest.raises(BrokerUnavailable, match="publishing"):
+        RedisBroker(driver).put([message(b"x")], token="t")
+    with pytest.raises(BackendUnavailable, match="reading states"):
+        RedisBackend(driver).get_states(["a"])
+
+
+@pytest.mark.parametrize("token", ["", "t"])
+def test_a_lost_reply_is_told_and_a_repeat_doubles_nothing(
+    empty_cluster: ClusterServers, token: str
+) -> None:
+    driver = ClusterDriver(empty_cluster.url, timeout=0.3)
+    broker = RedisBroker(driver)
+
+    def is_warm() -> bool:
+        try:
+            broker.put([message(b"first")], token="first")
+        except (BrokerUnavailable, PublishUnknown):
+            return False  # the timeout is short, and this machine is busy
+        return True
+
+    wait_until(is_warm)
+    node = empty_cluster.node_of(TAG)
+
+    node.freeze()
+    try:
+        with pytest.raises(PublishUnknown, match="publishing"):
+            broker.put([message(b"second")], token=token)
+    finally:
+        node.thaw()
+    driver.close()
+    patient = RedisBroker(ClusterDriver(empty_cluster.url))
+    if token:
+        patient.put([message(b"second")], token=token)
+
+    found = [one.body for one in patient.pending("q", 9)]
+    assert found.count(b"second") <= 1
+    # Else its replica took it for dead, and knows what it knows.
+    if token and empty_cluster.node_of(TAG) is node:
+        assert found == [b"first", b"second"]
+    patient.driver.close()
+
+
+def test_one_redis_is_no_cluster(redis_server: RedisServer) -> None:
+    driver = ClusterDriver(redis_server.url)
+
+    with pytest.raises(StoreUnusable, match="no node of a cluster"):
+        RedisBackend(driver).get_states(["a"])
+
+
+def test_one_redis_gets_scripts_and_commands_as_they_are(redis_server: RedisServer) -> None:
+    driver = RedisDriver(redis_server.url)
+    from machinery_py.brokers.redis.scripts import CLAIM
+
+    assert driver.adapted(CLAIM) is CLAIM
+    assert driver.command(b"GET", b"k") == b"*2\r\n$3\r\nGET\r\n$1\r\nk\r\n"
+    assert b"\r\n$1\r\n0\r\n" in driver.packed_script(CLAIM, b"x")
+
+
+# Settings
+
+
+def test_the_master_of_the_tag_is_warned_of_once(
     durable: ClusterServers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first, second, third = durable.masters
-    second.cli("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
-    third.cli("CONFIG", "SET", "appendonly", "no")
+    owner = durable.node_of(TAG)
+    for node in durable.masters:
+        node.cli("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
     server = server_with(durable)
     server.register_task("note", lambda: None)
 
-    with server.new_worker(concurrency=2, queues=QUEUES):
-        together(
-            4,
-            lambda index: [
-                server.send_task(Signature(name="note", routing_key=queue)) for queue in QUEUES
-            ],
-        )
+    with server.new_worker(concurrency=2):
+        together(4, lambda _: server.send_task(Signature(name="note")))
 
-    texts = sorted(warnings(caplog))
-    assert [text.partition(": ")[0] for text in texts] == sorted(
-        [f"Redis at 127.0.0.1:{second.port}", f"Redis at 127.0.0.1:{third.port}"]
-    )
-    for port, what in (
-        (second.port, "maxmemory-policy is allkeys-lru"),
-        (third.port, "it has no append-only file"),
-    ):
-        assert any(f":{port}: {what}" in text for text in texts)
-        assert any(f"127.0.0.1:{port}: {what}" in one.text for one in server.broker.concerns())
-        assert any(f"127.0.0.1:{port}: {what}" in one.text for one in server.backend.concerns())
-    assert len(server.broker.concerns()) == 2
-    assert not any(str(first.port) in one.text for one in server.broker.concerns())
+    (text,) = warnings(caplog)
+    assert text.startswith(f"Redis at 127.0.0.1:{owner.port}: maxmemory-policy is allkeys-lru")
+    assert "maxmemory-policy is allkeys-lru" in server.broker.concerns()[0].text
+    assert server.broker.concerns() == server.backend.concerns()
     server.close()
 
 
-def test_cluster_is_refused_when_one_master_would_lose_tasks(
+def test_cluster_is_refused_when_the_tags_master_would_lose_tasks(
     durable: ClusterServers, caplog: pytest.LogCaptureFixture
 ) -> None:
     strict = Server(Config(broker=durable.url, strict_durability=True))
@@ -99,86 +300,53 @@ def test_cluster_is_refused_when_one_master_would_lose_tasks(
     assert warnings(caplog) == []
     strict.close()
 
-    for bad in durable.masters:  # whichever it is, and wherever a task would be stored
-        bad.cli("CONFIG", "SET", "appendonly", "no")
-        again = Server(Config(broker=durable.url, strict_durability=True))
-        for queue in QUEUES:
-            with pytest.raises(
-                StoreUnusable, match=f"Redis at 127.0.0.1:{bad.port}: refused by strict_durability"
-            ):
-                again.send_task(Signature(name="nobody_runs_this", routing_key=queue))
-        assert [one.waiting for one in server_with(durable).broker.stats()] == [1]
-        again.close()
-        bad.cli("CONFIG", "SET", "appendonly", "yes")
+    bad = durable.node_of(TAG)
+    bad.cli("CONFIG", "SET", "appendonly", "no")
+    again = Server(Config(broker=durable.url, strict_durability=True))
+    with pytest.raises(
+        StoreUnusable, match=f"Redis at 127.0.0.1:{bad.port}: refused by strict_durability"
+    ):
+        again.send_task(Signature(name="nobody_runs_this"))
+    again.close()
 
 
-def test_delayed_tasks_of_go_are_under_the_key_that_was_chosen(
-    empty_cluster: ClusterServers,
-) -> None:
-    key = "it's\\delayed ü"
+def test_delayed_tasks_are_under_the_key_that_was_chosen(empty_cluster: ClusterServers) -> None:
+    key = "it's\\delayed {ü"
     server = server_with(empty_cluster, delayed_tasks_key=key)
     answer = server.register_task("answer", lambda: 42)
-    waits = answer.options(delay=3600.0).send()
-    node = empty_cluster.node_of(key)
-    (body,) = [message.body for message in server.broker.delayed(9)]
-    soon = time.time_ns() + 300_000_000
-    theirs = body.replace(waits.uuid.encode(), b"task_of_go")
-    node.cli("ZADD", key, soon, theirs)
-    node.cli("ZADD", key, soon + 3600 * 10**9, theirs.replace(b"task_of_go", b"task_of_later"))
-    empty_cluster.node_of("delayed_tasks").cli("ZADD", "delayed_tasks", 1, b"not ours")
+    answer.options(delay=3600.0).send()
+    soon = answer.options(delay=0.1).send()
+    node = empty_cluster.node_of(TAG)
 
-    assert len(server.broker.delayed(9)) == 3
+    assert node.cli("ZCARD", TAG + key) == 2
     with server.new_worker(concurrency=1):
-        wait_until(
-            lambda: any(
-                one.task_uuid == "task_of_go" for one in server.inspect.tasks(state=State.SUCCESS)
-            ),
-            HANG,
-            "the end of Go's task",
-        )
-    assert node.cli("ZCARD", key) == 1
-    assert server.broker.purge("machinery_tasks") == 2
-    assert node.cli("EXISTS", key) == 0
-    assert empty_cluster.node_of("delayed_tasks").cli("ZCARD", "delayed_tasks") == 1
+        assert soon.get(timeout=HANG) == 42
+    assert node.cli("ZCARD", TAG + key) == 1
+    assert server.broker.purge("machinery_tasks") == 1
+    assert node.cli("EXISTS", TAG + key) == 0
+    assert [one.state for one in server.inspect.tasks(state=State.SUCCESS)] == [State.SUCCESS]
     server.close()
 
 
-@pytest.mark.parametrize("key", ["}", "a}{", "{}"])
-def test_a_key_whose_slot_cannot_be_named_is_refused(key: str) -> None:
-    with pytest.raises(ConfigError, match="delayed_tasks_key"):
-        Server(
-            Config(
-                broker="redis://127.0.0.1:1,127.0.0.1:2", redis=RedisConfig(delayed_tasks_key=key)
-            )
-        ).broker.stats()
-
-
-def test_connections_to_all_nodes_are_counted_together(empty_cluster: ClusterServers) -> None:
-    cluster = RedisClusterDriver(empty_cluster.url, limits=PoolLimits(max_active=2))
-    drivers = [cluster.at(f"{{{queue}}}:".encode()) for queue in QUEUES]
-
-    def ask(index: int) -> None:
-        drivers[index].ask(b"EXISTS", f"{{{QUEUES[index]}}}".encode(), doing="asking")
-
-    for index in range(len(QUEUES)):
-        ask(index)  # an idle connection makes room for one to another node
-    links = [drivers[0].open(), drivers[1].open()]
+def test_connections_are_counted_together(empty_cluster: ClusterServers) -> None:
+    driver = ClusterDriver(empty_cluster.url, timeout=0.3, limits=PoolLimits(max_active=2))
+    driver.ask(b"EXISTS", b"q", doing="asking")
+    links = [driver.open(), driver.open()]
 
     with pytest.raises(
         BackendUnavailable,
         match=r"redis.max_active: 2 connections are in use \(raise it, or set redis.wait\)",
     ):
-        cluster.timeout = 0.1
-        ask(2)
+        driver.ask(b"EXISTS", b"q", doing="asking")
 
     for link in links:
         link.close()
-    ask(2)
-    cluster.close()
+    driver.ask(b"EXISTS", b"q", doing="asking")
+    driver.close()
 
 
 def test_a_worker_runs_within_its_connections(empty_cluster: ClusterServers) -> None:
-    server = server_with(empty_cluster, max_active=12, wait=True, client_name="few")
+    server = server_with(empty_cluster, max_active=6, wait=True, client_name="few")
     double = server.register_task("double", lambda n: 2 * n)
     most: list[int] = []
     over = threading.Event()
@@ -190,155 +358,34 @@ def test_a_worker_runs_within_its_connections(empty_cluster: ClusterServers) -> 
     looker = threading.Thread(target=look)
     looker.start()
     try:
-        with server.new_worker(concurrency=4, queues=QUEUES[:3]):
-            results = [
-                double.options(queue=QUEUES[number % 3]).send(number) for number in range(60)
-            ]
+        with server.new_worker(concurrency=4):
+            results = [double.send(number) for number in range(60)]
             assert [result.get(timeout=HANG) for result in results] == [
                 2 * number for number in range(60)
             ]
     finally:
         over.set()
         looker.join(HANG)
-    # The nodes are asked one after the other: one that moves between them is counted twice, once.
+    # The nodes are asked one after the other, and a question for the slots is one connection more.
     lasting = [min(pair) for pair in itertools.pairwise(most)]
-    assert 3 <= max(lasting) <= 12
+    assert 2 <= max(lasting) <= 6
     server.close()
 
 
-@pytest.mark.parametrize("queues", [QUEUES[:1], QUEUES[:3]], ids=["one queue", "three"])
-def test_a_shorter_poll_period_is_kept(
-    empty_cluster: ClusterServers, queues: tuple[str, ...]
-) -> None:
+def test_a_shorter_poll_period_is_kept(empty_cluster: ClusterServers) -> None:
     server = server_with(empty_cluster, normal_tasks_poll_period=50)
 
     def sleeps() -> int:
-        lines = [
-            line
-            for node in empty_cluster.masters
-            for line in str(node.cli("INFO", "commandstats")).splitlines()
-        ]
+        lines = str(empty_cluster.node_of(TAG).cli("INFO", "commandstats")).splitlines()
         return sum(
             int(line.partition("calls=")[2].partition(",")[0])
             for line in lines
             if "cmdstat_blmove:" in line
         )
 
-    with server.new_worker(concurrency=1, queues=queues) as worker:
+    with server.new_worker(concurrency=1, queues=["a", "b"]) as worker:
         wait_until(lambda: worker.ready, HANG, "a worker that is ready")
         before, began = sleeps(), time.monotonic()
         wait_until(lambda: sleeps() > before + 20, HANG, "twenty sleeps")
         assert time.monotonic() - began < 19.0  # with the default a second each
     server.close()
-
-
-# Sleeping with several queues
-
-
-@pytest.fixture
-def broker(empty_cluster: ClusterServers) -> Iterator[ClusterBroker]:
-    cluster = RedisClusterDriver(empty_cluster.url)
-    yield ClusterBroker(cluster)
-    cluster.close()
-
-
-def blocked_clients(cluster: ClusterServers, queue: str) -> dict[str, set[str]]:
-    """What is in the sets of a queue: v, w and u."""
-    node = cluster.node_of(queue)
-    return {name: set(node.cli("SMEMBERS", f"mpy:{{{queue}}}:{name}")) for name in "vwu"}  # type: ignore[arg-type]
-
-
-def test_blocked_client_is_listed_at_all_its_queues_until_woken(
-    empty_cluster: ClusterServers, broker: ClusterBroker
-) -> None:
-    consumer = broker.consume(["q", "r", "s"], worker="w")
-    broker.pause("s")
-    found: list[bytes] = []
-    thread = threading.Thread(
-        target=lambda: found.extend(one.body for one in consumer.receive(1, HANG))
-    )
-    thread.start()
-
-    def lies() -> bool:
-        return all(blocked_clients(empty_cluster, queue)["v"] for queue in ("q", "r"))
-
-    wait_until(lies, HANG, "a blocked client that is listed at both open queues")
-    put(broker, b"1", queue="r")
-    thread.join(HANG)
-
-    assert found == [b"1"]
-    consumer.close()
-
-
-def test_the_bed_is_left_when_its_queue_is_paused(
-    empty_cluster: ClusterServers, broker: ClusterBroker
-) -> None:
-    consumer = broker.consume(["q", "r"], worker="w")
-    found: list[bytes] = []
-    thread = threading.Thread(
-        target=lambda: found.extend(one.body for one in consumer.receive(1, HANG))
-    )
-    thread.start()
-    wait_until(
-        lambda: bool(blocked_clients(empty_cluster, "r")["w"]), HANG, "a blocked client at q"
-    )
-    broker.pause("q")
-    put(broker, b"stays", queue="q")
-    put(broker, b"1", queue="r")
-    thread.join(HANG)
-
-    assert found == [b"1"]
-    assert [(one.queue, one.waiting, one.paused) for one in broker.stats()] == [
-        ("q", 1, True),
-        ("r", 0, False),
-    ]
-    assert broker.paused() == {"q"}
-    broker.resume("q")
-    assert [one.body for one in consumer.receive(1, HANG)] == [b"stays"]
-    consumer.close()
-
-
-def test_message_due_on_another_than_the_blocking_queue_comes(broker: ClusterBroker) -> None:
-    consumer = broker.consume(["q", "r"], worker="w")
-    due = dt.datetime.now(dt.timezone.utc) + dt.timedelta(seconds=0.3)
-    _delay(broker, b"later", due)
-
-    began = dt.datetime.now(dt.timezone.utc)
-    assert [one.body for one in consumer.receive(1, HANG)] == [b"later"]
-    assert dt.datetime.now(dt.timezone.utc) >= min(due, began)
-    consumer.close()
-
-
-def _delay(broker: Broker, body: bytes, due: dt.datetime) -> None:
-    from machinery_py.brokers.base import Message
-
-    broker.put([Message(uuid="", name="", queue="r", body=body, eta=due)], token="")
-
-
-def test_worker_that_failed_to_register_on_one_node_is_on_none(
-    empty_cluster: ClusterServers, broker: ClusterBroker
-) -> None:
-    empty_cluster.node_of("r").cli("SET", "mpy:{r}:mpy:queues", "not a set")
-
-    with pytest.raises(MachineryError, match="registering a worker"):
-        broker.consume(["q", "r"], worker="w")
-
-    assert empty_cluster.node_of("q").cli("ZCARD", "mpy:{q}:s") == 0
-
-
-def test_consumer_follows_a_slot_whose_move_is_known(
-    empty_cluster: ClusterServers, broker: ClusterBroker
-) -> None:
-    source = empty_cluster.node_of("q")
-    target = next(node for node in empty_cluster.masters if node is not source)
-    consumer = broker.consume(["q"], worker="w")
-    assert consumer.receive(1, 0.0) == []  # has a connection of its own to the source
-
-    empty_cluster.move("q", target)
-    try:
-        put(broker, b"1", queue="q")  # refused once, and told where the slot is
-
-        assert [one.body for one in consumer.receive(1, 0.0)] == [b"1"]
-        consumer.close()
-    finally:
-        empty_cluster.move("q", source)

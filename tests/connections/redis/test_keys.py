@@ -6,10 +6,11 @@ import pathlib
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import machinery_py
-from machinery_py.connections.redis.keys import CLUSTER, ITEMS, ONE_SERVER
-from machinery_py.connections.stored_items import StoredItem
+from machinery_py.connections.redis.keys import ITEMS, quoted
 
 SCRIPTS = sorted(pathlib.Path(machinery_py.__file__).parent.rglob("*.lua"))
 #: 'mpy:…', which may go on with a value and another text.
@@ -28,11 +29,10 @@ def spelled(text: str) -> set[str]:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_every_key_that_a_script_spells_is_in_the_table(script: pathlib.Path) -> None:
-    rows = (*ITEMS, *ONE_SERVER, *CLUSTER)
     unknown = {
         key
         for key in spelled(script.read_text()) - BEGINNINGS
-        if not any(row.matches(key, row.kind) for row in rows)
+        if not any(row.matches(key, row.kind) for row in ITEMS)
     }
 
     assert unknown == set()
@@ -47,9 +47,12 @@ def test_keys_with_a_value_in_them_are_read_from_a_script() -> None:
     assert spelled(text) == {"mpy:o:{1}", "mpy:u:1", "mpy:ready"}
 
 
-@pytest.mark.parametrize(
-    "table", [(*ITEMS, *ONE_SERVER), (*ITEMS, *CLUSTER)], ids=["one", "cluster"]
-)
-def test_no_key_has_two_rows(table: tuple[StoredItem, ...]) -> None:
-    names = [row.name for row in table]
+def test_no_key_has_two_rows() -> None:
+    names = [row.name for row in ITEMS]
     assert len(names) == len(set(names))
+
+
+@given(st.text(), st.text())
+def test_names_are_quoted_so_that_no_two_become_one(one: str, other: str) -> None:
+    assert (quoted(one) == quoted(other)) == (one == other)
+    assert not {"{", "}"} & set(quoted(one))

@@ -11,7 +11,7 @@ import pytest
 from machinery_py import QueueNotFound, Server, chord, group
 from machinery_py.brokers.redis.broker import RedisBroker
 from machinery_py.connections.redis.client import RedisDriver
-from machinery_py.connections.redis.keys import ITEMS, ONE_SERVER
+from machinery_py.connections.redis.keys import ITEMS
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.support.private_redis import RedisServer
 
@@ -39,7 +39,7 @@ def lasting(redis: RedisServer) -> dict[str, str]:
     for key in ask(b"KEYS", b"*"):
         if ask(b"TTL", key) == -1:
             name, kind = key.decode(), ask(b"TYPE", key).decode()
-            items = [one.name for one in (*ITEMS, *ONE_SERVER) if one.matches(name, kind)]
+            items = [one.name for one in ITEMS if one.matches(name, kind)]
             found[name] = items[-1]
     driver.close()
     return found

@@ -1,4 +1,4 @@
-"""A private cluster, and a clock that moves its time, for tests of the Redis Cluster stores."""
+"""A private cluster, and a clock that moves its time, for tests of the Redis stores in it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from machinery_py.connections.redis.cluster import RedisClusterDriver
+from machinery_py.connections.redis.cluster import ClusterDriver
 from machinery_py.testing.clocks import ManualClock
 from tests.stores.redis.case import AGE
 from tests.support.servers import RedisCluster as ClusterServers
@@ -27,31 +27,35 @@ class ClusterClock(ManualClock):
             node.cli("EVAL", AGE, 0, round(passed * 1000))
 
 
-class Clusters:
+class ClusterDrivers:
     """Each call opens connections of its own, as another process would."""
 
     def __init__(self, url: str, clock: ManualClock) -> None:
-        self._url = url
+        self.url = url
         self._clock = clock
-        self._open: list[RedisClusterDriver] = []
+        self._open: list[ClusterDriver] = []
 
-    def __call__(self) -> RedisClusterDriver:
-        cluster = RedisClusterDriver(self._url, clock=self._clock)
-        self._open.append(cluster)
-        return cluster
+    def __call__(self) -> ClusterDriver:
+        driver = ClusterDriver(self.url, clock=self._clock)
+        self._open.append(driver)
+        return driver
 
     def close(self) -> None:
-        for cluster in self._open:
-            cluster.close()
+        for driver in self._open:
+            driver.close()
 
 
-@pytest.fixture
-def clock(empty_cluster: ClusterServers) -> ClusterClock:
-    return ClusterClock(empty_cluster)
+class InCluster:
+    """Takes the place of one Redis in the classes that test its stores."""
 
+    @pytest.fixture
+    def clock(self, empty_cluster: ClusterServers) -> ClusterClock:
+        return ClusterClock(empty_cluster)
 
-@pytest.fixture
-def open_cluster(empty_cluster: ClusterServers, clock: ClusterClock) -> Iterator[Clusters]:
-    clusters = Clusters(empty_cluster.url, clock)
-    yield clusters
-    clusters.close()
+    @pytest.fixture
+    def open_driver(
+        self, empty_cluster: ClusterServers, clock: ClusterClock
+    ) -> Iterator[ClusterDrivers]:
+        drivers = ClusterDrivers(empty_cluster.url, clock)
+        yield drivers
+        drivers.close()

@@ -1,14 +1,13 @@
--- In: now, key of the fences (in a cluster the least one to be given), (UUID, run) of each delivery,
--- in a cluster how many others are begun before these.
+-- In: now, key of the fences, (UUID, run) of each delivery.
 -- Out: for each (epoch, 1 if its run is over, outbox or "").
 --! include backends/redis/lua/changes.lua
 --! include connections/redis/lua/fences.lua
 
-local text, key, deliveries, others = unpack(unpacked)
+local text, key, deliveries = unpack(unpacked)
 local now, begun, uuids = now_of(text), {}, {}
 for i, one in ipairs(deliveries) do uuids[i] = one[1] end
 look(uuids)
-local first = type(key) == 'number' and math.max(key, now) + others or fences(key, #deliveries, now)
+local first = fences(key, #deliveries, now)
 for i, one in ipairs(deliveries) do
   local uuid, run = one[1], one[2]
   local row = read(uuid)

@@ -25,19 +25,15 @@ local function word_and_time(doc)
   until not at
   return string.match(doc, '^%u+', word + 1), string.match(doc, '^[^"]*', last + 1)
 end
-local function unquoted(uuid)
-  if uuid == '%' then return '' end
-  return (string.gsub(string.gsub(string.gsub(uuid, '%%7D', '}'), '%%7B', '{'), '%%25', '%%'))
-end
 local function is_of(uuid, doc, head, after)
   local at = #head + 1
   if string.find(doc, uuid, at, true) == at and string.byte(doc, at + #uuid) == 34 and string.find(doc, head, 1, true) == 1 then
     return true
   end
-  -- JSON may write the same in another way, and a cluster quotes.
+  -- JSON may write the same in another way.
   local stop = string.sub(doc, 1, #head) == head and string.find(doc, after, at, true)
   local fine, read = pcall(cjson.decode, '[' .. string.sub(doc, at - 1, (stop or 0) - 1) .. ']')
-  return fine and (read[1] == uuid or read[1] == unquoted(uuid))
+  return fine and read[1] == uuid
 end
 local function is_task(uuid, doc) return is_of(uuid, doc, '{"TaskUUID":"', ',"TaskName":') end
 local function is_final(word) return word == 'SUCCESS' or word == 'FAILURE' end

@@ -1,4 +1,4 @@
--- Keys of tasks and groups. Calls of a cluster have them, too.
+-- Keys of tasks and groups.
 --! include connections/redis/lua/prelude.lua
 
 local function doc_key(uuid)

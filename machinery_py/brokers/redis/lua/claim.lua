@@ -1,6 +1,6 @@
 -- In: now, session, queues, limit, number of this claim, numbers of lost ones, client (see waking.lua) or "", true if
--- it will block, true if it may be noted as a blocked client, true if it blocks at none of these
--- queues, true if it is to say how long messages have waited; key of the fences; for each queue the highest receipt that
+-- it will block, true if it may be noted as a blocked client, true if it is to say how long messages
+-- have waited; key of the fences; for each queue the highest receipt that
 -- the session knows; if there are lost claims, for each queue
 -- (the highest receipt before them, those that were reported since), which are not looked at again.
 -- Out: what is left of the session (1, or 0 if it was given up); µs until something is due (-1:
@@ -15,7 +15,7 @@
 --! include brokers/redis/lua/next_due.lua
 --! include connections/redis/lua/fences.lua
 
-local text, session, queues, limit, claim, lost, client, will_sleep, noted, apart, timed, fences_key, highest, known = unpack(unpacked)
+local text, session, queues, limit, claim, lost, client, will_sleep, noted, timed, fences_key, highest, known = unpack(unpacked)
 local now, to_wake, found, given, problems, claimed, left = now_of(text), {}, {}, {}, {}, 0, nil
 local deliver_noted, return_arrivals  -- below
 
@@ -130,7 +130,7 @@ local function take_list(one, most)
   if #given < limit then deliver(one, 0, pop(one.q[1], math.min(most, limit - #given))) end
 end
 local function reply(intact)
-  local all, open, blocking, may_be_away = {}, {}, nil, apart or #intact > 1
+  local all, open, blocking, may_be_away = {}, {}, nil, #intact > 1
   for _, one in ipairs(intact) do
     all[#all + 1] = one.q
     -- From a paused queue nothing is taken, and nobody sleeps at its list; resuming it wakes those who noted themselves.
@@ -139,7 +139,7 @@ local function reply(intact)
       blocking = blocking or one
     end
     if will_sleep and #given == 0 then
-      note_idle(one.q, client, (apart or one ~= blocking) and not one.is_paused, noted and may_be_away)
+      note_idle(one.q, client, one ~= blocking and not one.is_paused, noted and may_be_away)
     elseif noted then
       forget_idle(one.q, client, may_be_away)
     end
@@ -299,7 +299,7 @@ for i = #intact, 1, -1 do
 end
 for _, one in ipairs(intact) do
   is_alive = is_alive and one.is_alive
-  if noted then forget_idle(one.q, client, apart or #intact > 1) end  -- it wakes others, and not itself
+  if noted then forget_idle(one.q, client, #intact > 1) end  -- it wakes others, and not itself
 end
 noted = false
 if not is_alive then

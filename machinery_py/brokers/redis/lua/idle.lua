@@ -10,18 +10,19 @@ local function note_idle(q, client, is_away, was_away)
   if client == '' then return end
   local v, w = q[2] .. 'v', q[2] .. 'w'
   local number, life = string.match(client, '^(%d+)%.(%w+)$')
-  if life and try('SET', q[2] .. 'life', life, 'EX', '$IDLE_LIFE', 'GET') ~= life then call('DEL', v, w) end
-  try('SADD', v, number or client)
+  if try('SET', q[2] .. 'life', life, 'EX', '$IDLE_LIFE', 'GET') ~= life then call('DEL', v, w) end
+  try('SADD', v, number)
   try('EXPIRE', v, '$IDLE_LIFE')
   if is_away then
-    try('SADD', w, number or client)
+    try('SADD', w, number)
     try('EXPIRE', w, '$IDLE_LIFE')
   elseif was_away then
-    try('SREM', w, number or client)  -- the order may have been another
+    try('SREM', w, number)  -- the order may have been another
   end
 end
 local function forget_idle(q, client, was_away)
-  client = string.match(client, '^(%d+)%.%w+$') or client
+  client = string.match(client, '^%d+')
+  if not client then return end
   try('SREM', q[2] .. 'v', client)
   if was_away then try('SREM', q[2] .. 'w', client) end  -- the order may have been another
 end

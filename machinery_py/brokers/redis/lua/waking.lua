@@ -3,8 +3,7 @@
 -- `v` of a queue has the clients whose last claim found nothing, `w` those of them that block at another
 -- queue. A client looks whether it is still in `v` in the packet with which it blocks: so none that is
 -- taken out here sleeps on. It is the number of its connection, in the life of the server that `life`
--- names: a restarted server gives the same numbers to other programs. In a cluster it is
--- `number.life@prefix of the queue at which it blocks`.
+-- names: a restarted server gives the same numbers to other programs.
 --
 -- wake: takes `count` clients out; they are to be woken, `number.life` each.
 --! include connections/redis/lua/prelude.lua
