@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
@@ -287,3 +288,30 @@ def test_sender_finds_the_new_master_while_the_old_one_hangs(mortal_cluster: Red
     finally:
         hanging.thaw()
     driver.close()
+
+
+def test_master_killed_under_load_leaves_no_task_stuck(mortal_cluster: RedisCluster) -> None:
+    """What the replica did not have is lost, message and state together: the rest ends."""
+    server = Server(Config(broker=mortal_cluster.url, publish_timeout=20.0))
+    ran = Ran(server)
+
+    def send(number: int) -> None:
+        with contextlib.suppress(MachineryError):  # nobody knows whether it is lost
+            ran.add.options(queue=QUEUES[number % 3]).send(number, 1)
+
+    def are_over() -> bool:
+        states = {one.state for one in server.inspect.tasks(limit=1000)}
+        queues = server.inspect.queues()
+        return states == {State.SUCCESS} and not any(one.waiting + one.running for one in queues)
+
+    with server.new_worker(queues=list(QUEUES), concurrency=4):
+        for number in range(100):
+            send(number)
+        mortal_cluster.node_of(TAG).kill()
+        for number in range(100, 200):
+            send(number)
+
+        wait_until(are_over, 2 * HANG, "the end of all tasks that are known")
+        assert ran.add.send(1, 2).get(timeout=HANG) == 3
+    assert len(ran.runs) > 100
+    server.close()
