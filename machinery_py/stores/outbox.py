@@ -53,6 +53,7 @@ from machinery_py.backends.base import (
     Backend,
     Begun,
     Change,
+    Keeping,
     Verdict,
     outbox_of,
 )
@@ -379,6 +380,10 @@ class TwoSession(Session):
             for disposal, outbox in rows:
                 if outbox.key in left:
                     self._park(disposal, outbox, left)
+
+    def keep(self, delivery: Delivery, keeping: Keeping) -> Verdict:
+        keeping = msgspec.structs.replace(keeping, epoch=delivery.epoch)
+        return self._store.backend.keep_checkpoints(keeping)
 
     def settle(
         self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()
