@@ -118,11 +118,13 @@ class Keeping(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     Attributes:
         uuid: of the task.
         rows: name → content. A name is written once.
-        epoch: from `Backend.begin`, with two stores.
+        mark, epoch: of the delivery, with two stores: refused when that has ended, or a later one
+            has begun.
     """
 
     uuid: str
     rows: Mapping[str, bytes]
+    mark: str = ""
     epoch: Fence = NO_FENCE
 
 
@@ -308,11 +310,18 @@ class RecordKeeper:
         raise self._keeps_no("checkpoints")
 
     def keep_checkpoints(self, keeping: Keeping) -> Verdict:
-        """Keep them if the epoch is the task's last one, in one step. Results as `Session.keep`.
+        """Keep them if the delivery is the task's last one and has not ended, in one step.
 
-        Called only when broker and backend are two stores. Raises as `checkpoints`.
+        Called only when broker and backend are two stores. Results as `Session.keep`; raises as
+        `checkpoints`.
         """
         raise self._keeps_no("checkpoints")
+
+    def fence_checkpoints(self, uuid: str, fence: Fence) -> None:
+        """Let no delivery before this one keep checkpoints, if `keep` alone cannot be sure of it.
+
+        Called before they are read by a delivery that is not the task's first.
+        """
 
     def end_checkpoints(self, uuid: str, life: float) -> None:
         """Forget the checkpoints of a task so many seconds from now, 0: at once; or earlier.

@@ -320,8 +320,9 @@ class RowsBackend(Backend, OutboxBackend):
         keys = [_checkpoint(keeping.uuid, name) for name in keeping.rows]
 
         def plan(draft: Draft) -> Verdict:
-            task = draft.row(Key(TASK, keeping.uuid))
-            if task is None or self.bodies.decode_task(task.body).epoch != keeping.epoch:
+            there = draft.row(Key(TASK, keeping.uuid))
+            task = TaskBody() if there is None else self.bodies.decode_task(there.body)
+            if task.epoch != keeping.epoch or task.mark == keeping.mark:
                 return FENCED
             if any(draft.found[key] for key in keys):
                 return CONFLICT

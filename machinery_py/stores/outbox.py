@@ -57,7 +57,15 @@ from machinery_py.backends.base import (
     Verdict,
     outbox_of,
 )
-from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Fate, Message
+from machinery_py.brokers.base import (
+    Broker,
+    Consumer,
+    Delivery,
+    Disposal,
+    Fate,
+    Message,
+    mark_of,
+)
 from machinery_py.clock import Clock
 from machinery_py.connections.recent_tokens import RecentTokens
 from machinery_py.errors import (
@@ -382,7 +390,7 @@ class TwoSession(Session):
                     self._park(disposal, outbox, left)
 
     def keep(self, delivery: Delivery, keeping: Keeping) -> Verdict:
-        keeping = msgspec.structs.replace(keeping, epoch=delivery.epoch)
+        keeping = msgspec.structs.replace(keeping, epoch=delivery.epoch, mark=mark_of(delivery))
         return self._store.backend.keep_checkpoints(keeping)
 
     def settle(

@@ -35,6 +35,30 @@ class TestPostgreSQL(StepConformance):
         return Server(Config(broker=postgres_url))
 
 
+class TestRedis(StepConformance):
+    @pytest.fixture
+    def server(self, redis_url: str) -> Server:
+        return Server(Config(broker=redis_url))
+
+
+class TestMongo(StepConformance):
+    @pytest.fixture
+    def server(self, mongodb_url: str) -> Server:
+        return Server(Config(broker=mongodb_url))
+
+
+class TestRabbitMQBrokerAndRedisBackend(StepConformance):
+    @pytest.fixture
+    def server(self, amqp_url: str, redis_url: str) -> Server:
+        return Server(Config(broker=amqp_url, result_backend=redis_url))
+
+
+class TestRedisBrokerAndMongoBackend(StepConformance):
+    @pytest.fixture
+    def server(self, redis_url: str, mongodb_url: str) -> Server:
+        return Server(Config(broker=redis_url, result_backend=mongodb_url))
+
+
 class TestMemoryBrokerAndSQLiteBackend(StepConformance):
     @pytest.fixture
     def server(self, tmp_path: Path) -> Server:

@@ -181,6 +181,9 @@ ONE_SERVER = (
     StoredItem("mpy:u:<key>", "string",
                "claim: UUID of the call that holds the key of a unique task", CLAIM_LIFE,
                "backend"),
+    StoredItem("mpy:kept:{<uuid>}", "hash", "checkpoints of a task, by the names of its steps",
+               "a minute longer than the state; before its end, and of a dead letter, a year",
+               "backend"),
     StoredItem("mpy:records", "hash", "schedules by name", "until removed", "backend"),
     StoredItem("mpy:records:n", "string", "number of changes of schedules", "for ever", "backend"),
     StoredItem("mpy:fence", "string", "the last fence of a delivery or a lock", "for ever",
@@ -248,6 +251,10 @@ def companion_key(uuid: str) -> bytes:
     A channel of the same name announces the end of the task.
     """
     return b"mpy:m:{%b}" % encoded(uuid)
+
+
+def checkpoints_key(uuid: str) -> bytes:
+    return b"mpy:kept:{%b}" % encoded(uuid)
 
 
 def topic_key(topic: str) -> str:

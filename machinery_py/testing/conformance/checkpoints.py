@@ -131,8 +131,8 @@ class CheckpointConformance(StoreCase):
         submit(store, "t")
         [delivery] = session.receive(1, 5.0)
         rows = {f"step#{number}": b"x" * 1000 for number in range(1000)}
-        for start in range(0, 1000, 250):
-            some = dict(list(rows.items())[start : start + 250])
+        for start in range(0, 1000, 20):
+            some = dict(list(rows.items())[start : start + 20])
             assert session.keep(delivery, keeping("t", **some)) is SETTLED
 
         assert store.backend.checkpoints("t") == rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
 import msgspec
@@ -19,7 +19,7 @@ from machinery_py.tasks.checkpoints import (
     of_generation,
     stored_name,
 )
-from machinery_py.tasks.states import FINISHED, TaskState
+from machinery_py.tasks.states import FINISHED
 from machinery_py.texts import get_logger
 from machinery_py.worker.running.execution import Execution
 
@@ -67,6 +67,8 @@ class StoreKeeper:
 
     def _read(self) -> dict[str, Checkpoint]:
         one = self._execution
+        backend, uuid = one.app.store.backend, one.signature.uuid
+        one.app.patiently(lambda: backend.fence_checkpoints(uuid, one.delivery.fence))
         found = one.app.patiently(lambda: kept_in_store(one))
         one.kept = max(one.kept, len(found))
         return found
@@ -150,15 +152,16 @@ def end_checkpoints(execution: Execution, verdict: Verdict) -> None:
     A failure does no harm: they stay longer.
     """
     settlement, backend = execution.settlement, execution.app.store.backend
-    states: Sequence[TaskState] = settlement.states if settlement is not None else ()
-    is_over = bool(states) and states[0].state in FINISHED and verdict is not FENCED
-    if settlement is None or not is_over or not backend.features.checkpoints:
+    if settlement is None or verdict is FENCED or not backend.features.checkpoints:
+        return
+    state = settlement.states[0] if settlement.states else None
+    if state is None or state.state not in FINISHED:
         return
     if execution.context is not None and not (execution.kept or kept_of(execution.signature)):
         return  # it has run to its end, and made no step
     life = LETTER_LIFE
     if settlement.fate is not Fate.DEAD:
-        life = states[0].life(execution.app.config.results_expire_in) + MARGIN
+        life = state.life(execution.app.config.results_expire_in) + MARGIN
     try:
         backend.end_checkpoints(settlement.uuid, life)
     except MachineryError as error:
