@@ -15,6 +15,8 @@ STEP_BYTES = 4 * 2**20  # of bodies in one step; Redis needs some 20 ms for them
 STEP_ITEMS = 1000  # messages, states, rows or names in one step; Redis needs some 20 ms for them
 PURGE_STEP = 200  # messages of one step of `Broker.purge_each`, at most
 LISTING_STEP = 10_000  # states that one step of a listing looks at, where it decodes each
+CHECKPOINTS = 1000  # of one task
+CHECKPOINT_BYTES = 2**20  # of all checkpoints of one task: a store reads them in one step
 AT_ONCE = 8  # items that a script takes where their sizes are not known before
 
 TOKEN_LIFE = 600  # seconds that a submission is known by its token; a repeat of it does nothing

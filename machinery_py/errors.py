@@ -33,6 +33,9 @@
     ├── Reject                                raised by a task: back to the queue, or a dead letter
     ├── Ignore                                raised by a task: end without a result
     ├── NoRetry                               raised by a task: fail for good
+    ├── StepFailed                            raised by Context.step: the step's function raised
+    ├── StepRefused                           raised by Context.step: the task fails for good
+    ├── StepLost                              raised by Context.step: another worker has the task
     ├── BatchFailed                           raised by a batch task: some of its calls failed
     ├── TimeLimitExceeded                     raised in a task that runs past its time limit
     └── WorkerLost                            the process that ran the task ended before the task
@@ -484,6 +487,33 @@ class BatchFailed(MachineryError):
         self.results = results
         told = "; ".join(f"{place}: {type(one).__name__}" for place, one in self.errors.items())
         super().__init__(f"{len(self.errors)} calls of the batch failed: {told or 'none'}")
+
+
+class StepFailed(MachineryError):
+    """A step of the task raised, in this run (then that is its `__cause__`) or in an earlier one.
+
+    Attributes:
+        step: its name; the second one of a name ends in "#2".
+        error, error_type: text of what it raised, and the qualified name of that class.
+    """
+
+    def __init__(self, step: str, error: str, error_type: str = "") -> None:
+        self.step = step
+        self.error = error
+        self.error_type = error_type
+        kind = f"{error_type}: " if error_type else ""
+        super().__init__(f"step {step!r} failed: {kind}{error}")
+
+
+class StepRefused(MachineryError):
+    """A step cannot be made, or its result not be kept: the task fails for good.
+
+    It fails also if it catches this: run again, it would repeat what the step has done.
+    """
+
+
+class StepLost(MachineryError):
+    """The delivery of this run is another worker's by now, or is over: nothing of it is kept."""
 
 
 class TimeLimitExceeded(MachineryError):

@@ -92,6 +92,13 @@ def check_task(name: str) -> None:
     _check("task", name)
 
 
+def check_step(name: str) -> None:
+    """Raise NameRefused if no step of a task may have this name."""
+    _check("step", name)
+    if "#" in name:
+        raise NameRefused(f"step {quoted(name)} holds '#' (which counts the steps of a name)", name)
+
+
 def check_lock(name: str) -> None:
     """Raise NameRefused if no lock may have this name."""
     _check("lock", name)

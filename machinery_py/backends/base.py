@@ -42,6 +42,7 @@ class BackendFeatures(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     forgets: bool = False  # anything stored may be lost at any time: see its documentation
     schedules: bool = True  # it keeps records, which schedules are kept in
     riders: bool = True  # they change with settlements and firings, and not with submissions alone
+    checkpoints: bool = False  # it keeps what the steps of tasks returned
     # Seconds that a group shared with Go is left to Go, since Go does not ask who has settled it.
     foreign_time: float = 0.0
 
@@ -109,6 +110,22 @@ def size_of_change(change: Change) -> int:
     size += sum(len(uuid) for group in change.groups for uuid in group.task_uuids)
     size += sum(len(arrival.callback) for arrival in change.arrivals)
     return size + sum(len(rider.body or b"") for rider in change.riders)
+
+
+class Keeping(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Checkpoints that a running task wants to be kept: all of them, or none.
+
+    Attributes:
+        uuid: of the task.
+        rows: name → content. A name is written once.
+        mark, epoch: of the delivery, with two stores: refused when that has ended, or a later one
+            has begun.
+    """
+
+    uuid: str
+    rows: Mapping[str, bytes]
+    mark: str = ""
+    epoch: Fence = NO_FENCE
 
 
 class Records(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -278,6 +295,35 @@ class RecordKeeper:
     def revoked(self, uuids: Sequence[str]) -> set[str]:
         """Return those of these tasks that have been revoked. Raises as `revoke`."""
         raise self._keeps_no("revocations")
+
+    def checkpoints(self, uuid: str) -> dict[str, bytes]:
+        """Return the checkpoints of a task: name → content.
+
+        Raises:
+            Unsupported: this backend keeps none.
+        """
+        raise self._keeps_no("checkpoints")
+
+    def keep_checkpoints(self, keeping: Keeping) -> Verdict:
+        """Keep them if the delivery is the task's last one and has not ended, in one step.
+
+        Called only when broker and backend are two stores. Results as `Session.keep`; raises as
+        `checkpoints`.
+        """
+        raise self._keeps_no("checkpoints")
+
+    def fence_checkpoints(self, uuid: str, fence: Fence) -> None:
+        """Let no delivery before this one keep checkpoints, if `keep` alone cannot be sure of it.
+
+        Called before they are read by a delivery that is not the task's first.
+        """
+
+    def end_checkpoints(self, uuid: str, life: float) -> None:
+        """Forget the checkpoints of a task so many seconds from now, 0: at once; or earlier.
+
+        Before that they are there as long as the task is, or its state. Raises as `checkpoints`.
+        """
+        raise self._keeps_no("checkpoints")
 
     def refuse_riders(self, changes: Sequence[Change]) -> None:
         """Raise Unsupported for riders, on a backend that keeps neither records nor claims."""

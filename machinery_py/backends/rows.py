@@ -12,6 +12,7 @@
     records                     written with each of these: its version is theirs
     claim          name         of a unique task
     revoked        UUID
+    checkpoint     UUID, name   kept by the row of its task
 
 Outboxes and ready chords are listed by their time below 0: the oldest comes first.
 
@@ -39,6 +40,7 @@ from machinery_py.backends.base import (
     BackendFeatures,
     Begun,
     Change,
+    Keeping,
     Listener,
     OutboxBackend,
     ReadyGroup,
@@ -48,6 +50,7 @@ from machinery_py.backends.base import (
 )
 from machinery_py.backends.listings import Count, Listing, Place, counts_of
 from machinery_py.backends.transactional import decide, is_over
+from machinery_py.bounds import CHECKPOINTS
 from machinery_py.clock import micros
 from machinery_py.fences import fence_after
 from machinery_py.rows.contract import NO_ROW, PAGE, Facts, Key, StoredRow, Write
@@ -68,6 +71,7 @@ SWEEP, SOON = 60.0, 0.05  # seconds between two looks for what has expired; if m
 SWEPT = 1000  # rows deleted in one step
 LOOKED = 200  # old groups in one step
 
+CHECKPOINT, CHECKPOINT_LIFE = "checkpoint", 600_000_000  # µs; then as long as the task's row
 TASK, GROUP, OUTBOX, RECORD, CLAIM = "task", "group", "outbox", "record", "claim"
 CHORD, OPEN, READY = "chord", "chord open", "chord ready"
 RECORDS = Key("records", "")
@@ -81,7 +85,7 @@ T = TypeVar("T")
 class RowsBackend(Backend, OutboxBackend):
     """Rows of a store, which belongs to whoever made it."""
 
-    features = BackendFeatures(name="rows", claims=True)
+    features = BackendFeatures(name="rows", claims=True, checkpoints=True)
     bodies: ClassVar[Bodies] = MSGPACK  # of tasks and groups
 
     def __init__(self, rows: MessageRows, *, expire_in: float = EXPIRE_IN) -> None:
@@ -303,6 +307,49 @@ class RowsBackend(Backend, OutboxBackend):
         if held:
             self.rows.forget(held)
 
+    # Checkpoints
+
+    def plan_checkpoints(self, keeping: Keeping, step: MessageStep) -> None:
+        """Add checkpoints to a step, which is a Conflict if one of them is there."""
+        for name, body in keeping.rows.items():
+            key = _checkpoint(keeping.uuid, name)
+            step.expect[key] = NO_ROW
+            step.write[key] = _kept_with_task(keeping.uuid, body, CHECKPOINT_LIFE)
+
+    def keep_checkpoints(self, keeping: Keeping) -> Verdict:
+        keys = [_checkpoint(keeping.uuid, name) for name in keeping.rows]
+
+        def plan(draft: Draft) -> Verdict:
+            there = draft.row(Key(TASK, keeping.uuid))
+            task = TaskBody() if there is None else self.bodies.decode_task(there.body)
+            if task.epoch != keeping.epoch or task.mark == keeping.mark:
+                return FENCED
+            if any(draft.found[key] for key in keys):
+                return CONFLICT
+            self.plan_checkpoints(keeping, draft)
+            return SETTLED
+
+        return self._carry_out([Key(TASK, keeping.uuid), *keys], plan)
+
+    def checkpoints(self, uuid: str) -> dict[str, bytes]:
+        return {_name_of(row): row.body for row in self._checkpoints(uuid)}
+
+    def _checkpoints(self, uuid: str) -> list[StoredRow]:
+        ids = self.rows.ids(CHECKPOINT, prefix=_checkpoint(uuid, "").id, items=CHECKPOINTS)
+        found = self.rows.read([Key(CHECKPOINT, id) for id in ids]) if ids else ()
+        return [row for row in found if row is not None]
+
+    def end_checkpoints(self, uuid: str, life: float) -> None:
+        expires_in = round(life * 1e6)
+        if 0 < expires_in <= CHECKPOINT_LIFE:
+            return  # they go with the task's row
+        write: dict[Key, Write | None] = {
+            row.key: _kept_with_task(uuid, row.body, expires_in) if expires_in else None
+            for row in self._checkpoints(uuid)
+        }
+        if write:
+            self.rows.commit([MessageStep(write=write)])
+
     # Reading
 
     def get_states(self, uuids: Sequence[str]) -> dict[str, TaskState]:
@@ -387,7 +434,8 @@ class RowsBackend(Backend, OutboxBackend):
         return {row.key.id for row in rows if row is not None}
 
     def purge_state(self, task_uuid: str) -> None:
-        self.rows.commit([MessageStep(write={Key(TASK, task_uuid): None})])
+        gone = [Key(TASK, task_uuid), *(row.key for row in self._checkpoints(task_uuid))]
+        self.rows.commit([MessageStep(write=dict.fromkeys(gone))])
 
     def _delete_finished(self, states: Sequence[TaskState]) -> None:
         tasks = read(self.rows, [Key(TASK, one.task_uuid) for one in states])
@@ -496,6 +544,18 @@ def keys_of(change: Change) -> list[Key]:
     if change.fires:
         keys += [Key(GROUP, change.fires), Key(READY, change.fires)]
     return keys
+
+
+def _checkpoint(uuid: str, name: str) -> Key:
+    return Key(CHECKPOINT, f"{uuid}\n{name}")  # no UUID has a line break
+
+
+def _name_of(row: StoredRow) -> str:
+    return row.key.id.partition("\n")[2]
+
+
+def _kept_with_task(uuid: str, body: bytes, expires_in: int) -> Write:
+    return Write(body=body, expires_in=expires_in, kept_by=Key(TASK, uuid))
 
 
 def _ridden(rider: Rider) -> Key:

@@ -22,6 +22,7 @@ from machinery_py.worker.processes.frames import (
     FrameReader,
     FrameWriter,
     Job,
+    KeepReply,
     Order,
     PipeEnd,
     Ready,
@@ -42,7 +43,7 @@ def main(option: str) -> int:
     streams.drop_unread()
     faulthandler.enable()
     tasks: FrameReader[Any] = FrameReader(pipes[0], Setup | Job)
-    control: FrameReader[Order] = FrameReader(pipes[1], Order)
+    control: FrameReader[Order | KeepReply] = FrameReader(pipes[1], Order | KeepReply)
     replies = FrameWriter(pipes[2])
     setup = tasks.read()
     assert isinstance(setup, Setup)

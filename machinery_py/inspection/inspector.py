@@ -323,24 +323,30 @@ class Inspector:
         name: str = "",
         since: dt.datetime | Seconds | None = None,
         limit: int = 10_000,
+        from_start: bool = False,
     ) -> list[str]:
         """Send failed tasks again, at once, with all their retries and under the same UUIDs.
 
+        A task with steps goes on behind its checkpoints.
+
         Args:
             uuids: of the tasks; without them all that the filter finds.
+            from_start: all steps are made again, with other keys.
 
         Returns:
             The UUIDs of the tasks that were sent.
 
         Raises:
             PublishRefused: all of some thousand were refused for good, or the broker is away.
+            StepRefused: checkpoints of one are gone; nothing was sent.
         """
         if uuids:
             found = list(self._app.store.backend.get_states(list(uuids)).values())
         else:
             found = self.tasks(state=state, name=name, since=since, limit=limit)
         failed = [one for one in found if one.state is State.FAILURE and one.message]
-        return replay(self._app, [anew(decode_signature(one.message)) for one in failed])
+        pairs = [anew(decode_signature(one.message)) for one in failed]
+        return replay(self._app, pairs, from_start=from_start)
 
     retry_async = twin(retry)
 
@@ -427,10 +433,11 @@ class Inspector:
 
     dead_letter_async = twin(dead_letter)
 
-    def replay_dead(self, ids: Sequence[str]) -> list[str]:
+    def replay_dead(self, ids: Sequence[str], *, from_start: bool = False) -> list[str]:
         """Put dead letters back into their queues, byte for byte and without strikes.
 
         A task that failed, or lost its processes, is sent as before its first try, as by `retry`.
+        `from_start`, and what is raised of checkpoints, as there.
 
         Letters that are no signature stay, since nobody could run them, and so do those that the
         broker refuses for good.
@@ -443,7 +450,8 @@ class Inspector:
         usable = [(letter, one) for letter, one in found if one is not None and one.name]
         # Published first, removed then: after a crash in between there is a letter too many, never
         # one too few.
-        sent = replay(self._app, [replayed(letter, one) for letter, one in usable])
+        pairs = [replayed(letter, one) for letter, one in usable]
+        sent = replay(self._app, pairs, from_start=from_start)
         gone = frozenset(sent)
         taken = [letter.id for letter, one in usable if one.uuid in gone]
         try:

@@ -6,9 +6,18 @@ from collections.abc import Iterable, Sequence
 
 from machinery_py.app import Application
 from machinery_py.brokers.base import DeadLetter, Message
-from machinery_py.errors import MachineryError, PublishRefused, PublishUnknown
+from machinery_py.errors import MachineryError, PublishRefused, PublishUnknown, StepRefused
 from machinery_py.registry.outcomes import STEP_FAILED
 from machinery_py.stores.base import REASON_FAILED, REASON_REJECTED, Submission
+from machinery_py.tasks.checkpoints import (
+    all_tries,
+    from_its_start,
+    generation_of,
+    kept_of,
+    of_generation,
+    uncounted,
+    with_kept,
+)
 from machinery_py.tasks.lineage import lasts_of
 from machinery_py.tasks.signature import (
     HEADER_ATTEMPT,
@@ -43,16 +52,50 @@ Sent = tuple[Signature[object], bytes]
 """A task to be sent again, and its message."""
 
 
-def replay(app: Application, pairs: Sequence[Sent], mended: Sequence[TaskState] = ()) -> list[str]:
+def replay(
+    app: Application,
+    pairs: Sequence[Sent],
+    mended: Sequence[TaskState] = (),
+    *,
+    from_start: bool = False,
+) -> list[str]:
     """Send these messages again; return the UUIDs, without those that were refused for good.
 
     Args:
         mended: further states, which replace finished ones in the same step as the first messages.
+        from_start: make the steps of the tasks again that have checkpoints.
+
+    Raises:
+        StepRefused: checkpoints of one are gone; nothing was sent.
     """
+    if app.store.backend.features.checkpoints:
+        pairs = [_behind_steps(app, pair, from_start=from_start) for pair in pairs]
     sent: list[str] = []
     for start in range(0, len(pairs), 1000):
         sent += _replay_batch(app, pairs[start : start + 1000], () if start else mended)
     return sent
+
+
+def _behind_steps(app: Application, pair: Sent, *, from_start: bool) -> Sent:
+    """Return the task as it goes on behind its checkpoints, or makes its steps anew."""
+    signature, body = pair
+    rows = app.store.backend.checkpoints(signature.uuid)
+    kept, number = kept_of(signature), len(of_generation(rows, generation_of(signature)))
+    if from_start:
+        if not (kept or number):
+            return pair
+        signature = from_its_start(signature)
+    elif kept is not None and number < kept.number:
+        raise StepRefused(
+            f"task {signature.name} {signature.uuid} is not sent again: {number} of its "
+            f"{kept.number} checkpoints are there, and it would make the steps of the others again "
+            "(if that is wanted: from_start=True, machinery retry --from-start)"
+        )
+    elif not number:
+        return signature, body
+    else:
+        signature = with_kept(signature, number, newly=False)
+    return signature, encode_signature(signature)
 
 
 def _replay_batch(
@@ -135,11 +178,12 @@ def replayed(letter: DeadLetter, signature: Signature[object]) -> Sent:
 
 def anew(signature: Signature[object]) -> Sent:
     """Return the task as before its first try; each counted try took one from RetryCount."""
-    tries = signature.retry_count + signature.attempt - 1
+    tries = all_tries(signature)
     signature = signature.replace(
         headers={key: value for key, value in signature.headers.items() if key not in _OF_TRIES},
         retry_count=min(UNLIMITED, tries),  # a message may hold any number
         retry_timeout=0,
         eta=None,
     )
+    signature = uncounted(signature)
     return signature, encode_signature(signature)

@@ -17,6 +17,7 @@ from machinery_py.errors import ArgumentError, NameRefused, WorkflowError
 from machinery_py.names import check_uuid
 from machinery_py.tasks.attempts import Attempt, with_attempt
 from machinery_py.tasks.backoff import MAX_DELAY, Backoff, delay_for
+from machinery_py.tasks.checkpoints import tried
 from machinery_py.tasks.lineage import Last, lasts_of
 from machinery_py.tasks.linking import link
 from machinery_py.tasks.signature import (
@@ -354,14 +355,14 @@ def tries_left(signature: Signature[Any], retries: int | None) -> int:
     """Return how many tries may follow this one, if there may be so many after the first."""
     if retries is None or retries == UNLIMITED:
         return signature.retry_count if retries is None else UNLIMITED
-    return retries - signature.attempt + 1
+    return retries - tried(signature) + 1
 
 
 def _next_try(
     signature: Signature[Any], left: int, *, now: dt.datetime, backoff: Backoff
 ) -> Signature[Any]:
     """Return the task for its next try, after the back-off's pause."""
-    delay = delay_for(backoff, signature.attempt, signature.retry_timeout)
+    delay = delay_for(backoff, tried(signature), signature.retry_timeout)
     if left == UNLIMITED:
         delay = min(delay, MAX_DELAY)  # else Fibonacci's pauses would soon be years
     # Go's field: the delay before this try, from which the next Fibonacci number is taken.

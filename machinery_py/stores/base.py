@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import msgspec
 
-from machinery_py.backends.base import Backend, Change, ReadyGroup, Rider, Verdict
+from machinery_py.backends.base import Backend, Change, Keeping, ReadyGroup, Rider, Verdict
 from machinery_py.brokers.base import (
     Broker,
     Consumer,
@@ -264,6 +264,18 @@ class Session(ABC):
         Raises:
             BrokerUnavailable, BackendUnavailable, StoreUnusable: some of it may have become true.
         """
+
+    def keep(self, delivery: Delivery, keeping: Keeping) -> Verdict:
+        """Keep checkpoints of a task that runs, if its delivery is still ours: in one step.
+
+        Returns SETTLED; FENCED: the delivery is not ours, and nothing was written; or CONFLICT:
+        there is one of these names, perhaps by our own repeat, and the same.
+
+        Raises:
+            BrokerUnavailable, BackendUnavailable, StoreUnusable: they may be kept.
+            Unsupported: the backend keeps none.
+        """
+        raise Unsupported(f"{type(self).__name__} keeps no checkpoints")
 
     def _write_marks(self, marks: Sequence[Mark], backend: Backend) -> None:
         """Write the states of those deliveries that are still ours."""

@@ -27,7 +27,15 @@ from collections.abc import Sequence
 import msgspec
 from pymongo import UpdateOne
 
-from machinery_py.backends.base import ALREADY, FENCED, SETTLED, Change, Verdict, lone_rider
+from machinery_py.backends.base import (
+    ALREADY,
+    FENCED,
+    SETTLED,
+    Change,
+    Keeping,
+    Verdict,
+    lone_rider,
+)
 from machinery_py.backends.mongodb.backend import MongoBackend
 from machinery_py.backends.mongodb.records import RecordIntent
 from machinery_py.backends.transactional import is_over
@@ -341,6 +349,11 @@ class MongoSession(Session):
         except MachineryError:
             self._give_back(deliveries)
             raise
+
+    def keep(self, delivery: Delivery, keeping: Keeping) -> Verdict:
+        if not self.consumer.holds([delivery])[0]:
+            return FENCED
+        return self._store.states.kept.keep(keeping, delivery.fence)
 
     def _without_ended(self, deliveries: list[Delivery]) -> list[Delivery]:
         """Return the deliveries whose run has not ended; second messages of a task are dropped."""

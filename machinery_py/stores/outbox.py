@@ -53,10 +53,19 @@ from machinery_py.backends.base import (
     Backend,
     Begun,
     Change,
+    Keeping,
     Verdict,
     outbox_of,
 )
-from machinery_py.brokers.base import Broker, Consumer, Delivery, Disposal, Fate, Message
+from machinery_py.brokers.base import (
+    Broker,
+    Consumer,
+    Delivery,
+    Disposal,
+    Fate,
+    Message,
+    mark_of,
+)
 from machinery_py.clock import Clock
 from machinery_py.connections.recent_tokens import RecentTokens
 from machinery_py.errors import (
@@ -379,6 +388,10 @@ class TwoSession(Session):
             for disposal, outbox in rows:
                 if outbox.key in left:
                     self._park(disposal, outbox, left)
+
+    def keep(self, delivery: Delivery, keeping: Keeping) -> Verdict:
+        keeping = msgspec.structs.replace(keeping, epoch=delivery.epoch, mark=mark_of(delivery))
+        return self._store.backend.keep_checkpoints(keeping)
 
     def settle(
         self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import redis as _redis  # noqa: F401 – the drivers load it when they connect, and a fork may come in between there
 
-from machinery_py.backends.base import CONFLICT, Verdict
-from machinery_py.backends.redis.backend import VERDICTS, RedisBackend
+from machinery_py.backends.base import CONFLICT, Keeping, Verdict
+from machinery_py.backends.redis.backend import VERDICTS, RedisBackend, packed_checkpoints
 from machinery_py.backends.redis.documents import Changes, new_state, packed_states
 from machinery_py.backends.redis.scripts import CONSTANTS as STATES
 from machinery_py.bounds import STEP_BYTES, STEP_ITEMS, TOKEN_LIFE
@@ -74,6 +74,7 @@ _lua = Folder("stores/lua", MESSAGES | STATES | _ENDS, away=BrokerUnavailable)
 NEW = _lua.script("new", "publishing", TOKEN_LIFE=TOKEN_LIFE)
 SUBMIT = _lua.script("submit", "publishing", TOKEN_LIFE=TOKEN_LIFE)
 SETTLE = _lua.script("settle", "settling")
+KEEP = _lua.script("keep", "keeping checkpoints")
 FIRE = _lua.script("fire", "settling a group or a task")
 
 
@@ -231,6 +232,12 @@ class RedisSession(Session):
         deliveries = self.consumer.receive(limit, timeout, order)
         self.none_revoked = self.consumer.none_revoked
         return deliveries
+
+    def keep(self, delivery: Delivery, keeping: Keeping) -> Verdict:
+        consumer, session = self.consumer, self.consumer.session
+        index, receipt = consumer.place_of(delivery, session)
+        values = (session, consumer.keys[index][1], receipt, *packed_checkpoints(keeping))
+        return VERDICTS[self._store.driver.run(KEEP, *values)[0]]
 
     def prepare(self, settlement: Settlement) -> int:
         states, size = settlement.states, len(settlement.delivery.body)

@@ -13,7 +13,15 @@ from typing import ClassVar, cast
 
 import msgspec
 
-from machinery_py.backends.base import ALREADY, CONFLICT, FENCED, SETTLED, Change, Verdict
+from machinery_py.backends.base import (
+    ALREADY,
+    CONFLICT,
+    FENCED,
+    SETTLED,
+    Change,
+    Keeping,
+    Verdict,
+)
 from machinery_py.backends.rows import TASK, RowsBackend, keys_of
 from machinery_py.brokers.base import Consumer, Delivery, Message, mark_of
 from machinery_py.brokers.rows import RowsBroker, raise_full
@@ -189,6 +197,15 @@ class RowsSession(Session):
         deliveries = self.consumer.receive(limit, timeout, order)
         self.none_revoked = self.consumer.none_revoked
         return deliveries
+
+    def keep(self, delivery: Delivery, keeping: Keeping) -> Verdict:
+        step = MessageStep()
+        self._store._backend.plan_checkpoints(keeping, step)
+        self._store._broker.plan_hold(delivery, self.consumer.session, step)
+        [done] = self._store.rows.commit([step])
+        if type(done) is Gone:
+            return FENCED
+        return CONFLICT if type(done) is Conflict else SETTLED
 
     def settle(
         self, settlements: Sequence[Settlement], marks: Sequence[Mark] = ()

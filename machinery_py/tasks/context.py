@@ -8,9 +8,18 @@ import datetime as dt
 import math
 import numbers
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Sized,
+)
 from decimal import Decimal
-from typing import Any, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import msgspec
 
@@ -24,6 +33,7 @@ from machinery_py.values.malformed import MALFORMED
 INTERRUPTIBLE = True  # calls user code and takes no lock, see worker/running/executors.py
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 PROGRESS_INTERVAL = 0.1  # seconds; more frequent progress is held back, except the last
 MAX_NOTES = 4_096  # bytes of JSON, names and values
@@ -34,8 +44,34 @@ Report = Callable[[tuple[float, float] | None], None]
 NO_STATE: Mapping[str, Any] = {}
 
 
+class StepCaller(Protocol):
+    """Steps of a run, see worker/running/checkpoints.py."""
+
+    def call(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        /,
+    ) -> Any: ...
+    def call_async(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        /,
+    ) -> Coroutine[Any, Any, Any]: ...
+
+
 class SlotHolder(Protocol):
     """Run of a task, which lends its slot while it waits for other tasks."""
+
+    @property
+    def steps(self) -> StepCaller:
+        """Return its steps. Raises Unsupported if this task can have none."""
+        ...
 
     def wait_begins(self) -> bool:
         """Lend the slot. False: this thread has none; no `wait_ends` follows."""
@@ -217,8 +253,56 @@ class Context:
             self._last_report = now
             self._report((done, total))
 
+    def step(self, name: str, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call the function once, and return what it returned, now and in every later run.
+
+        The result is stored before this returns: a checkpoint. If the worker is killed before that,
+        the next run makes the step again: at least once, with the same `step_key`.
+
+        Args:
+            name: of the step. Steps of one name are counted in the order of their calls.
+
+        Raises:
+            StepFailed: from what the function raised. Nothing is kept, and the task's retries
+                decide. If the task catches it and makes another step, it is raised in later runs.
+            StepRefused: there is no such step, or its result cannot be kept: the task fails.
+            StepLost: this run is not the task's any more.
+            Unsupported: neither these stores nor such a task can have steps.
+        """
+        return self._steps().call(name, function, args, kwargs)  # type: ignore[no-any-return]
+
+    def step_async(
+        self,
+        name: str,
+        function: Callable[P, Coroutine[Any, Any, T]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Coroutine[Any, Any, T]:
+        """`step` for coroutine functions. It is counted when it is called, not when awaited."""
+        return self._steps().call_async(name, function, args, kwargs)
+
+    @property
+    def step_key(self) -> str:
+        """An idempotency key for what the step does outside: the same in every try of it.
+
+        Raises:
+            MachineryError: called outside of a step.
+        """
+        key = STEP.get()
+        if not key:
+            raise MachineryError("step_key was asked for outside of a step")
+        return key
+
+    def _steps(self) -> StepCaller:
+        if self._run is None:
+            raise MachineryError(f"{self.name} {self.uuid} makes no steps: no worker runs it")
+        return self._run.steps
+
     def note(self, **facts: Any) -> None:
         """Publish facts of the task's own as `result.get_state().notes`, now and when it has ended.
+
+        No checkpoint: what must be there in the next run is the result of a `step`.
 
         A fact replaces an earlier one of its name. A retry, or a new delivery after a crash, begins
         without any; the state shows those of the run before until this one notes something, or
@@ -296,6 +380,9 @@ def _size(noted: Mapping[str, str]) -> int:
 RUNNING: contextvars.ContextVar[Context | None] = contextvars.ContextVar(
     "machinery_task", default=None
 )
+
+#: The key of the step that runs here; "" outside of one.
+STEP: contextvars.ContextVar[str] = contextvars.ContextVar("machinery_step", default="")
 
 enter = RUNNING.set
 leave = RUNNING.reset

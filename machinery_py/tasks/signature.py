@@ -26,6 +26,8 @@ HEADER_ATTEMPT = "machinery_attempt"  # which try, 1 for the first; not counted 
 HEADER_ATTEMPTS = "machinery_attempts"  # the tries before this one, see tasks/attempts.py
 HEADER_POSTPONED = "machinery_postponed"  # how many runs ended in RetryTaskLater
 HEADER_REJECTED = "machinery_rejected"  # how many runs ended in Reject(requeue=True)
+HEADER_KEPT = "machinery_kept"  # checkpoints of the runs before, see tasks/checkpoints.py
+HEADER_GENERATION = "machinery_generation"  # how often it was sent again from its start
 HEADER_TIME_LIMIT = "machinery_time_limit"  # of this call, in seconds; "null": none
 HEADER_KILL_AFTER = "machinery_kill_after"  # of this call, in seconds
 HEADER_IGNORE_RESULT = "machinery_ignore_result"  # of this call: "true" or "false"

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from machinery_py import Config, Server, Signature, chord, group
+from machinery_py import Config, Server, Signature, chord, current_task, group
 from machinery_py.testing.waiting import HANG, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -51,11 +51,16 @@ def tasks(server: Server) -> dict[str, Any]:
         "alone": server.task("alone", unique=True)(_add),
         "limited": server.task("limited", rate="100/s", max_running=1)(_add),
         "shared": server.task("shared", queue="fair")(_share),
+        "flow": server.register_task("flow", _flow),
     }
 
 
 def _add(*numbers: int) -> int:
     return len(numbers)
+
+
+def _flow() -> int:
+    return current_task().step("add", _add, 1, 2)
 
 
 def _share(tenant: str) -> str:
@@ -112,6 +117,8 @@ def run(
         server.send_task(Signature(name="add", uuid=uuid)),
     ]
     keeps = server.backend.features
+    if keeps.checkpoints:
+        results.append(known["flow"].send())
     if keeps.claims:
         results.append(known["alone"].send())
     if not broker.startswith("amqp"):  # it has no locks

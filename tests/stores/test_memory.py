@@ -15,6 +15,7 @@ from machinery_py.stores.rows import RowsStore
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
+from machinery_py.testing.conformance.checkpoints import CheckpointConformance
 from machinery_py.testing.conformance.claims import ClaimConformance
 from machinery_py.testing.conformance.limits import LimitsConformance, OpenLimits
 from machinery_py.testing.conformance.locks import LockConformance, OpenLock
@@ -53,6 +54,10 @@ class TestMemorySchedules(InMemory, ScheduleConformance):
 
 
 class TestMemoryClaims(InMemory, ClaimConformance):
+    pass
+
+
+class TestMemoryCheckpoints(InMemory, CheckpointConformance):
     pass
 
 

@@ -15,6 +15,7 @@ import pytest
 from machinery_py.stores.base import Session, Store
 from machinery_py.stores.outbox import TwoStores
 from machinery_py.testing.clocks import ManualClock
+from machinery_py.testing.conformance.checkpoints import CheckpointConformance
 from machinery_py.testing.conformance.claims import ClaimConformance
 from machinery_py.testing.conformance.fencing import StoreCase
 from machinery_py.testing.conformance.schedules import ScheduleConformance
@@ -34,6 +35,15 @@ RECORDED = {
     ("amqp", "redis"),
     ("memory", "memory"),
     ("redis", "mongodb"),
+}
+#: A backend that keeps none says so over any broker.
+KEPT = {
+    ("amqp", "amqp"),
+    ("amqp", "redis"),
+    ("amqp", "sqlite"),
+    ("memory", "memcache"),
+    ("redis", "mongodb"),
+    ("redis", "postgresql"),
 }
 #: What the stand-in for MongoDB needs minutes for; a store of MongoDB alone runs it.
 LARGE = {
@@ -76,6 +86,7 @@ for (_broker, _backend), (_suite, _always) in itertools.product(
         (SettlementConformance, SETTLED),
         (ScheduleConformance, RECORDED),
         (ClaimConformance, RECORDED),
+        (CheckpointConformance, KEPT),
     ),
 ):
     _pair = (_broker, _backend)

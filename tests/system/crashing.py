@@ -25,7 +25,7 @@ from typing import Any
 from pymongo import monitoring
 
 from machinery_py import Config, Replace, Server, State, chord, group
-from machinery_py.backends.base import Verdict
+from machinery_py.backends.base import Keeping, Verdict
 from machinery_py.brokers.base import Delivery
 from machinery_py.brokers.putting import PutsAhead, Putting
 from machinery_py.rows import sqlite
@@ -109,6 +109,29 @@ def gives_way() -> None:
     raise Replace(group(plain.signature(1), plain.signature(2)) | after.partial())
 
 
+STEPS = 3
+
+
+@server.task(retries=1, backoff=[0.01])
+def steps() -> int:
+    """Make three steps, fail once, and make them again."""
+    from machinery_py import current_task
+
+    task = current_task()
+    done = sum(task.step(f"step-{number}", _step, number) for number in range(STEPS))
+    if task.attempt == 1:
+        raise ValueError("not yet")
+    return done
+
+
+def _step(number: int) -> int:
+    from machinery_py import current_task
+
+    note(f"step-{number}", current_task().step_key)
+    killer.reach(f"in-step-{number}")
+    return 1
+
+
 SHAPES: dict[str, Callable[[], Any]] = {
     "task": lambda: plain.signature(1).then(after.partial()),
     "retry": lambda: shaky.signature(1).then(after.partial()),
@@ -147,6 +170,14 @@ def revoked() -> Any:
         group(first | after.partial(), plain.signature(2)),
         after.partial().catch(on_error.partial()),
     )
+
+
+#: Of a task with steps: in a step, before it is kept, while that is not committed, and behind it.
+STEP_POINTS = tuple(
+    f"{where}-step-{number}"
+    for number in range(STEPS)
+    for where in ("in", "before", "inside", "after")
+)
 
 
 SENDER_POINTS = ("before-submit", "after-submit")
@@ -412,6 +443,17 @@ class KillingSession(Session):
         if settlements:
             killer.reach("after-settle")
         return verdicts
+
+    def keep(self, delivery: Delivery, keeping: Keeping) -> Verdict:
+        step = "".join(keeping.rows).partition(":")[2]
+        killer.reach(f"before-{step}")
+        killer.inside.step = f"inside-{step}"
+        try:
+            verdict = self._session.keep(delivery, keeping)
+        finally:
+            killer.inside.step = ""
+        killer.reach(f"after-{step}")
+        return verdict
 
     def beat(self) -> bool:
         return self._session.beat()

@@ -320,3 +320,35 @@ def leaves_a_fork(trace: str) -> str:
 @server.task(pool="process")
 def swallow(text: str) -> int:
     return len(text)
+
+
+def _step(trace: str, name: str) -> str:
+    (Path(trace) / f"{name}-{time.monotonic_ns()}").touch()
+    return current_task().step_key
+
+
+async def _step_async(trace: str, name: str) -> str:
+    return _step(trace, name)
+
+
+@server.task(pool="process")
+def steps(trace: str) -> list[str]:
+    task = current_task()
+    first = task.step("first", _step, trace, "first")
+    if not task.signature.strikes:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [first, task.step("second", _step, trace, "second")]
+
+
+@server.task(pool="process")
+async def steps_async(trace: str) -> list[str]:
+    task = current_task()
+    first = await task.step_async("first", _step_async, trace, "first")
+    if not task.signature.strikes:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [first, await task.step_async("second", _step_async, trace, "second")]
+
+
+@server.task(pool="process", on_worker_lost="fail")
+def no_steps(trace: str) -> str:
+    return current_task().step("first", _step, trace, "first")

@@ -195,6 +195,20 @@ def test_lost_process_costs_its_task_a_strike(
         wait_until(lambda: not is_alive(forked), HANG, "the end of what it has forked")
 
 
+@pytest.mark.parametrize("task", [pooled.steps, pooled.steps_async], ids=lambda t: t.name)
+def test_steps_of_a_lost_process_are_kept(worker: Worker, tmp_path: Path, task: Any) -> None:
+    result = task.send(str(tmp_path))
+
+    keys = [f"{result.uuid}:0:{name}" for name in ("first", "second")]
+    assert result.get(HANG) == keys
+    assert sorted(one.name.partition("-")[0] for one in tmp_path.iterdir()) == ["first", "second"]
+
+
+def test_steps_that_a_process_cannot_have_are_refused(worker: Worker, tmp_path: Path) -> None:
+    with pytest.raises(TaskFailed, match="no_steps cannot have steps: on_worker_lost='fail'"):
+        pooled.no_steps.send(str(tmp_path)).get(HANG)
+
+
 def test_task_that_kills_each_process_is_poison(worker: Worker, tmp_path: Path) -> None:
     with pytest.raises(TaskFailed, match=r"Poison: its process .+, 3 times while it ran"):
         pooled.die.send(str(tmp_path)).get(HANG)

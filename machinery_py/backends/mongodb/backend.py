@@ -25,12 +25,14 @@ from pymongo import DeleteOne, UpdateOne
 from machinery_py.backends.base import (
     ALREADY,
     CONFLICT,
+    FENCED,
     REVOKED_LIFE,
     SETTLED,
     Backend,
     BackendFeatures,
     Begun,
     Change,
+    Keeping,
     OutboxBackend,
     ReadyGroup,
     Records,
@@ -40,6 +42,7 @@ from machinery_py.backends.base import (
 from machinery_py.backends.listings import Count, Listing, Place, counts_of
 from machinery_py.backends.mongodb import groups as mongo_groups
 from machinery_py.backends.mongodb.changes import MongoChanges, has_intent
+from machinery_py.backends.mongodb.checkpoints import MongoCheckpoints
 from machinery_py.backends.mongodb.documents import (
     TaskDocument,
     has_expired,
@@ -62,7 +65,7 @@ from machinery_py.connections.mongodb.client import (
     find_by_id,
     step,
 )
-from machinery_py.fences import FenceSequence, fence_after
+from machinery_py.fences import Fence, FenceSequence, fence_after
 from machinery_py.tasks.signature import RunNumber
 from machinery_py.tasks.states import Arrival, GroupMeta, State, TaskState
 from machinery_py.texts import printable
@@ -81,7 +84,8 @@ class MongoBackend(DriverUser, Backend, OutboxBackend):
     """Collections of the driver's database. The driver belongs to whoever made it.
 
     Attributes:
-        tasks, changes, schedules: the parts that a store with a broker in this database uses, too.
+        tasks, changes, schedules, kept: the parts that a store with a broker in this database uses
+            as well.
     """
 
     features = BackendFeatures(
@@ -89,6 +93,7 @@ class MongoBackend(DriverUser, Backend, OutboxBackend):
         foreign=True,
         claims=True,
         riders=False,
+        checkpoints=True,
         foreign_time=mongo_groups.GO_TIME,
     )
 
@@ -97,6 +102,7 @@ class MongoBackend(DriverUser, Backend, OutboxBackend):
         self.expire_in = expire_in
         self.tasks = MongoTasks(driver, expire_in=expire_in)
         self.changes = MongoChanges(driver, self.tasks)
+        self.kept = MongoCheckpoints(driver)
         self.schedules = MongoRecords(driver, self.tasks, self.changes)
         self._next_sweep = 0.0
         self._fences = FenceSequence(driver.now)
@@ -195,6 +201,23 @@ class MongoBackend(DriverUser, Backend, OutboxBackend):
     def _marks(self, store: Store, uuids: Sequence[str]) -> dict[str, str]:
         found = find_by_id(store.tasks, uuids, {"mark": 1})
         return {one["_id"]: one.get("mark") or "" for one in found}
+
+    # Checkpoints
+
+    def checkpoints(self, uuid: str) -> dict[str, bytes]:
+        return self.kept.read(uuid)
+
+    def fence_checkpoints(self, uuid: str, fence: Fence) -> None:
+        self.kept.leave_fence(uuid, fence)
+
+    def keep_checkpoints(self, keeping: Keeping) -> Verdict:
+        row = self.tasks.load([keeping.uuid]).get(keeping.uuid)
+        if row is None or row.epoch != keeping.epoch or row.mark == keeping.mark:
+            return FENCED
+        return self.kept.keep(keeping, keeping.epoch)
+
+    def end_checkpoints(self, uuid: str, life: float) -> None:
+        self.kept.end(uuid, life)
 
     # Schedules and claims
 
@@ -309,6 +332,7 @@ class MongoBackend(DriverUser, Backend, OutboxBackend):
     def purge_state(self, task_uuid: str) -> None:
         self.tasks.load([task_uuid])  # what is no state is refused
         self._purge_state(task_uuid)
+        self.kept.end(task_uuid, 0)
 
     @step("forgetting a task")
     def _purge_state(self, store: Store, task_uuid: str) -> None:
@@ -375,6 +399,7 @@ class MongoBackend(DriverUser, Backend, OutboxBackend):
         if monotonic >= self._next_sweep:
             self._next_sweep = monotonic + SWEEP  # first: a sweep that fails is not due at once
             self.schedules.sweep()
+            self.kept.sweep()
             if self._sweep():
                 self._next_sweep, is_full = 0.0, True
         return 0.05 if is_full else self.driver.intent_age

@@ -28,6 +28,7 @@ from machinery_py.backends.base import (
     BackendFeatures,
     Begun,
     Change,
+    Keeping,
     OutboxBackend,
     ReadyGroup,
     Records,
@@ -67,6 +68,7 @@ logger = get_logger(__name__)
 EXPIRE_IN = 3600.0  # seconds that a finished task is kept
 SWEEP = 60.0  # seconds between two looks for groups that are over
 PATIENCE = 0.5  # seconds that one `tend` lets members of large groups expire
+CHECKPOINT_LIFE = 365 * 86400  # seconds from the last one, while their task is not over
 FEW = 4  # states that are read without a script
 WRITE = 2000  # changes in one script
 
@@ -78,10 +80,18 @@ _pack_outbox = msgspec.msgpack.Encoder().encode
 _outbox = msgspec.msgpack.Decoder(tuple[bytes, ...]).decode
 
 
+def packed_checkpoints(keeping: Keeping) -> tuple[object, int, list[object]]:
+    """Return key, seconds and checkpoints as checkpoints.lua takes them."""
+    fields: list[object] = [
+        cell for name, body in keeping.rows.items() for cell in (name, raw(body))
+    ]
+    return raw(redis_keys.checkpoints_key(keeping.uuid)), CHECKPOINT_LIFE, fields
+
+
 class RedisBackend(Backend, OutboxBackend):
     """Documents on the driver's server. The driver belongs to its creator."""
 
-    features = BackendFeatures(name="redis", foreign=True, claims=True)
+    features = BackendFeatures(name="redis", foreign=True, claims=True, checkpoints=True)
 
     def __init__(self, driver: RedisDriver, *, expire_in: float = EXPIRE_IN) -> None:
         self.driver = driver
@@ -290,6 +300,25 @@ class RedisBackend(Backend, OutboxBackend):
 
     def purge_state(self, task_uuid: str) -> None:
         self.driver.run(scripts.FORGET_TASK, [task_uuid], ())
+        self.end_checkpoints(task_uuid, 0)
+
+    # Checkpoints
+
+    def checkpoints(self, uuid: str) -> dict[str, bytes]:
+        key = redis_keys.checkpoints_key(uuid)
+        found = self.driver.ask(b"HGETALL", key, doing="reading checkpoints")
+        return {name.decode(): body for name, body in zip(found[::2], found[1::2], strict=True)}
+
+    def keep_checkpoints(self, keeping: Keeping) -> Verdict:
+        letters = self.driver.run(
+            scripts.KEEP, keeping.uuid, keeping.mark, keeping.epoch, *packed_checkpoints(keeping)
+        )
+        return VERDICTS[letters[0]]
+
+    def end_checkpoints(self, uuid: str, life: float) -> None:
+        key, seconds = redis_keys.checkpoints_key(uuid), math.ceil(life)
+        command = (b"EXPIRE", key, b"%d" % seconds) if seconds else (b"DEL", key)
+        self.driver.ask(*command, doing="forgetting checkpoints")
 
     def _delete_finished(self, states: Sequence[TaskState]) -> None:
         rows = [(one.task_uuid, math.ceil(one.life(self.seconds))) for one in states]

@@ -80,6 +80,7 @@ FORGET_TASK = _lua.script("forget", "forgetting a task")
 FORGET_GROUP = _lua.script("forget", "forgetting a group")
 DELETE = _lua.script("delete", "deleting states")
 TEND = _lua.script("tend", "looking for what is over", LOOKS=LOOKS)
+KEEP = _lua.script("keep", "keeping checkpoints")
 LOOSEN = _lua.script("loosen", "letting results expire")
 
 # The records that the app keeps: its schedules, and the keys of unique tasks.

@@ -72,6 +72,7 @@ _INDEXES: Sequence[tuple[str, Sequence[tuple[str, int]]]] = (
     ("machinery_arrivals", [("group", 1)]),
     ("machinery_revoked", [("expires_at", 1)]),
     ("machinery_records", [("deed_at", 1)]),
+    ("machinery_checkpoints", [("expires_at", 1)]),
     ("machinery_claims", [("deed_at", 1)]),
     ("machinery_claims", [("expires_at", 1)]),
     ("machinery_outboxes", [("outbox_at", 1)]),

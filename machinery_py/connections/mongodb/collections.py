@@ -45,6 +45,10 @@ ITEMS = (
     StoredItem("machinery_claims", "collection",
                "key of a [unique task](unique.md) → the same, and `expires_at`", CLAIM_LIFE,
                "backend"),
+    StoredItem("machinery_checkpoints", "collection",
+               "task UUID → `fence`, `rows`, `expires_at`: checkpoints of the task",
+               "a minute longer than the state; before its end, and of a dead letter, a year",
+               "backend"),
     StoredItem("machinery_outboxes", "collection",
                "tick or sending → messages of a schedule or a unique task for another store's "
                "broker", "until published", "backend"),

@@ -176,6 +176,9 @@ ITEMS = (
     StoredItem("mpy:u:<key>", "string",
                "claim: UUID of the call that holds the key of a unique task", CLAIM_LIFE,
                "backend"),
+    StoredItem("mpy:kept:{<uuid>}", "hash", "checkpoints of a task, by the names of its steps",
+               "a minute longer than the state; before its end, and of a dead letter, a year",
+               "backend"),
     StoredItem("mpy:records", "hash", "schedules by name", "until removed", "backend"),
     StoredItem("mpy:records:n", "string", "number of changes of schedules", "for ever", "backend"),
     StoredItem("mpy:fence", "string", "the last fence of a delivery or a lock", "for ever",
@@ -216,6 +219,10 @@ def quoted(name: str) -> str:
     if "%" in name or "{" in name or "}" in name:
         return name.replace("%", "%25").replace("{", "%7B").replace("}", "%7D")
     return name or "%"
+
+
+def checkpoints_key(uuid: str) -> bytes:
+    return b"mpy:kept:{%b}" % encoded(uuid)
 
 
 def topic_key(topic: str) -> str:

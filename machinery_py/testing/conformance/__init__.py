@@ -8,12 +8,14 @@
     brokers      BrokerConformance
     backends     BackendConformance
     settlement   SettlementConformance
+    checkpoints  CheckpointConformance: what the steps of tasks have returned
     locks        LockConformance
     rows         RowsConformance: a store of rows, over which locks and limits are written
     messages_rows  MessageRowsConformance: those with messages, for a broker and a backend
     schedules    ScheduleConformance: the records of schedules, and the messages sent with them
     claims       ClaimConformance: the keys of unique tasks
     unique       UniqueConformance: unique tasks of a Server on these stores
+    steps        StepConformance: steps of tasks of a Server on these stores
     exclusive    ExclusiveConformance: exclusive tasks of a Server on these stores
     workflows    WorkflowConformance: a Server on these stores with real workers;
                  LinkedConformance for `eager`
@@ -45,6 +47,7 @@ _SUITES = (
     "schedules",
     "riders",
     "claims",
+    "checkpoints",
     "locks",
     "rows",
     "message_case",
@@ -55,6 +58,7 @@ _SUITES = (
     "application",
     "unique",
     "exclusive",
+    "steps",
     "tasks",
     "endings",
     "names",

@@ -25,6 +25,7 @@ from machinery_py.texts import cut, get_logger
 from machinery_py.wire.signatures import decode_signature
 from machinery_py.worker.admission.once import end_if_begun
 from machinery_py.worker.running.execution import CLAIMED, Execution
+from machinery_py.worker.running.keeping import has_kept, strikes_since
 
 logger = get_logger(__name__)
 
@@ -107,11 +108,12 @@ def accept(execution: Execution, revoked: Mapping[str, bool]) -> bool:
     if delivery.count > 1 and execution.runs_once and end_if_begun(execution):
         return False
     headers, limit = signature.headers, execution.app.config.max_strikes
-    if (headers or delivery.strikes) and execution.strikes >= limit:
+    is_struck = (headers or delivery.strikes) and execution.strikes >= limit
+    if is_struck and strikes_since(execution) >= limit:
         _poison(execution)
     elif signature.uuid in revoked:
         execution.withdraw(is_over=revoked[signature.uuid])
-    elif headers and _is_expired(signature, execution.app.now()):
+    elif headers and _is_expired(signature, execution.app.now()) and not has_kept(execution):
         execution.finish(
             Failed(error="expired before it was started", error_type="Expired", retryable=False)
         )

@@ -39,7 +39,7 @@ from machinery_py.events import (
 from machinery_py.registry.outcomes import REVOKED, Failed
 from machinery_py.revocation import let_go
 from machinery_py.stores.base import AWAY, Mark, Session, Settlement, in_place_of
-from machinery_py.tasks.signature import HEADER_UNIQUE
+from machinery_py.tasks.signature import HEADER_KEPT, HEADER_UNIQUE
 from machinery_py.tasks.states import FAILURE, FINISHED, RECEIVED, RETRY, SUCCESS
 from machinery_py.texts import get_logger
 from machinery_py.threads import LoopThread
@@ -51,6 +51,7 @@ from machinery_py.worker.loops.go_groups import GoGroupPoller
 from machinery_py.worker.reconnect import Reconnect
 from machinery_py.worker.running.execution import SETTLED, Execution, settlement_of
 from machinery_py.worker.running.hooks import text_of, type_name_of
+from machinery_py.worker.running.keeping import end_checkpoints
 
 logger = get_logger(__name__)
 
@@ -441,6 +442,8 @@ def release(app: Application, executions: Sequence[Execution], verdicts: Sequenc
             continue
         if HEADER_UNIQUE in signature.headers and verdict is not FENCED:
             over.append((signature, settlement))
+        if execution.kept or execution.delivery.count > 1 or HEADER_KEPT in signature.headers:
+            end_checkpoints(execution, verdict)
         if execution.revoked and settlement.fate is Fate.DONE:
             revoked.append(signature.uuid)
     if over:

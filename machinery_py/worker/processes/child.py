@@ -11,7 +11,9 @@ The end: when the tasks pipe is closed, in order; when the control pipe is close
 from __future__ import annotations
 
 import contextvars
+import itertools
 import os
+import queue
 import signal
 import threading
 import time
@@ -23,9 +25,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from machinery_py.app import Application
 from machinery_py.brokers.base import Delivery
 from machinery_py.connections import descriptors, forks, proc, streams
-from machinery_py.errors import TaskNotRegistered, TimeLimitExceeded
+from machinery_py.errors import (
+    BackendUnavailable,
+    StepLost,
+    TaskNotRegistered,
+    TimeLimitExceeded,
+    Unsupported,
+    for_good,
+)
 from machinery_py.receipts import NO_RECEIPT
 from machinery_py.registry.outcomes import Batched, Failed, Outcome
+from machinery_py.tasks.checkpoints import Checkpoint
 from machinery_py.tasks.context import NO_STATE
 from machinery_py.texts import get_logger
 from machinery_py.wire.signatures import decode_signature
@@ -37,6 +47,8 @@ from machinery_py.worker.processes.frames import (
     FrameWriter,
     Job,
     JobCall,
+    Keep,
+    KeepReply,
     Order,
     PipeEnd,
     Progress,
@@ -94,7 +106,7 @@ class JobLoop:
         self,
         app: Application,
         tasks: FrameReader[Job],
-        control: FrameReader[Order],
+        control: FrameReader[Order | KeepReply],
         replies: FrameWriter,
         *,
         tells_memory: bool,
@@ -108,6 +120,8 @@ class JobLoop:
         self._hooks.run_coroutine = self._run_coroutine
         self._lock = threading.Lock()
         self._current: _CurrentJob | None = None
+        self._questions = itertools.count(1)
+        self._answers: dict[int, queue.SimpleQueue[KeepReply]] = {}
         self._order: Order | None = None  # the last that came, perhaps before its job was read
         self._runner: asyncio.Runner | None = None
         self._main = threading.get_ident()
@@ -150,7 +164,7 @@ class JobLoop:
         """Return what became of the call, and what its handlers have handed on."""
         calls = [self._execution(call, job.worker) for call in job.calls]
         run = BatchRun(calls) if job.is_batch else Run(calls[0])
-        run.slots, run.thread_id = self, self._main
+        run.slots, run.thread_id, run.keeper = self, self._main, _WorkerKeeper(self, job.number)
         if run.first.task is None:
             error = TaskNotRegistered(run.signature.name, self._app.registry.names())
             text = f"{error} in its process, which imports the app anew"
@@ -218,7 +232,7 @@ class JobLoop:
         else:
             self._reply(Progress(current.job.number, run.first.progress, run.first.noted))
 
-    def _reply(self, record: Done | Progress | Waits) -> None:
+    def _reply(self, record: Done | Progress | Waits | Keep) -> None:
         if descriptors.broken():
             logger.critical("a task has closed descriptors of its process: ending at once")
             os._exit(BROKEN)
@@ -227,6 +241,13 @@ class JobLoop:
                 self._replies.write(record)
         except PipeEnd:  # the worker is gone
             os._exit(BROKEN)
+
+    def ask(self, job: int, new: Mapping[str, Checkpoint] | None) -> KeepReply:
+        """Return the worker's answer about checkpoints of a job. Any thread may call it."""
+        question = next(self._questions)
+        answer = self._answers[question] = queue.SimpleQueue[KeepReply]()
+        self._reply(Keep(job, question, None if new is None else dict(new)))
+        return answer.get()
 
     # Waiting for other tasks: the worker lends the slot. See `worker.running.runner.SlotLender`
 
@@ -267,7 +288,9 @@ class JobLoop:
                 order = self._control.read(deadline)
             except PipeEnd:
                 os._exit(BROKEN)
-            if order is not None:
+            if isinstance(order, KeepReply):
+                self._answers.pop(order.question).put(order)
+            elif order is not None:
                 self._order = order
             deadline, current = None, self._current
             if current is not None and current.is_open:  # else `_report` applies it
@@ -287,6 +310,32 @@ class JobLoop:
             current.coroutine.get_loop().call_soon_threadsafe(current.coroutine.cancel)
         else:
             current.is_late = current.is_up()
+
+
+class _WorkerKeeper:
+    """Keeper of the checkpoints of a job: the worker keeps them, which has the delivery."""
+
+    def __init__(self, loop: JobLoop, job: int) -> None:
+        self._loop = loop
+        self._job = job
+
+    def read(self) -> dict[str, Checkpoint]:
+        return self._ask(None)
+
+    def keep(self, new: Mapping[str, Checkpoint]) -> Mapping[str, Checkpoint]:
+        return self._ask(new)
+
+    def _ask(self, new: Mapping[str, Checkpoint] | None) -> dict[str, Checkpoint]:
+        answer = self._loop.ask(self._job, new)
+        match answer.error_type:
+            case "":
+                return answer.rows
+            case StepLost.__name__:
+                raise StepLost(answer.error)
+            case Unsupported.__name__:
+                raise for_good(Unsupported(answer.error))
+            case _:
+                raise BackendUnavailable(answer.error)
 
 
 def _unsendable(error: Exception) -> Failed:

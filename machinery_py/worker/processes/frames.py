@@ -1,8 +1,8 @@
 """Frames: what a worker and a task process say to each other, through three pipes.
 
     tasks      worker → process   Setup once, then one Job after the other
-    control    worker → process   Order, at any time; end of file: the worker is gone
-    replies    process → worker   Ready once; for a job Progress and Waits, any number, then Done
+    control    worker → process   Order, at any time, and KeepReply; end of file: the worker is gone
+    replies    process → worker   Ready once; of a job Progress, Waits, Keep, any number, then Done
 
 A frame is four bytes of length and one record in MessagePack. A partial frame is an end of file.
 """
@@ -23,6 +23,7 @@ from machinery_py.connections import descriptors
 from machinery_py.errors import ConfigError
 from machinery_py.fences import Fence
 from machinery_py.registry.outcomes import Outcome
+from machinery_py.tasks.checkpoints import Checkpoint
 
 M = TypeVar("M")
 
@@ -107,6 +108,27 @@ class Waits(msgspec.Struct, frozen=True, array_like=True, tag=True):
     begins: bool
 
 
+class Keep(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The job wants these checkpoints to be kept, or to know which there are; KeepReply answers it.
+
+    Attributes:
+        question: its number in the process.
+    """
+
+    number: int
+    question: int
+    new: dict[str, Checkpoint] | None
+
+
+class KeepReply(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Answer to a Keep: what StepKeeper returns, or the class and the text of what it raises."""
+
+    question: int
+    rows: dict[str, Checkpoint] = {}
+    error_type: str = ""
+    error: str = ""
+
+
 class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The call has ended.
 
@@ -122,7 +144,7 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
     handed_on: Mapping[str, str] = {}
 
 
-Reply = Ready | Progress | Waits | Done
+Reply = Ready | Progress | Waits | Keep | Done
 
 _encoder = msgspec.msgpack.Encoder()
 

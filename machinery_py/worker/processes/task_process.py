@@ -21,6 +21,8 @@ from machinery_py.worker.processes.frames import (
     FrameWriter,
     Job,
     JobCall,
+    Keep,
+    KeepReply,
     Order,
     PipeEnd,
     Progress,
@@ -30,11 +32,13 @@ from machinery_py.worker.processes.frames import (
     Waits,
 )
 from machinery_py.worker.running.execution import Execution
+from machinery_py.worker.running.keeping import StoreKeeper
 from machinery_py.worker.running.runner import Report, Run, over_limit
 
 KILL_AFTER = 5.0  # seconds from the time limit until it is killed, by default
 START_TIMEOUT = 120.0  # seconds for a process to import the app
 END_TIMEOUT = 2.0  # seconds for an idle process to end by itself
+ANSWER_TIMEOUT = 30.0  # seconds for it to read an answer about its checkpoints
 DEATH_TIMEOUT = 2.0  # seconds from the end of a pipe, or from SIGKILL, to the end of the process
 INTERVAL = 0.002  # seconds between two checks whether it has ended
 
@@ -191,6 +195,8 @@ class TaskProcess:
                         one.progress = progress.progress
                     first.noted.update(progress.noted)
                     report(run)
+                case Keep() as keep if keep.number == job.number:
+                    self._keep(run, keep)
                 case Waits() as waits if waits.number == job.number:
                     if waits.begins:
                         run.wait_begins()
@@ -204,6 +210,17 @@ class TaskProcess:
                     return self._last_reply(run, _kill_after(run))
                 case _:
                     pass  # late progress of an earlier job
+
+    def _keep(self, run: Run, keep: Keep) -> None:
+        """Keep checkpoints of the job, or read them, and answer."""
+        try:
+            keeper = StoreKeeper(run.first)
+            rows = keeper.read() if keep.new is None else keeper.keep(keep.new)
+            answer = KeepReply(keep.question, dict(rows))
+        except MachineryError as error:
+            answer = KeepReply(keep.question, {}, type(error).__name__, str(error))
+        with self._lock, suppress(PipeEnd):  # found out by the next read
+            self._control.write(answer, time.monotonic() + ANSWER_TIMEOUT)
 
     def _last_reply(self, run: Run, late: float) -> Done:
         """Kill it, so many seconds after the time limit, and return what it had replied before."""

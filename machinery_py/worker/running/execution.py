@@ -45,6 +45,7 @@ from machinery_py.stores.base import (
     Settlement,
     StoreTransaction,
 )
+from machinery_py.tasks.checkpoints import with_kept
 from machinery_py.tasks.context import NO_STATE, Context, notes_json, on_behalf_of
 from machinery_py.tasks.signature import (
     HEADER_ATTEMPTS,
@@ -62,6 +63,7 @@ from machinery_py.tasks.states import (
     TaskState,
 )
 from machinery_py.texts import get_logger
+from machinery_py.wire.signatures import encode_signature
 from machinery_py.worker.running.hooks import WorkerHooks, failure_by, text_of
 
 logger = get_logger(__name__)
@@ -148,6 +150,8 @@ class Execution:
     queued: bool = False  # a mark for it is on its way to the settler
     progress: tuple[float, float] | None = None
     noted: dict[str, str] = field(default_factory=dict)  # as Context.noted, which it is
+    kept: int = 0  # checkpoints of its task, as far as known here
+    kept_newly: bool = False  # it has kept one, and its settlement does not say so yet
     settlement: Settlement | None = None
     sends: Sequence[Signature[Any]] = ()  # what the settlement publishes
     carried: int | None = None  # bytes, about, of its settlement; None: it is not packed
@@ -351,6 +355,8 @@ def settlement_of(
 ) -> Ending:
     """Return the settlement of this outcome; of a failure if its follow-up cannot be sent."""
     try:
+        if execution.kept:
+            _note_checkpoints(execution)
         now = execution.app.now()
         then = follow_up(
             execution.signature,
@@ -365,6 +371,12 @@ def settlement_of(
         logger.exception("what follows task %s cannot be sent", execution.signature.uuid)
         outcome = failure_by(error, "what follows the task cannot be sent: ", retryable=False)
         return _of_failure(execution, outcome, fate=fate, reason=reason)
+
+
+def _note_checkpoints(execution: Execution) -> None:
+    """Let what follows this run know of its checkpoints; after a new one tries begin anew."""
+    newly, execution.kept_newly = execution.kept_newly, False
+    execution.signature = with_kept(execution.signature, execution.kept, newly=newly)
 
 
 def _of_failure(execution: Execution, outcome: Failed, *, fate: Fate, reason: str) -> Ending:
@@ -447,6 +459,8 @@ def _kept(execution: Execution, then: FollowUp) -> bytes:
     if (again := then.retry or then.last) is not None:
         return failing(again)
     is_kept = then.state is FAILURE or HEADER_ATTEMPTS in execution.signature.headers
+    if is_kept and execution.kept:
+        return encode_signature(execution.signature)
     return execution.delivery.body if is_kept else b""
 
 

@@ -13,7 +13,10 @@ from machinery_py.errors import (
     Replace,
     Retry,
     RetryTaskLater,
+    StepFailed,
+    StepRefused,
     TaskFailed,
+    Unsupported,
     WorkerLost,
 )
 from machinery_py.names import check_queue
@@ -62,9 +65,14 @@ def failed(execution: Execution, error: BaseException) -> Outcome:
         if isinstance(error, Exception)
         else MachineryError(f"{type(error).__name__}: {text_of(error)}")
     )
-    return failure_by(
-        error, retryable=not execution.revoked and execution.settings.may_retry(error)
-    )
+    return failure_by(error, retryable=not execution.revoked and _may_retry(execution, error))
+
+
+def _may_retry(execution: Execution, error: BaseException) -> bool:
+    if isinstance(error, StepRefused) or (isinstance(error, Unsupported) and error.permanent):
+        return False
+    cause = error.__cause__ if isinstance(error, StepFailed) else None
+    return execution.settings.may_retry(cause or error)
 
 
 def _rejected(execution: Execution, wanted: Reject) -> Outcome:

@@ -31,9 +31,11 @@ from machinery_py.wire.signatures import decode_exact
 from machinery_py.wire.states import encode_results
 from machinery_py.worker.admission.guards import ExecutionGuard, pass_async
 from machinery_py.worker.loops.timer import TimerEntry
+from machinery_py.worker.running.checkpoints import Checkpoints
 from machinery_py.worker.running.execution import Execution, settlement_of
 from machinery_py.worker.running.failures import failed, judged
 from machinery_py.worker.running.hooks import await_around, await_between, call_around, call_between
+from machinery_py.worker.running.keeping import StepKeeper, StoreKeeper
 from machinery_py.worker.running.transactions import begin, commit, roll_back
 
 logger = get_logger(__name__)
@@ -64,15 +66,18 @@ class Run:
         alarm: of its time limit, in a thread or on the loop.
         in_process: a task process makes the call.
         waits: for results of other tasks: of a coroutine task, several at a time.
+        keeper: of its checkpoints, in a task process; else their store is.
     """
 
     __slots__ = (
+        "_steps",
         "alarm",
         "calls",
         "context",
         "first",
         "in_process",
         "is_batch",
+        "keeper",
         "listed",
         "settings",
         "signature",
@@ -93,6 +98,8 @@ class Run:
         self.in_process = False
         self.slots: SlotLender | None = None
         self.thread_id = self.waits = 0
+        self.keeper: StepKeeper | None = None
+        self._steps: Checkpoints | None = None
 
     @property
     def is_over(self) -> bool:
@@ -159,6 +166,8 @@ class Run:
         """Return the outcome of what the function returned."""
         one, task = self.first, self.first.task
         assert task is not None
+        if self._steps is not None and (broken := self._steps.broken) is not None:
+            return self.failed(broken)
         if value is None or (one.settings.ignore_result and not _passes_on(one)):
             return Succeeded(())
         try:
@@ -180,6 +189,8 @@ class Run:
 
     def failed(self, error: BaseException) -> Outcome:
         """Return the outcome of what was raised."""
+        if self._steps is not None and (broken := self._steps.broken) is not None:
+            error = broken
         return failed(self.first, error)
 
     def judged(self, outcome: Outcome) -> Outcome:
@@ -207,6 +218,14 @@ class Run:
         logger.error("task %s broke off", uuid, exc_info=error, extra={"task_uuid": uuid})
         if not self.is_over:
             self.finish(self.failed(error))
+
+    @property
+    def steps(self) -> Checkpoints:
+        """Return its steps: see `tasks.context.SlotHolder`."""
+        if self._steps is None:
+            assert self.context is not None
+            self._steps = Checkpoints(self.context, self.keeper or StoreKeeper(self.first))
+        return self._steps
 
     # Waiting for other tasks: see `tasks.context.SlotHolder`
 

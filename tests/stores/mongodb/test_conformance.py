@@ -14,6 +14,7 @@ from machinery_py.stores.base import Store
 from machinery_py.stores.mongodb import MongoStore
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
+from machinery_py.testing.conformance.checkpoints import CheckpointConformance
 from machinery_py.testing.conformance.claims import ClaimConformance
 from machinery_py.testing.conformance.limits import LimitsConformance, OpenLimits
 from machinery_py.testing.conformance.locks import LockConformance, OpenLock
@@ -53,6 +54,10 @@ class MongoStores:
             return MongoStore(MongoBroker(driver), MongoBackend(driver))
 
         return open_store
+
+
+class TestMongoCheckpoints(MongoStores, CheckpointConformance):
+    pass
 
 
 class TestMongoStore(MongoStores, SettlementConformance):

@@ -18,6 +18,7 @@ from machinery_py.stores.rows import RowsStore
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
+from machinery_py.testing.conformance.checkpoints import CheckpointConformance
 from machinery_py.testing.conformance.claims import ClaimConformance
 from machinery_py.testing.conformance.limits import LimitsConformance, OpenLimits
 from machinery_py.testing.conformance.locks import LockConformance, OpenLock
@@ -87,6 +88,10 @@ class TestPostgreSQLSchedules(InPostgreSQL, ScheduleConformance):
 
 
 class TestPostgreSQLClaims(InPostgreSQL, ClaimConformance):
+    pass
+
+
+class TestPostgreSQLCheckpoints(InPostgreSQL, CheckpointConformance):
     pass
 
 

@@ -20,6 +20,7 @@ from machinery_py.stores.redis import RedisStore
 from machinery_py.tasks.states import State, TaskState
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
+from machinery_py.testing.conformance.checkpoints import CheckpointConformance
 from machinery_py.testing.conformance.claims import ClaimConformance
 from machinery_py.testing.conformance.groups import listed
 from machinery_py.testing.conformance.limits import LimitsConformance, OpenLimits
@@ -101,6 +102,10 @@ class TestRedisSchedules(InRedis, ScheduleConformance):
 
 
 class TestRedisClaims(InRedis, ClaimConformance):
+    pass
+
+
+class TestRedisCheckpoints(InRedis, CheckpointConformance):
     pass
 
 

@@ -19,6 +19,7 @@ from machinery_py.stores.rows import RowsSession, RowsStore
 from machinery_py.testing.clocks import ManualClock
 from machinery_py.testing.conformance.backends import BackendConformance, OpenBackend
 from machinery_py.testing.conformance.brokers import BrokerConformance, OpenBroker
+from machinery_py.testing.conformance.checkpoints import CheckpointConformance
 from machinery_py.testing.conformance.claims import ClaimConformance
 from machinery_py.testing.conformance.limits import LimitsConformance, OpenLimits
 from machinery_py.testing.conformance.locks import LockConformance, OpenLock
@@ -89,8 +90,6 @@ class InSQLite:
 
         return open_store
 
-
-class TestSQLiteStore(InSQLite, SettlementConformance):
     def crash_session(
         self, store: Store, session: Session, clock: ManualClock, survivors: Sequence[Session] = ()
     ) -> None:
@@ -100,11 +99,19 @@ class TestSQLiteStore(InSQLite, SettlementConformance):
         store.tend()
 
 
+class TestSQLiteStore(InSQLite, SettlementConformance):
+    pass
+
+
 class TestSQLiteSchedules(InSQLite, ScheduleConformance):
     pass
 
 
 class TestSQLiteClaims(InSQLite, ClaimConformance):
+    pass
+
+
+class TestSQLiteCheckpoints(InSQLite, CheckpointConformance):
     pass
 
 

@@ -1,0 +1,489 @@
+"""Promises of every pair of stores that keeps checkpoints, about steps of tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import datetime as dt
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from machinery_py import (
+    MachineryError,
+    NoRetry,
+    State,
+    StepFailed,
+    StepLost,
+    TaskFailed,
+    current_task,
+)
+from machinery_py.bounds import CHECKPOINT_BYTES
+from machinery_py.revocation import revoked_among
+from machinery_py.stores.base import Session
+from machinery_py.testing.conformance.application import App, AppCase
+from machinery_py.testing.waiting import HANG, wait_until
+from machinery_py.worker.admission.intake import accept, peek
+from machinery_py.worker.running.execution import Execution
+from machinery_py.worker.running.hooks import WorkerHooks
+from machinery_py.worker.running.runner import Run, run_here
+
+AGAIN: dict[str, Any] = {"retries": 3, "backoff": [0.0]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Bill:
+    number: int
+    at: dt.date
+
+
+class LostWorker:
+    """A worker that runs tasks and never settles them."""
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+        self.session = self.open()
+        self.executions: list[Execution] = []
+
+    def open(self) -> Session:
+        queue = self.app.server.config.default_queue
+        return self.app.server.app.store.open_session([queue], worker="lost")
+
+    def claim(self) -> Execution:
+        """Claim the one waiting task."""
+        found: list[Any] = []
+
+        def has_claimed() -> bool:
+            found.extend(self.session.receive(1, 0.1))
+            return bool(found)
+
+        wait_until(has_claimed, what="the message")
+        app = self.app.server.app
+        execution = Execution(app, WorkerHooks(), found[0], "lost", session=self.session)
+        self.executions.append(execution)
+        assert peek(execution)
+        assert accept(execution, revoked_among(app, [execution.signature]))
+        return execution
+
+    def run(self, execution: Execution) -> Any:
+        """Run it, and return its outcome's state."""
+        assert execution.begin()
+        run_here(Run(execution))
+        assert execution.settlement is not None
+        return execution.settlement.states[0]
+
+    def lose(self) -> None:
+        """Give back what it holds, and go on with another session."""
+        self.session.close()
+        self.session = self.open()
+
+
+class StepConformance(AppCase):
+    """Steps of tasks on threaded workers, and on lost ones."""
+
+    @pytest.fixture
+    def lost(self, idle: App) -> Iterator[LostWorker]:
+        worker = LostWorker(idle)
+        yield worker
+        worker.session.close()
+
+    # What a step returns
+
+    def test_kept_step_is_not_made_again_by_a_retry(self, app: App) -> None:
+        @app.server.task(retries=3, backoff=[0.0])
+        def flow(number: int) -> list[Any]:
+            task = current_task()
+            first = task.step("first", _noted, app, "first", number)
+            second = task.step("second", _noted, app, "second", by=first)
+            if task.attempt < 3:
+                raise OSError("again")
+            return [first, second, task.attempt]
+
+        assert flow.send(7).get(timeout=HANG) == [7, [7], 3]
+        assert app.calls == [("first", 7), ("second", 7)]
+
+    def test_value_is_the_same_in_the_first_run_and_in_later_ones(self, app: App) -> None:
+        def bill() -> Bill:
+            return Bill(7, dt.date(2026, 1, 2))
+
+        def pair() -> tuple[str, int]:
+            return "a", 1
+
+        @app.server.task(retries=3, backoff=[0.0])
+        def flow() -> None:
+            task = current_task()
+            for function in (bill, pair, _nothing, _untyped, app.add):
+                args = (1, 2) if function is app.add else ()
+                step: Callable[..., Any] = task.step
+                app.calls.append((step(function.__name__, function, *args),))
+            if task.attempt == 1:
+                raise OSError("again")
+
+        flow.send().get(timeout=HANG)
+
+        assert app.calls[:5] == app.calls[5:]
+        assert [value for (value,) in app.calls[:5]] == [
+            Bill(7, dt.date(2026, 1, 2)),
+            ("a", 1),
+            None,
+            [1, {"a": [2]}],  # a tuple in it has come back as JSON has it, at once
+            3,
+        ]
+
+    def test_steps_of_one_name_are_counted(self, app: App) -> None:
+        @app.server.task(retries=3, backoff=[0.0])
+        def flow() -> list[Any]:
+            task = current_task()
+            found = [task.step("note", _noted, app, "note", number) for number in range(3)]
+            if task.attempt == 1:
+                raise OSError("again")
+            return found
+
+        assert flow.send().get(timeout=HANG) == [0, 1, 2]
+        assert len(app.calls) == 3
+
+    def test_coroutine_steps_are_counted_when_they_are_called(self, app: App) -> None:
+        async def note(number: int) -> int:
+            await asyncio.sleep(0)
+            app.calls.append((number, current_task().step_key.rpartition(":")[2]))
+            return number
+
+        @app.server.task(retries=3, backoff=[0.0])
+        async def flow() -> list[int]:
+            task = current_task()
+            steps = [task.step_async("note", note, number) for number in range(3)]
+            found = list(await asyncio.gather(*reversed(steps)))
+            if task.attempt == 1:
+                raise OSError("again")
+            return found
+
+        assert flow.send().get(timeout=HANG) == [2, 1, 0]
+        assert sorted(app.calls) == [(0, "note"), (1, "note#2"), (2, "note#3")]
+
+    def test_step_beside_others_of_its_name_is_refused(self, app: App) -> None:
+        @app.server.task(retries=3, backoff=[0.0])
+        def flow() -> None:
+            task = current_task()
+            errors: list[BaseException] = []
+
+            def beside() -> None:
+                try:
+                    task.step("note", _noted, app, "note", 2)
+                except BaseException as error:
+                    errors.append(error)
+
+            task.step("note", _noted, app, "note", 1)
+            thread = threading.Thread(target=beside)
+            thread.start()
+            thread.join()
+            raise errors[0]
+
+        with pytest.raises(TaskFailed, match="several threads or asyncio tasks"):
+            flow.send().get(timeout=HANG)
+        assert app.calls == [("note", 1)]
+
+    # What a step raises
+
+    def test_step_that_raises_is_made_again_by_a_retry(self, app: App) -> None:
+        @app.server.task(retries=3, backoff=[0.0], retry_on=ValueError)
+        def flow() -> str:
+            return current_task().step("charge", _charge, app, fails=2)
+
+        assert flow.send().get(timeout=HANG) == "paid"
+        assert len(app.calls) == 3
+
+    def test_retry_on_looks_at_what_the_step_raised(self, app: App) -> None:
+        @app.server.task(retries=3, backoff=[0.0], dont_retry_on=ValueError)
+        def flow() -> str:
+            return current_task().step("charge", _charge, app, fails=1)
+
+        with pytest.raises(TaskFailed, match="step 'charge' failed: ValueError: no money") as error:
+            flow.send().get(timeout=HANG)
+        assert error.value.error_type == "machinery_py.errors.StepFailed"
+        assert len(app.calls) == 1
+
+    def test_step_can_end_the_task_in_its_own_way(self, app: App) -> None:
+        @app.server.task(retries=3, backoff=[0.0])
+        def flow() -> None:
+            current_task().step("no", _no_retry)
+
+        with pytest.raises(TaskFailed, match="never"):
+            flow.send().get(timeout=HANG)
+
+    @pytest.mark.parametrize("is_async", [False, True], ids=["function", "coroutine"])
+    def test_caught_failure_is_kept_with_the_next_step(self, app: App, is_async: bool) -> None:
+        async def charge_async() -> str:
+            return _charge(app, fails=1)
+
+        async def flow_async() -> list[str]:
+            task = current_task()
+            try:
+                await task.step_async("charge", charge_async)
+            except StepFailed as error:
+                path = f"{error.step} {error.error_type} {error.error}"
+            else:
+                path = "paid"
+            return end(path)
+
+        def flow() -> list[str]:
+            try:
+                path = current_task().step("charge", _charge, app, fails=1)
+            except StepFailed as error:
+                path = f"{error.step} {error.error_type} {error.error}"
+            return end(path)
+
+        def end(path: str) -> list[str]:
+            path = current_task().step("remind", str, path)
+            if current_task().attempt == 1:
+                raise OSError("again")
+            return [path]
+
+        task: Any = app.server.task("flow", **AGAIN)(flow_async if is_async else flow)
+        assert task.send().get(timeout=HANG) == ["charge ValueError no money"]
+        assert app.calls == [("charge",)]  # it would have succeeded
+
+    # Redeliveries
+
+    def test_key_of_a_step_is_the_same_in_every_try(self, idle: App, lost: LostWorker) -> None:
+        @idle.server.task(retries=3, backoff=[0.0])
+        def flow() -> None:
+            current_task().step("charge", _keyed, idle)
+
+        result = flow.send()
+        lost.run(lost.claim())
+        with pytest.raises(MachineryError, match="outside of a step"):
+            _ = _context(lost).step_key
+        lost.lose()
+        wait_until(lambda: lost.run(lost.claim()).state is State.RETRY, what="the next run")
+        keys = {key for _, key in idle.calls}
+
+        assert keys == {f"{result.uuid}:0:charge"}
+
+    def test_kept_step_is_read_by_the_next_worker(self, idle: App, lost: LostWorker) -> None:
+        @idle.server.task
+        def flow() -> int:
+            value: int = current_task().step("first", _noted, idle, "first", 7)
+            return value
+
+        result = flow.send()
+        assert lost.run(lost.claim()).state is State.SUCCESS  # which nobody hears of
+        lost.lose()
+        with idle.running():
+            assert result.get(timeout=HANG) == 7
+        assert idle.calls == [("first", 7)]
+
+    def test_zombie_keeps_nothing_and_its_run_ends(self, idle: App, lost: LostWorker) -> None:
+        @idle.server.task
+        def flow() -> int:
+            value: int = current_task().step("first", _held, idle, lost)
+            with pytest.raises(StepLost):  # it swallows it: the run ends all the same
+                current_task().step("second", _noted, idle, "second")
+            return value
+
+        def lose() -> int:
+            lost.lose()
+            theirs.append(lost.claim())
+            return 1
+
+        theirs: list[Execution] = []
+        lost.on_step = lose  # type: ignore[attr-defined]
+        result = flow.send()
+        mine = lost.claim()
+
+        state = lost.run(mine)
+
+        assert (state.state, state.error_type) == (State.FAILURE, "machinery_py.errors.StepLost")
+        assert not idle.server.backend.checkpoints(result.uuid)
+        assert idle.calls == []
+        lost.on_step = lambda: 2  # type: ignore[attr-defined]
+        assert lost.run(theirs[0]).state is State.FAILURE  # of its assertion: nothing is lost now
+        assert len(idle.server.backend.checkpoints(result.uuid)) == 2
+
+    def test_strikes_and_tries_begin_anew_with_a_checkpoint(
+        self, idle: App, lost: LostWorker
+    ) -> None:
+        @idle.server.task(retries=1, backoff=[0.0])
+        def flow() -> int:
+            task = current_task()
+            for number in range(task.attempt):
+                task.step("count", _noted, idle, number)
+            if task.attempt < 5:
+                raise OSError("again")
+            return task.attempt
+
+        with idle.running():
+            assert flow.send().get(timeout=HANG) == 5
+        assert len(idle.calls) == 5
+
+    def test_tries_without_a_checkpoint_count(self, app: App) -> None:
+        @app.server.task(retries=3, backoff=[0.0])
+        def flow() -> None:
+            app.calls.append((current_task().step("first", _nothing),))
+            raise OSError("again")
+
+        with pytest.raises(TaskFailed, match="again"):
+            flow.send().get(timeout=HANG)
+        assert len(app.calls) == 4  # the first, which has kept something, and three after it
+
+    # What is refused
+
+    def test_value_that_is_no_json_fails_the_task_for_good(self, app: App) -> None:
+        def connect() -> Any:
+            app.calls.append(())
+            return threading.Lock()
+
+        @app.server.task(retries=3, backoff=[0.0])
+        def flow() -> str:
+            try:
+                current_task().step("connect", connect)
+            except Exception:
+                return "caught"
+            return "kept"
+
+        with pytest.raises(TaskFailed, match="step 'connect': what it returned cannot be kept"):
+            flow.send().get(timeout=HANG)
+        assert app.calls == [()]
+
+    def test_value_that_is_too_large_fails_the_task_for_good(self, app: App) -> None:
+        @app.server.task(retries=3, backoff=[0.0])
+        def flow() -> None:
+            for _ in range(3):
+                current_task().step("read", _large)
+
+        with pytest.raises(TaskFailed, match="step 'read#3': it returned .*store it elsewhere"):
+            flow.send().get(timeout=HANG)
+
+    def test_other_arguments_are_an_error_where_steps_are_counted(self, app: App) -> None:
+        @app.server.task(retries=3, backoff=[0.0])
+        def flow() -> Any:
+            task = current_task()
+            value = task.step("named", _noted, app, "named", task.attempt)
+            if task.attempt == 1:
+                task.step("each", _noted, app, "each", 1)
+            for number in (2, 3):
+                task.step("each", _noted, app, "each", number)
+            raise OSError(f"again {value}")
+
+        with pytest.raises(TaskFailed, match=r"step 'each#2' has other arguments"):
+            flow.send().get(timeout=HANG)
+        assert app.calls == [("named", 1), ("each", 1), ("each", 2), ("each", 3)]
+
+    @pytest.mark.parametrize("name", ["", "a#2", "line\nbreak", "x" * 256])
+    def test_name_that_cannot_be_one_fails_the_task(self, app: App, name: str) -> None:
+        @app.server.task(retries=3, backoff=[0.0])
+        def flow(name: str) -> None:
+            current_task().step(name, _nothing)
+
+        with pytest.raises(TaskFailed, match="step ") as error:
+            flow.send(name).get(timeout=HANG)
+        assert error.value.error_type == "machinery_py.errors.StepRefused"
+
+    def test_step_inside_of_a_step_fails_the_task(self, app: App) -> None:
+        @app.server.task(retries=3, backoff=[0.0])
+        def flow() -> None:
+            current_task().step("outer", current_task().step, "inner", _nothing)
+
+        with pytest.raises(TaskFailed, match="step 'inner' inside of another step"):
+            flow.send().get(timeout=HANG)
+
+    @pytest.mark.parametrize(
+        "options", [{"ack": "early"}, {"on_worker_lost": "fail"}, {"batch": 2}], ids=str
+    )
+    def test_tasks_that_are_never_run_again_have_no_steps(
+        self, app: App, options: dict[str, Any]
+    ) -> None:
+        def flow(number: Any) -> None:
+            current_task().step("first", _nothing)
+
+        task: Any = app.server.task(**AGAIN, **options)(flow)
+        with pytest.raises(TaskFailed, match="cannot have steps: (ack|on_worker_lost|batch)="):
+            task.send(1).get(timeout=HANG)
+
+    # Their life
+
+    def test_failed_task_that_is_sent_again_goes_on_behind_its_steps(self, app: App) -> None:
+        broken = [True]
+
+        @app.server.task
+        def flow() -> int:
+            value: int = current_task().step("first", _noted, app, "first", 7)
+            if broken:
+                raise OSError("broken")
+            return value
+
+        result = flow.send()
+        with pytest.raises(TaskFailed):
+            result.get(timeout=HANG)
+        broken.clear()
+
+        app.server.inspect.retry([result.uuid])
+
+        wait_until(result.touch, what="the result of the retry")
+        assert app.calls == [("first", 7)]
+
+    def test_dead_letter_that_is_sent_again_goes_on_behind_its_steps(self, app: App) -> None:
+        broken = [True]
+
+        @app.server.task(on_failure="dead_letter")
+        def flow() -> int:
+            value: int = current_task().step("first", _noted, app, "first", 7)
+            if broken:
+                raise OSError("broken")
+            return value
+
+        result = flow.send()
+        with pytest.raises(TaskFailed):
+            result.get(timeout=HANG)
+        wait_until(lambda: len(app.server.inspect.dead()) == 1, what="the dead letter")
+        broken.clear()
+
+        app.server.inspect.replay_dead([one.id for one in app.server.inspect.dead()])
+
+        wait_until(result.touch, what="the result of the replay")
+        assert app.calls == [("first", 7)]
+
+
+def _context(lost: LostWorker) -> Any:
+    context = lost.executions[-1].context
+    assert context is not None
+    return context
+
+
+def _noted(app: App, *given: Any, by: Any = None) -> Any:
+    app.calls.append((*given, by) if by is not None else given)
+    return given[-1] if by is None else [by]
+
+
+def _keyed(app: App) -> None:
+    app.calls.append(("key", current_task().step_key))
+    raise ValueError("not yet")
+
+
+def _held(app: App, lost: Any) -> int:
+    found: int = lost.on_step()
+    return found
+
+
+def _charge(app: App, *, fails: int) -> str:
+    app.calls.append(("charge",))
+    if len(app.calls) <= fails:
+        raise ValueError("no money")
+    return "paid"
+
+
+def _no_retry() -> None:
+    raise NoRetry("never")
+
+
+def _nothing() -> None:
+    return None
+
+
+def _untyped():  # type: ignore[no-untyped-def]
+    return [1, {"a": (2,)}]
+
+
+def _large() -> str:
+    return "x" * (CHECKPOINT_BYTES // 2 - 1000)

@@ -1,0 +1,316 @@
+"""Steps of a run: each is made once, and its end is read ever after.
+
+    step ──► kept? ──yes──► what was kept
+               │ no
+               ▼
+        the function ──raises──► StepFailed, kept with a later step if the task goes on
+               │
+               ▼
+        kept, if the delivery is still ours ──► what was kept
+
+docs/explanation/durable-functions.md has the crash points. Which of several steps of one name is
+which is said by the order of their calls, so all of them must come from one thread or asyncio task.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from types import CodeType, FunctionType
+from typing import Any, NoReturn
+
+from machinery_py.bounds import CHECKPOINT_BYTES, CHECKPOINTS
+from machinery_py.call_threads import in_thread
+from machinery_py.errors import (
+    ArgumentError,
+    Ignore,
+    MachineryError,
+    NameRefused,
+    NoRetry,
+    Reject,
+    Replace,
+    Retry,
+    RetryTaskLater,
+    StepFailed,
+    StepLost,
+    StepRefused,
+    TimeLimitExceeded,
+)
+from machinery_py.names import check_step
+from machinery_py.registry.calls import Call
+from machinery_py.registry.task import Task
+from machinery_py.tasks.checkpoints import Checkpoint, digest_of, generation_of
+from machinery_py.tasks.context import STEP, Context
+from machinery_py.tasks.workflow import result_value
+from machinery_py.texts import get_logger
+from machinery_py.wire.states import decode_results, encode_results
+from machinery_py.worker.running.hooks import text_of, type_name_of
+from machinery_py.worker.running.keeping import StepKeeper
+
+logger = get_logger(__name__)
+
+INTERRUPTIBLE = True  # calls user code and takes no lock, see worker/running/executors.py
+
+#: What a step's function raises to end the run in its own way; it comes as it is.
+_OF_THE_RUN = (
+    Ignore,
+    NoRetry,
+    Reject,
+    Replace,
+    Retry,
+    RetryTaskLater,
+    StepLost,
+    StepRefused,
+    TimeLimitExceeded,
+)
+
+
+class _StepCall:
+    """One call of `step`. `caller`: the thread or asyncio task that made it."""
+
+    __slots__ = ("args", "caller", "digest", "function", "kwargs", "name", "value_of")
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        caller: object,
+    ) -> None:
+        self.name = name
+        self.function = function
+        self.args, self.kwargs = args, kwargs
+        self.caller = caller
+        self.digest = digest_of(args, kwargs)
+        self.value_of = call_of(function)
+
+
+class Checkpoints:
+    """The steps of one run of a task. Any thread of the task may call any method.
+
+    Attributes:
+        broken: why no further step is made, and the run cannot succeed.
+    """
+
+    def __init__(self, context: Context, keeper: StepKeeper) -> None:
+        self._context = context
+        self._keeper = keeper
+        self._kept: dict[str, Checkpoint] | None = None  # read at the first step
+        self._counts: dict[str, itertools.count[int]] = {}
+        self._callers: dict[str, object] = {}
+        # Steps that have raised: by name, with their callers; and those of which the task went on.
+        self._failed: dict[str, tuple[Checkpoint, object]] = {}
+        self._caught: dict[str, Checkpoint] = {}
+        self.broken: MachineryError | None = None
+
+    def call(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        step = self._begin(name, function, args, kwargs)
+        if step.value_of.is_async:
+            raise self._break(
+                f"step {name!r}: {step.value_of.name} is a coroutine function (await step_async)"
+            )
+        kept = self._found(step, self._read())
+        if kept is None:
+            self._check_room(step)
+            token = STEP.set(self._key(step))
+            try:
+                value = function(*args, **kwargs)
+            except Exception as error:
+                self._raise_failed(step, error)
+            finally:
+                STEP.reset(token)
+            kept = self._keep(step, self._checkpoint(step, value))
+        return self._value(step, kept)
+
+    def call_async(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Coroutine[Any, Any, Any]:
+        return self._call_async(self._begin(name, function, args, kwargs))
+
+    async def _call_async(self, step: _StepCall) -> Any:
+        rows = self._kept
+        kept = self._found(step, await in_thread(self._read) if rows is None else rows)
+        if kept is None:
+            self._check_room(step)
+            token = STEP.set(self._key(step))
+            try:
+                value = await step.function(*step.args, **step.kwargs)
+            except Exception as error:
+                self._raise_failed(step, error)
+            finally:
+                STEP.reset(token)
+            new = self._checkpoint(step, value)
+            kept = await in_thread(functools.partial(self._keep, step, new), goes_on=True)
+        return self._value(step, kept)
+
+    # Before the call
+
+    def _begin(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> _StepCall:
+        """Number a step, in the order of the calls."""
+        if self.broken is not None:
+            raise self.broken
+        self._context.check_time()
+        if STEP.get():
+            raise self._break(f"step {name!r} inside of another step (make one after the other)")
+        try:
+            check_step(name)
+        except NameRefused as error:
+            raise self._break(str(error)) from None
+        caller = _caller()
+        number = next(self._counts.setdefault(name, itertools.count(1)))
+        if self._callers.setdefault(name, caller) is not caller:
+            raise self._break(
+                f"step {name!r} is made by several threads or asyncio tasks, so that which of them "
+                "is the first is not sure (give each a name of its own, or call step_async for all "
+                "of them before you await one)"
+            )
+        for failed, (row, its_caller) in list(self._failed.items()):
+            if its_caller is caller:  # which has caught it, and goes on
+                self._caught[failed] = row
+                del self._failed[failed]
+        return _StepCall(
+            name if number == 1 else f"{name}#{number}", function, args, kwargs, caller
+        )
+
+    def _read(self) -> dict[str, Checkpoint]:
+        rows = self._kept
+        if rows is None:
+            rows = self._keeper.read()
+            if self._kept is not None:  # another step beside this one was faster
+                return self._kept
+            self._kept = rows
+        return rows
+
+    def _found(self, step: _StepCall, rows: Mapping[str, Checkpoint]) -> Checkpoint | None:
+        """Return what was kept of the step; its arguments must be the same."""
+        kept = rows.get(step.name)
+        if kept is None or kept.digest == step.digest:
+            return kept
+        if "#" in step.name:
+            raise self._break(
+                f"step {step.name!r} has other arguments than in the run before: its place among "
+                "the steps of this name has changed (give each of them a name of its own)"
+            )
+        logger.warning(
+            "step %r of task %s has other arguments than in the run before; what it returned then "
+            "is used",
+            step.name,
+            self._context.uuid,
+            extra={"task_uuid": self._context.uuid},
+        )
+        return kept
+
+    def _check_room(self, step: _StepCall) -> None:
+        if len(self._kept or ()) + len(self._caught) >= CHECKPOINTS:
+            raise self._break(
+                f"step {step.name!r}: the task has {CHECKPOINTS:,} checkpoints, the most that one "
+                "may have (raise Replace with its next part)"
+            )
+
+    def _key(self, step: _StepCall) -> str:
+        return f"{self._context.uuid}:{generation_of(self._context.signature)}:{step.name}"
+
+    # After it
+
+    def _raise_failed(self, step: _StepCall, error: Exception) -> NoReturn:
+        if isinstance(error, _OF_THE_RUN):
+            raise error
+        text, kind = text_of(error), type_name_of(error)
+        if _caller() is step.caller:  # else nobody knows who catches it
+            row = Checkpoint(digest=step.digest, failed=True, error=text, error_type=kind)
+            self._failed[step.name] = row, step.caller
+        raise StepFailed(step.name, text, kind) from error
+
+    def _checkpoint(self, step: _StepCall, value: Any) -> Checkpoint:
+        try:
+            results = encode_results(step.value_of.results(value))
+        except ArgumentError as error:
+            raise self._break(
+                f"step {step.name!r}: what it returned cannot be kept: {error}"
+            ) from None
+        rows = (*(self._kept or {}).values(), *self._caught.values())
+        size = len(results) + sum(len(row.results) + len(row.error) for row in rows)
+        if size > CHECKPOINT_BYTES:
+            raise self._break(
+                f"step {step.name!r}: it returned {len(results):,} bytes, and all checkpoints of "
+                f"the task would have {size:,}, more than {CHECKPOINT_BYTES:,} (store it elsewhere "
+                "and return where)"
+            )
+        return Checkpoint(digest=step.digest, results=results)
+
+    def _keep(self, step: _StepCall, new: Checkpoint) -> Checkpoint:
+        """Keep a checkpoint, with failures that were caught; return what is stored of it then."""
+        rows = self._kept if self._kept is not None else {}
+        while True:
+            more = {name: row for name, row in self._caught.items() if name not in rows}
+            wanted = {**more, step.name: new}
+            try:
+                there = self._keeper.keep(wanted)
+            except StepLost as error:
+                self.broken = error
+                raise
+            rows.update(there or wanted)
+            if step.name in rows:
+                return rows[step.name]
+
+    def _value(self, step: _StepCall, kept: Checkpoint) -> Any:
+        if kept.failed:
+            raise StepFailed(step.name, kept.error, kept.error_type)
+        try:
+            return step.value_of.result(result_value(decode_results(kept.results)))
+        except (ArgumentError, MachineryError) as error:
+            raise self._break(
+                f"step {step.name!r}: what was kept is not what it returns now: {error}"
+            ) from None
+
+    def _break(self, text: str) -> StepRefused:
+        self.broken = error = StepRefused(text)
+        return error
+
+
+def _caller() -> object:
+    """Return the asyncio task that runs here, or the thread."""
+    if (asyncio := sys.modules.get("asyncio")) is not None:
+        with contextlib.suppress(RuntimeError):  # no loop runs here
+            if (task := asyncio.current_task()) is not None:
+                return task
+    return threading.current_thread()
+
+
+_calls: dict[CodeType, Call] = {}
+
+
+def call_of(function: Callable[..., Any]) -> Call:
+    """Return how the results of a function are stored and read: by its annotations."""
+    if isinstance(function, Task):
+        return function.call
+    # Not of a closure: it would live on with all that it holds.
+    lasts = isinstance(function, FunctionType) and function.__closure__ is None
+    call = _calls.get(function.__code__) if lasts else None
+    if call is None or call.function.__annotations__ != function.__annotations__:
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        call = Call(str(name), function)
+        if lasts:
+            _calls[function.__code__] = call
+    return call
