@@ -86,7 +86,7 @@ class ProcessCounts:
         self._tidy_at = time.monotonic() + TIDY_EVERY
         self._hold = -1
         self._folder = os.environ.get(VARIABLE, "")
-        self.is_ours = not self._folder
+        self.is_ours: bool = not self._folder
         if self.is_ours:
             self._folder, self._hold = _new_folder()
             os.environ[VARIABLE] = self._folder

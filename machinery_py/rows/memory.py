@@ -95,8 +95,9 @@ class MemoryRows(MemoryMessages, MessageRows):
 
     def begin(self) -> None:
         """Note the time, once for each call: fences, and moments of messages, go on from it."""
-        self.wall = wall = micros(self.clock.now())
-        self.moment = self._began_at + round(self.clock.monotonic() * 1e6)
+        wall = micros(self.clock.now())
+        self.wall: int = wall
+        self.moment: int = self._began_at + round(self.clock.monotonic() * 1e6)
         self._next = fence_after(self._last, wall)
 
     def next_fence(self, number: int = 1) -> Fence:

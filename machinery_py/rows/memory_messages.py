@@ -9,6 +9,7 @@ import secrets
 import threading
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
 
 import msgspec
 
@@ -535,7 +536,7 @@ class MemoryTopicListener(TopicListener):
 
     def __init__(self, rows: MemoryMessages) -> None:
         self.rows = rows
-        self.event = threading.Event()
+        self.event: Final = threading.Event()
         self._watched: set[str] = set()
         self._changing = threading.Lock()
         with rows.lock:

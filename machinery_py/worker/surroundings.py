@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from machinery_py.app import Application
 from machinery_py.errors import MachineryError
@@ -109,7 +109,7 @@ class Surroundings:
         self._functions = tuple(app.hooks.lifespans)
         self._hooks = hooks
         self._name = name
-        self.loop = EventLoopThread(name)
+        self.loop: Final = EventLoopThread(name)
         self._ends = EndHooks(hooks, name=name)
         hooks.run_coroutine, hooks.ended, hooks.is_behind = self.loop.run, self._ends.put, None
         self._left = threading.Event()

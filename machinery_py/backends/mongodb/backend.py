@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Collection, Sequence
+from typing import Final
 
 from pymongo import DeleteOne, UpdateOne
 
@@ -84,7 +85,7 @@ class MongoBackend(DriverUser, Backend, OutboxBackend):
         tasks, changes, schedules: the parts that a store with a broker in this database uses, too.
     """
 
-    features = BackendFeatures(
+    features: BackendFeatures = BackendFeatures(
         name="mongodb",
         foreign=True,
         claims=True,
@@ -95,9 +96,9 @@ class MongoBackend(DriverUser, Backend, OutboxBackend):
     def __init__(self, driver: MongoDriver, *, expire_in: float = EXPIRE_IN) -> None:
         super().__init__(driver)
         self.expire_in = expire_in
-        self.tasks = MongoTasks(driver, expire_in=expire_in)
-        self.changes = MongoChanges(driver, self.tasks)
-        self.schedules = MongoRecords(driver, self.tasks, self.changes)
+        self.tasks: Final = MongoTasks(driver, expire_in=expire_in)
+        self.changes: Final = MongoChanges(driver, self.tasks)
+        self.schedules: Final = MongoRecords(driver, self.tasks, self.changes)
         self._next_sweep = 0.0
         self._fences = FenceSequence(driver.now)
 

@@ -26,6 +26,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import Final
 
 from machinery_py.clock import SYSTEM_CLOCK, Clock, micros
 from machinery_py.connections.server_clock import ServerClock
@@ -59,18 +60,18 @@ class SQLiteDriver:
         synchronous: str = "FULL",
         busy_timeout: float = 5.0,
     ) -> None:
-        self.path = os.path.abspath(os.fspath(path))
-        self.clock = ServerClock(clock)
+        self.path: str = os.path.abspath(os.fspath(path))
+        self.clock: Final = ServerClock(clock)
         if self.clock.is_system:
             self.clock.measure(_machines_moment)
-        self.synchronous = synchronous.upper()
+        self.synchronous: str = synchronous.upper()
         if self.synchronous not in ("FULL", "NORMAL"):
             raise ConfigError(
                 f"SQLite file {self.path!r}: synchronous is {synchronous!r} (known: FULL, NORMAL)"
             )
         self.busy_timeout = busy_timeout
-        self.wakeup_folder = self.path + "-bells"
-        self.sessions_folder = self.path + "-sessions"
+        self.wakeup_folder: str = self.path + "-bells"
+        self.sessions_folder: str = self.path + "-sessions"
         self._handles = Handles()
 
     def now(self) -> int:

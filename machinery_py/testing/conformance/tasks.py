@@ -77,7 +77,7 @@ class Twin:
     weights: list[float]
 
 
-VALUES = [
+VALUES: list[Any] = [
     0,
     -1,
     2**63 - 1,
