@@ -18,13 +18,13 @@ from collections.abc import Sequence
 import msgspec
 import redis as _redis  # noqa: F401 – the drivers load it when they connect, and a fork may come in between there
 
-from machinery_py.backends.base import CONFLICT, Verdict
+from machinery_py.backends.base import CONFLICT, Backend, Verdict
 from machinery_py.backends.redis.backend import VERDICTS, RedisBackend
 from machinery_py.backends.redis.cluster import ClusterBackend
 from machinery_py.backends.redis.documents import Changes, new_state, packed_states
 from machinery_py.backends.redis.scripts import CONSTANTS as STATES
 from machinery_py.bounds import STEP_BYTES, STEP_ITEMS, TOKEN_LIFE
-from machinery_py.brokers.base import Delivery, Fate, Message, mark_of
+from machinery_py.brokers.base import Broker, Delivery, Fate, Message, mark_of
 from machinery_py.brokers.entries import RETRY_MARK, SET_BACK, ClockWatch
 from machinery_py.brokers.redis.broker import RedisBroker
 from machinery_py.brokers.redis.cluster import ClusterBroker, is_usable
@@ -91,11 +91,11 @@ class RedisStore(Store):
     def __init__(self, broker: RedisBroker, backend: RedisBackend) -> None:
         if broker.driver is not backend.driver:
             raise ValueError("a RedisStore needs a broker and a backend of one driver")
-        self.broker = broker
-        self.backend = backend
+        self.broker: Broker = broker
+        self.backend: Backend = backend
         self.messages = broker
         self.states = backend
-        self.driver = broker.driver
+        self.driver: RedisDriver = broker.driver
         self._steps = StagedSteps(self.driver, backend.seconds)
         self._watch = ClockWatch(self.driver.clock)
 
@@ -237,7 +237,7 @@ class RedisSession(Session):
 
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         deliveries = self.consumer.receive(limit, timeout, order)
-        self.none_revoked = self.consumer.none_revoked
+        self.none_revoked: bool = self.consumer.none_revoked
         return deliveries
 
     def prepare(self, settlement: Settlement) -> int:
@@ -365,7 +365,7 @@ class RedisFamily(Family):
             strict=options.strict_durability,
             limits=_limits_of(options.redis),
         )
-        self.clock = self._driver.clock
+        self.clock: Clock = self._driver.clock
 
     def broker(self) -> RedisBroker:
         return RedisBroker(self._driver, lease=self.options.lease)
@@ -403,7 +403,7 @@ class RedisClusterFamily(Family):
             strict=options.strict_durability,
             limits=_limits_of(redis),
         )
-        self.clock = self._cluster.clock
+        self.clock: Clock = self._cluster.clock
 
     def broker(self) -> ClusterBroker:
         return ClusterBroker(self._cluster, lease=self.options.lease)

@@ -97,12 +97,14 @@ _REVOKED = b"{" + REVOKED + b"}:"  # the prefix of its slot
 class ClusterBackend(Backend, OutboxBackend):
     """Documents in a cluster, which belongs to its creator."""
 
-    features = BackendFeatures(name="redis", foreign=True, claims=True, riders=False)
+    features: BackendFeatures = BackendFeatures(
+        name="redis", foreign=True, claims=True, riders=False
+    )
 
     def __init__(self, cluster: RedisClusterDriver, *, expire_in: float = EXPIRE_IN) -> None:
         self.cluster = cluster
         self.expire_in = expire_in
-        self.seconds = max(1, math.ceil(expire_in))
+        self.seconds: int = max(1, math.ceil(expire_in))
         self._steps = Steps(cluster, self.seconds)
         self._tend_at = cluster.clock.monotonic()
         self._last_epoch = 0  # that this process was given

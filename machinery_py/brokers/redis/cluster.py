@@ -95,7 +95,7 @@ class QueueBroker(RedisBroker):
 class ClusterBroker(Broker):
     """Queues in a cluster, which belongs to its creator."""
 
-    features = BrokerFeatures(
+    features: BrokerFeatures = BrokerFeatures(
         name="redis", beats=True, topics=True, keeps_topics=True, exact_limits=True, fair=True
     )
 

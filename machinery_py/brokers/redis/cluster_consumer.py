@@ -52,10 +52,12 @@ class QueueConsumer(RedisConsumer):
 
     def __init__(self, owner: ClusterConsumer, place: Place, *, worker: str) -> None:
         self._owner = owner
-        self.queue, self.driver, mover = place
+        queue, driver, mover = place
+        self.queue: str = queue
+        self.driver: SlotDriver = driver
         self._refused_since = 0.0
         self.failure: BrokerUnavailable | None = None  # of the last claim
-        self.due_in = 0.0  # seconds until something is due, by the last claim
+        self.due_in: float = 0.0  # seconds until something is due, by the last claim
         self._claim_at = 0.0
         super().__init__(self.driver, (self.queue,), worker=worker, mover=mover, own={})
 
@@ -190,11 +192,13 @@ class ClusterConsumer(Consumer):
         self._worker = worker
         self._starting = threading.Lock()
         places = places_of(queues)
-        self.queues = tuple(queue for queue, _, _ in places)
-        self.file = host_file(KIND)  # of its session, or of the next one while that begins
-        self.session = self.file.key
+        self.queues: tuple[str, ...] = tuple(queue for queue, _, _ in places)
+        self.file: SessionFile = host_file(
+            KIND
+        )  # of its session, or of the next one while that begins
+        self.session: str = self.file.key
         self.blocking_part: QueueConsumer | None = None  # while `receive` may block
-        self.client = ""  # the blocked client
+        self.client: str = ""  # the blocked client
         self.by_queue: dict[str, QueueConsumer] = {}
         self._parts: list[QueueConsumer] = []
         try:

@@ -71,8 +71,10 @@ class RedisClusterDriver:
         Raises:
             BadUrl: the URL makes no sense.
         """
-        self.nodes = Nodes(url, timeout=min(timeout, connect_timeout), client_name=client_name)
-        self.clock = ServerClock(clock, self._look)
+        self.nodes: Nodes = Nodes(
+            url, timeout=min(timeout, connect_timeout), client_name=client_name
+        )
+        self.clock: ServerClock = ServerClock(clock, self._look)
         self.timeout = timeout
         self.limits = limits
         self.strict = strict

@@ -35,6 +35,8 @@ LOOK_PAUSE = 0.1  # seconds between two looks at the map, when slots move or nod
 class NodeServers(Servers):
     """The node that `choose` names now; when that changes, connections to the old one are stale."""
 
+    number: int
+
     def __init__(
         self,
         url: str,
@@ -81,7 +83,7 @@ class Nodes:
         self.timeout = timeout
         self.client_name = client_name
         self._any_node = self.servers(lambda: (self._known or self.seeds)[0])
-        self.seeds = parse_redis_url(url).hosts
+        self.seeds: tuple[tuple[str, int], ...] = parse_redis_url(url).hosts
         self._slots: list[Address | None] = [None] * SLOTS
         self._known: tuple[Address, ...] = ()
         self._looked_at = -LOOK_PAUSE

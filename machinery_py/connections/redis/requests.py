@@ -59,7 +59,7 @@ class RequestAttempt:
         self._sent_in_full: set[tuple[RedisDriver, bytes]] = set()
         self.trouble: Exception | None = None  # will pass
         self.refused: Exception | None = None  # for good, or lost and not to be repeated
-        self.unknown = False  # some may have been carried out whose reply did not come
+        self.unknown: bool = False  # some may have been carried out whose reply did not come
 
     def ask(self, requests: Sequence[Request]) -> None:
         parts: dict[Address, list[Request]] = {}
