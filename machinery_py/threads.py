@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from machinery_py.texts import get_logger
 
@@ -81,3 +81,11 @@ class LoopThread:
         except BaseException as error:
             self.failure = error
             logger.exception("thread %s has died", self._name)
+
+
+def is_owner(lock: Any) -> bool:
+    """Return whether this thread holds the lock, which is a `threading.RLock`.
+
+    Condition of the standard library asks in the same way.
+    """
+    return bool(lock._is_owned())

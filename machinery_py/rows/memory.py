@@ -40,6 +40,7 @@ from machinery_py.rows.messages import (
     MessageStep,
     checked,
 )
+from machinery_py.threads import is_owner
 
 AGAIN = 60_000_000  # µs until a row that another one keeps is looked at again
 
@@ -88,7 +89,7 @@ class MemoryRows(MemoryMessages, MessageRows):
         self._listed: dict[str, list[StoredRow]] = {}  # of a kind, rising, until it changes
 
     def is_entered(self) -> bool:
-        return self.lock._is_owned()  # type: ignore[attr-defined,no-any-return]
+        return is_owner(self.lock)
 
     def now(self) -> int:
         return self._began_at + round(self.clock.monotonic() * 1e6)

@@ -43,6 +43,7 @@ from machinery_py.connections.sqlite.errors import (
 from machinery_py.connections.sqlite.fork_safety import Handles
 from machinery_py.connections.sqlite.open import SMALL_LOG, identity, open_reader, open_writer
 from machinery_py.errors import BrokerUnavailable, ConfigError
+from machinery_py.threads import is_owner
 
 # Seconds between two tries for the write lock; SQLite's own handler sleeps up to 0.1.
 RETRY = 0.0002, 0.001
@@ -120,7 +121,7 @@ class SQLiteDriver:
         A child is not: the lock that its parent's thread took for the fork is copied as it was.
         """
         handles = self._handles
-        return handles.pid == os.getpid() and handles.lock._is_owned()  # type: ignore[attr-defined]
+        return handles.pid == os.getpid() and is_owner(handles.lock)
 
     def check(self) -> None:
         """Make sure that the file is still the one that was opened.
