@@ -22,7 +22,7 @@ SUPPORT = PACKAGE.parent / "tests" / "support"  # read as the package is
 #: Packages, and modules beside them. Each imports only from earlier rows, or earlier in its row.
 ROWS: tuple[str, ...] = (
     "texts version clock fences receipts errors names bounds call_threads async_twins threads",
-    "values",
+    "values operations",
     "tasks events queues",
     "wire",
     "config",
