@@ -9,7 +9,7 @@
 #
 #   make check      what `make test` does, without setting up: lint, types and unit
 #   make lint       the formatter and the linter;  make unit: all tests
-#   make types      both type checkers, side by side;  make mypy;  make pyright
+#   make types      both type checkers, and whether public types are complete;  make mypy;  make pyright;  make complete
 #   make chaos      workers are killed for minutes, far more often than in `make test`
 #   make matrix     every pair of stores, into docs/reference/matrix.md
 #   make platforms  the tests on newer Pythons and servers
@@ -30,7 +30,7 @@ QUICK := tests/config tests/inspection tests/registry tests/tasks tests/values t
 	tests/connections/redis/test_tags.py tests/schedules/test_timetable.py tests/worker/test_refusals.py \
 	$(patsubst %,tests/test_%.py,app architecture events loops names public_api queues texts)
 
-.PHONY: demo quick store test check lint types mypy pyright unit chaos matrix platforms docs bench clean
+.PHONY: demo quick store test check lint types mypy pyright complete unit chaos matrix platforms docs bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/email_sender/demo.py
@@ -57,13 +57,16 @@ lint:
 
 # Side by side; what each says is printed when it has ended.
 types:
-	$(MAKE) --no-print-directory --jobs 2 --output-sync mypy pyright
+	$(MAKE) --no-print-directory --jobs 2 --output-sync mypy pyright complete
 
 mypy:
 	$(BIN)/mypy
 
 pyright:
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+complete:
+	$(BIN)/python -m tests.typing.completeness
 
 # Compiled first: the tests start the command line hundreds of times, some where nothing may be written.
 unit:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,38 +19,27 @@ if TYPE_CHECKING:
         BatchFailed,
         BrokerUnavailable,
         ConfigError,
-        DecodeError,
         DuplicateTask,
         Ignore,
         LimitNotAcquired,
         LockLost,
         LockNotAcquired,
         MachineryError,
-        NameRefused,
         NoRetry,
         PublishRefused,
         PublishUnknown,
         QueueFull,
-        QueueNotFound,
         Reject,
         Replace,
         ResultExpired,
         ResultTimeout,
         Retry,
         RetryTaskLater,
-        ScheduleError,
-        ScheduleNotFound,
         StateNotFound,
-        StepFailed,
-        StepLost,
-        StepRefused,
         StoreUnusable,
-        TaskAlreadyRegistered,
         TaskFailed,
-        TaskNotRegistered,
         TimeLimitExceeded,
         Unsupported,
-        WorkerLost,
         WorkflowError,
     )
     from machinery_py.registry.task import Task
@@ -79,7 +69,6 @@ __all__ = [
     "Config",
     "ConfigError",
     "Context",
-    "DecodeError",
     "DuplicateTask",
     "Failure",
     "Group",
@@ -89,38 +78,28 @@ __all__ = [
     "LockLost",
     "LockNotAcquired",
     "MachineryError",
-    "NameRefused",
     "NoRetry",
     "PublishRefused",
     "PublishUnknown",
     "QueueFull",
-    "QueueNotFound",
     "Reject",
     "Replace",
     "ResultExpired",
     "ResultTimeout",
     "Retry",
     "RetryTaskLater",
-    "ScheduleError",
-    "ScheduleNotFound",
     "Server",
     "Signature",
     "State",
     "StateNotFound",
-    "StepFailed",
-    "StepLost",
-    "StepRefused",
     "StoreUnusable",
     "Task",
-    "TaskAlreadyRegistered",
     "TaskFailed",
-    "TaskNotRegistered",
     "TaskSet",
     "TaskState",
     "TimeLimitExceeded",
     "Unsupported",
     "Worker",
-    "WorkerLost",
     "WorkflowError",
     "__version__",
     "chain",
@@ -147,6 +126,19 @@ _HOMES = {
     "machinery_py.version": "__version__",
     "machinery_py.worker.worker": "Worker",
 }
+#: Old names of errors, which are looked for here until the next version.
+_MOVED = frozenset(
+    (
+        "DecodeError",
+        "NameRefused",
+        "QueueNotFound",
+        "ScheduleError",
+        "ScheduleNotFound",
+        "TaskAlreadyRegistered",
+        "TaskNotRegistered",
+        "WorkerLost",
+    )
+)
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of ours
@@ -157,6 +149,10 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of ours
             value = getattr(module, name)
         elif name in ("config", "errors", "events", "inspection", "names", "queues", "server"):
             value = importlib.import_module(f"{__name__}.{name}")
+        elif name in _MOVED:
+            text = f"machinery_py.{name} is now machinery_py.errors.{name}"
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
+            return getattr(importlib.import_module("machinery_py.errors"), name)
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()[name] = value

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -98,19 +98,21 @@ class Application:
     """Tasks, stores, clock and hooks of one Server. May be used from any thread."""
 
     def __init__(self, config: Config, clock: Clock) -> None:
-        self.config = config
-        self.clock = clock
-        self.registry = Registry()
+        self.config: Config = config
+        self.clock: Clock = clock
+        self.registry: Final = Registry()
         # One for all that this application sends and receives. It counts on from microseconds,
         # which no process reaches by counting: so it is later than those that ended before.
-        self.lamport = LamportClock(time.time_ns() // 1000)
-        self.events = ServerEvents(self.lamport, now=self.now, broker=lambda: self.store.broker)
-        self.publisher = self.events.publisher
-        self.locks = LockKeeper(lambda: self.stores.lock, lambda: self.config.lease)
-        self.slots = SlotKeeper(lambda: self.stores.limits, lambda: self.config.lease)
+        self.lamport: Final = LamportClock(time.time_ns() // 1000)
+        self.events: Final = ServerEvents(
+            self.lamport, now=self.now, broker=lambda: self.store.broker
+        )
+        self.publisher: Final = self.events.publisher
+        self.locks: Final = LockKeeper(lambda: self.stores.lock, lambda: self.config.lease)
+        self.slots: Final = SlotKeeper(lambda: self.stores.limits, lambda: self.config.lease)
         self.pre_publish: PrePublish | None = None
         self.program = ""  # the `machinery` of this app alone, as "python manage.py machinery"
-        self.hooks = Hooks()
+        self.hooks: Final = Hooks()
         self._encode_callback = LastEncoded()
         self._stores: Stores | None = None
         self._lock = ForkLock(reentrant=True)

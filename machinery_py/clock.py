@@ -107,8 +107,8 @@ class Clock(Protocol):
 class SystemClock:
     """The clock of this machine."""
 
-    now = staticmethod(functools.partial(dt.datetime.now, UTC))
-    monotonic = staticmethod(time.monotonic)
+    now: staticmethod[[], dt.datetime] = staticmethod(functools.partial(dt.datetime.now, UTC))
+    monotonic: staticmethod[[], float] = staticmethod(time.monotonic)
 
 
 SYSTEM_CLOCK = SystemClock()

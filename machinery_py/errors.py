@@ -112,7 +112,7 @@ class TaskNotRegistered(MachineryError, LookupError):
 
     def __init__(self, name: str, known: Iterable[str]) -> None:
         self.name = name
-        self.known = sorted(known)
+        self.known: list[str] = sorted(known)
         listing = ", ".join(self.known) or "none"
         super().__init__(
             f"task {name!r} is not registered (registered: {listing}{nearest(name, self.known)})"
@@ -226,7 +226,7 @@ class QueueFull(PublishRefused):
         self.queue = queue
         self.waiting = waiting
         self.limit = limit
-        self.permanent = adds > limit
+        self.permanent: bool = adds > limit
         if self.permanent:
             found = f"{adds:,} tasks at once are more than queue_limits = {limit:,} (send fewer)"
         else:
@@ -352,7 +352,7 @@ class RetryTaskLater(MachineryError):
 
     def __init__(self, message: str, delay: Seconds, *, limit: int | None = None) -> None:
         self.message = message
-        self.delay = _pause("delay of RetryTaskLater", delay)
+        self.delay: float = _pause("delay of RetryTaskLater", delay)
         self.limit = _number("limit of RetryTaskLater", limit)
         super().__init__(f"{message} (to be retried in {self.delay:g} s)")
 
@@ -392,12 +392,12 @@ class Retry(MachineryError):
         if eta is not None and eta.utcoffset() is None:
             raise ValueError(f"Retry: eta {eta!r} has no time zone")
         self.message = message
-        self.delay = None if delay is None else _pause("delay of Retry", delay)
-        self.eta = None if eta is None else _in_utc("eta of Retry", eta)
+        self.delay: float | None = None if delay is None else _pause("delay of Retry", delay)
+        self.eta: dt.datetime | None = None if eta is None else _in_utc("eta of Retry", eta)
         self.queue = queue
-        self.args_of_task = None if args is None else tuple(args)
-        self.kwargs_of_task = None if kwargs is None else dict(kwargs)
-        self.retries = _number("retries of Retry", retries)
+        self.args_of_task: tuple[Any, ...] | None = None if args is None else tuple(args)
+        self.kwargs_of_task: dict[str, Any] | None = None if kwargs is None else dict(kwargs)
+        self.retries: int | None = _number("retries of Retry", retries)
         super().__init__(message)
 
 
@@ -483,7 +483,7 @@ class BatchFailed(MachineryError):
     def __init__(
         self, errors: Mapping[int, BaseException], results: Sequence[Any] | None = None
     ) -> None:
-        self.errors = dict(errors)
+        self.errors: dict[int, BaseException] = dict(errors)
         self.results = results
         told = "; ".join(f"{place}: {type(one).__name__}" for place, one in self.errors.items())
         super().__init__(f"{len(self.errors)} calls of the batch failed: {told or 'none'}")

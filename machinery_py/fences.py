@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import NewType
+from typing import Final, NewType
 
 Fence = NewType("Fence", int)
 NO_FENCE = Fence(0)
@@ -51,4 +51,4 @@ class FenceSequence:
 
 #: The next fence by the clock of this machine, where no store gives one: of a task that is called
 #: without a delivery, and of a broker that counts nothing.
-local_fence = FenceSequence(lambda: time.time_ns() // 1000).next
+local_fence: Final = FenceSequence(lambda: time.time_ns() // 1000).next

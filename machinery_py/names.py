@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable
+from typing import Final
 
 from machinery_py.errors import ArgumentError, NameRefused
 from machinery_py.texts import printable, quoted
@@ -21,7 +22,7 @@ REASON = "bad-name"  # of a dead letter
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 # UUIDs as Go and this library make them. No queue may have such a name; such a UUID is not checked.
-is_made = re.compile(
+is_made: Final = re.compile(
     r"(?:task|chord|group(?:_flow|_rest|_retry)?)"
     r"_[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
 ).fullmatch

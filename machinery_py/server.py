@@ -8,12 +8,13 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar, Unpack, cast
 
 from machinery_py.app import Application
 from machinery_py.async_twins import twin
 from machinery_py.backends.base import Backend
 from machinery_py.brokers.base import Broker
+from machinery_py.call_threads import in_thread
 from machinery_py.clock import SYSTEM_CLOCK, Clock, Seconds
 from machinery_py.config.config import Config, resolve
 from machinery_py.control.client import Control
@@ -101,20 +102,26 @@ class Server(TaskRegistrar):
         resolved = resolve(
             url, config=given, broker=urls[0], result_backend=urls[1], lock=url_of(lock, "lock")
         )
-        self.app = Application(resolved, clock)
+        self.app: Final = Application(resolved, clock)
         hooks = self.app.hooks
-        self.around_task, self.lifespan = hooks.around_task, hooks.lifespan
-        self.around_send = hooks.around_send
-        self.before_task, self.after_task = hooks.before_task, hooks.after_task
-        self.on_success, self.on_retry = hooks.on_success, hooks.on_retry
-        self.on_failure, self.worker_part = hooks.on_failure, hooks.worker_part
-        self.events = self.app.events
+        self.around_task: Final = hooks.around_task
+        self.lifespan: Final = hooks.lifespan
+        self.around_send: Final = hooks.around_send
+        self.before_task: Final = hooks.before_task
+        self.after_task: Final = hooks.after_task
+        self.on_success: Final = hooks.on_success
+        self.on_retry: Final = hooks.on_retry
+        self.on_failure: Final = hooks.on_failure
+        self.worker_part: Final = hooks.worker_part
+        self.events: Final = self.app.events
         limit = functools.partial(change_limit, self.app)
-        self.control = Control(lambda: self.broker, self.app.lamport, self.revoke, limit)
-        self.inspect = Inspector(self.app, settle_ready_groups, self.control.workers)
-        self.declared = Declared()
-        self.schedules = Schedules(self.app, self.declared)
-        self.dashboard = Dashboard(Fleet(self.app, self.inspect, self.schedules, self.control))
+        self.control: Final = Control(lambda: self.broker, self.app.lamport, self.revoke, limit)
+        self.inspect: Final = Inspector(self.app, settle_ready_groups, self.control.workers)
+        self.declared: Final = Declared()
+        self.schedules: Final = Schedules(self.app, self.declared)
+        self.dashboard: Final = Dashboard(
+            Fleet(self.app, self.inspect, self.schedules, self.control)
+        )
         self._waiters: AsyncWaiters | None = None
         self._notes = SendingNotices()
         self._inline: Inline | None = None
@@ -160,7 +167,7 @@ class Server(TaskRegistrar):
         self.events.close()
         self.app.close()
 
-    close_async = twin(close, goes_on=True)
+    close_async: Final = twin(close, goes_on=True)
 
     # Registering
 
@@ -253,13 +260,13 @@ class Server(TaskRegistrar):
         )
         return result.just_sent()
 
-    send_task_async = twin(send_task)
+    send_task_async: Final = twin(send_task)
 
     def send_chain(self, chain: Chain[R]) -> ChainResult[R]:
         """Publish the first step; each step's worker publishes the next. Raises as `send_task`."""
         return self._send_workflow(chain)
 
-    send_chain_async = twin(send_chain)
+    send_chain_async: Final = twin(send_chain)
 
     def send_group(self, group: Group[R], send_concurrency: int = 0) -> GroupResult[R]:
         """Publish all members in one batch. Raises as `send_task`.
@@ -270,14 +277,14 @@ class Server(TaskRegistrar):
         del send_concurrency
         return cast("GroupResult[R]", self._send_workflow(Chain((group,))).steps[0])
 
-    send_group_async = twin(send_group)
+    send_group_async: Final = twin(send_group)
 
     def send_chord(self, chord: Chain[R], send_concurrency: int = 0) -> ChordResult[R]:
         """Publish a group, and its callback when all have succeeded; else as `send_group`."""
         del send_concurrency
         return cast("ChordResult[R]", self._send_workflow(chord))
 
-    send_chord_async = twin(send_chord)
+    send_chord_async: Final = twin(send_chord)
 
     def send(self, step: Step[Any]) -> Any:
         """Publish a signature, chain, group or chord."""
@@ -287,7 +294,9 @@ class Server(TaskRegistrar):
             return self.send_group(step)
         return self.send_chain(cast("Chain[Any]", step))
 
-    send_async = twin(send)
+    async def send_async(self, step: Step[Any]) -> Any:
+        """`send` for coroutines."""
+        return await in_thread(functools.partial(self.send, step))
 
     def _send_workflow(self, chain: Chain[R]) -> ChainResult[R]:
         self._note_loop()
@@ -365,7 +374,7 @@ class Server(TaskRegistrar):
         """
         return group_result(self, uuid)
 
-    group_result_async = twin(group_result)
+    group_result_async: Final = twin(group_result)
 
     def workflow(self, uuid: str) -> Workflow:
         """Return a workflow that any process sent, as it is now.
@@ -378,7 +387,7 @@ class Server(TaskRegistrar):
         """
         return find_workflow(self.app, uuid)
 
-    workflow_async = twin(workflow)
+    workflow_async: Final = twin(workflow)
 
     def convert(self, name: str, value: Any) -> Any:
         """Convert a received result as the task's annotation says, if the task is known here."""
@@ -398,7 +407,7 @@ class Server(TaskRegistrar):
         if revoke(self.app, [uuids] if isinstance(uuids, str) else list(uuids)):
             settle_ready_groups(self.app)
 
-    revoke_async = twin(revoke)
+    revoke_async: Final = twin(revoke)
 
     def lock(
         self, name: str, *, timeout: Seconds | None = None, blocking: bool = True

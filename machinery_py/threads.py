@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any, Final
 
 from machinery_py.texts import get_logger
 
@@ -11,7 +12,7 @@ logger = get_logger(__name__)
 
 
 class _Inside(threading.local):
-    depth = 0
+    depth: int = 0
 
     def __enter__(self) -> None:
         self.depth += 1
@@ -51,7 +52,9 @@ class LoopThread:
         self._wake = wake
         self._inside = inside
         stopping = threading.Event()
-        self._stop, self.is_stopping, self.pause = stopping.set, stopping.is_set, stopping.wait
+        self._stop: Final = stopping.set
+        self.is_stopping: Final = stopping.is_set
+        self.pause: Final = stopping.wait
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.failure: BaseException | None = None
 
@@ -78,3 +81,11 @@ class LoopThread:
         except BaseException as error:
             self.failure = error
             logger.exception("thread %s has died", self._name)
+
+
+def is_owner(lock: Any) -> bool:
+    """Return whether this thread holds the lock, which is a `threading.RLock`.
+
+    Condition of the standard library asks in the same way.
+    """
+    return bool(lock._is_owned())

@@ -37,7 +37,7 @@ class Block:
         self.app = app
         self.source = source
         self.store = open_store
-        self.outer = HERE.get()
+        self.outer: Block | None = HERE.get()
         self.is_open = True
         self._thread, self._task = threading.get_ident(), _asyncio_task()
         self._sent: set[str] = set()

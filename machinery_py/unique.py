@@ -152,8 +152,8 @@ class UniqueSending:
         eta = signature.eta
         if settings.debounce is not None and eta is None:
             eta = app.moment() + dt.timedelta(seconds=settings.debounce)
-        self.signature = app.stamped(signature.replace(headers=headers, eta=eta))
-        self.holder = signature.uuid
+        self.signature: Signature[Any] = app.stamped(signature.replace(headers=headers, eta=eta))
+        self.holder: str = signature.uuid
         self._token = new_uuid("")
         self._message = app.message(self.signature)
         # When the first step was taken whose answer is not known, or was no.

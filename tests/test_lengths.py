@@ -37,7 +37,6 @@ from machinery_py import (
     ResultTimeout,
     Retry,
     RetryTaskLater,
-    ScheduleError,
     Server,
     Task,
     TaskSet,
@@ -52,6 +51,7 @@ from machinery_py.config.config import OPTIONS, SECTIONS
 from machinery_py.config.options import Option, Section
 from machinery_py.control.client import ChosenWorkers, Control
 from machinery_py.control.stream import Camera, EventStream, ServerEvents
+from machinery_py.errors import ScheduleError
 from machinery_py.inspection import Inspector
 from machinery_py.limits.limiter import Limiter
 from machinery_py.locks.named import NamedLock

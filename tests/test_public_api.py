@@ -55,6 +55,19 @@ def test_public_names_are_those_that_type_checkers_see() -> None:
         assert getattr(machinery_py, name) is getattr(sys.modules[str(module)], name)
 
 
+def test_moved_name_is_found_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match=r"is now machinery_py\.errors\.WorkerLost") as told:
+        found = machinery_py.WorkerLost  # type: ignore[attr-defined]
+
+    assert found is machinery_py.errors.WorkerLost
+    assert told[0].filename == __file__
+    assert "WorkerLost" not in dir(machinery_py)
+
+
+def test_public_names_are_fifty_at_most() -> None:
+    assert len(machinery_py.__all__) <= 50
+
+
 def test_unknown_name_is_no_attribute() -> None:
     with pytest.raises(AttributeError, match="module 'machinery_py' has no attribute 'Sever'"):
         machinery_py.Sever  # type: ignore[attr-defined]  # noqa: B018 - a misspelt name

@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime as dt
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import ClassVar
 
 import msgspec
 
@@ -253,7 +252,7 @@ class RecordKeeper:
     methods may be called from any thread.
     """
 
-    features: ClassVar[BackendFeatures]
+    features: BackendFeatures
 
     def is_entered(self) -> bool:
         """Return whether this thread holds the store's lock, so that it must not call it again."""

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from machinery_py.backends.base import BackendFeatures
 from machinery_py.backends.rows import RowsBackend
 
 
 class MemoryBackend(RowsBackend):
     """Rows in memory."""
 
-    features = replace(
+    features: BackendFeatures = replace(
         RowsBackend.features, name="memory", durable=False, shared=False, embedded=True
     )

@@ -29,7 +29,7 @@ from machinery_py.tasks.states import GroupMeta, TaskState
 class NullBackend(Backend, OutboxBackend):
     """Accepts every change and forgets it."""
 
-    features = BackendFeatures(
+    features: BackendFeatures = BackendFeatures(
         name="null",
         durable=False,
         shared=False,

@@ -85,7 +85,7 @@ T = TypeVar("T")
 class RowsBackend(Backend, OutboxBackend):
     """Rows of a store, which belongs to whoever made it."""
 
-    features = BackendFeatures(name="rows", claims=True, checkpoints=True)
+    features: BackendFeatures = BackendFeatures(name="rows", claims=True, checkpoints=True)
     bodies: ClassVar[Bodies] = MSGPACK  # of tasks and groups
 
     def __init__(self, rows: MessageRows, *, expire_in: float = EXPIRE_IN) -> None:

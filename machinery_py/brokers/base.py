@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
@@ -295,7 +295,7 @@ class Consumer(ABC):
 class Broker(ABC):
     """Holds messages until a worker has dealt with them. Any thread may call any method."""
 
-    features: ClassVar[BrokerFeatures]
+    features: BrokerFeatures
 
     def is_entered(self) -> bool:
         """Return whether this thread holds the store's lock, so that it must not call it again."""

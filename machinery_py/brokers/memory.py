@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from machinery_py.brokers.base import BrokerFeatures
 from machinery_py.brokers.rows import RowsBroker
 
 
 class MemoryBroker(RowsBroker):
     """Rows in memory."""
 
-    features = replace(
+    features: BrokerFeatures = replace(
         RowsBroker.features, name="memory", durable=False, shared=False, embedded=True
     )

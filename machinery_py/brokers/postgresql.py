@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from machinery_py.brokers.base import BrokerFeatures
 from machinery_py.brokers.entries import close_all
 from machinery_py.brokers.rows import LEASE, RowsBroker, RowsConsumer
 from machinery_py.connections.durability import Concern
@@ -19,7 +20,7 @@ from machinery_py.wire.bodies import JSON
 class PostgreSQLBroker(RowsBroker):
     """Rows in the driver's database. The driver belongs to whoever made it."""
 
-    features = replace(RowsBroker.features, name="postgresql", beats=True)
+    features: BrokerFeatures = replace(RowsBroker.features, name="postgresql", beats=True)
     bodies = JSON  # for views.sql
     rows: PostgreSQLRows
 

@@ -75,7 +75,7 @@ _decode_worker = msgspec.msgpack.Decoder(WorkerInfo).decode
 class RowsBroker(Broker):
     """Rows of a store, which belongs to whoever made it."""
 
-    features = BrokerFeatures(
+    features: BrokerFeatures = BrokerFeatures(
         name="rows",
         topics=True,
         keeps_topics=True,
@@ -397,7 +397,7 @@ class RowsConsumer(Consumer):
         broker.name_queues(self._queues)
         self._info = new_worker(self._worker, self._queues, broker.rows.clock.now())
         self._hold: Hold = broker.rows.open_hold(encode(self._info), lease=broker.lease)
-        self.session = self._hold.id
+        self.session: str = self._hold.id
 
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         claims = self._claim(limit, order)
@@ -414,7 +414,8 @@ class RowsConsumer(Consumer):
                     claims = self._claim(limit, order)
             finally:
                 self._listener.unwatch(topics)
-        self._woken, self.none_revoked = False, claims.none_revoked
+        self._woken = False
+        self.none_revoked: bool = claims.none_revoked
         return [self._delivery(one) for one in claims.found]
 
     def _delivery(self, claimed: Claimed) -> RowsDelivery:

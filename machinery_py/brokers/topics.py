@@ -63,6 +63,8 @@ class Subscription(ABC):
 class KeptSubscription(Subscription):
     """Records that the store keeps: each look asks for those behind the last one that was read."""
 
+    missed: int = 0
+
     def __init__(self) -> None:
         self._after: Any = None  # place of the last record that was read
         self._next = 0  # number of the next one; 0: any
@@ -104,12 +106,14 @@ class KeptSubscription(Subscription):
 class PushedSubscription(Subscription):
     """Records that come to this process by themselves: the newest TOPIC_LENGTH that are unread."""
 
+    missed: int = 0
+
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._records: deque[tuple[bytes, float]] = deque()
         self._changing = threading.Lock()
         self._news = threading.Event()
-        self.is_closed = False
+        self.is_closed: bool = False
 
     def add(self, records: Iterable[tuple[bytes, float]]) -> None:
         """Take records in, each with the moment of the monotonic clock at which it is over."""

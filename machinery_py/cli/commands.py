@@ -37,6 +37,7 @@ from machinery_py.cli.options import (
     YES,
     Options,
 )
+from machinery_py.operations import BY_COMMAND, OPERATIONS, Kind
 
 SERVING = ("worker", "dashboard", "exporter", "relay")  # commands that go on until they are stopped
 
@@ -54,13 +55,16 @@ class Command:
     """
 
     name: str
-    help: str
     _: KW_ONLY
     examples: Sequence[str]
     words: str = ""
     options: Options = ()
     opens_app: bool = True
     takes_app: bool = True
+
+    @property
+    def help(self) -> str:
+        return BY_COMMAND[self.name].help
 
     @property
     def least(self) -> int:
@@ -115,7 +119,6 @@ _MODULES: Mapping[str, Sequence[Command]] = {
     "worker": (
         Command(
             "worker",
-            "run tasks",
             options=WORKER,
             opens_app=False,
             examples=(
@@ -133,7 +136,6 @@ _MODULES: Mapping[str, Sequence[Command]] = {
     "tasks": (
         Command(
             "send",
-            "send a task; arguments are JSON, or else strings",
             words="TASK [ARGUMENT …]",
             options=WAIT + SEND,
             examples=(
@@ -143,40 +145,34 @@ _MODULES: Mapping[str, Sequence[Command]] = {
         ),
         Command(
             "result",
-            "print the result of a task that was sent",
             words="UUID",
             options=WAIT,
             examples=("tasks task_0f6c", "tasks task_0f6c --wait --timeout 10s"),
         ),
         Command(
             "tasks",
-            "list tasks, the newest first",
             options=STATE + FILTER + SEARCH + LIMIT,
             examples=("tasks", "tasks --state failure --name charge --since 1h"),
         ),
         Command(
             "show",
-            "show all that is known of a task; the start of a UUID is enough",
             words="UUID",
             examples=("tasks task_0f6c",),
         ),
         Command(
             "why",
-            "say what holds a task that has not ended, and what to type",
             words="UUID",
             options=STACK,
             examples=("tasks task_0f6c", "tasks task_0f6c --stack"),
         ),
         Command(
             "retry",
-            "send failed tasks again",
             words="[UUID …]",
             options=FAILURE + FILTER + YES,
             examples=("tasks task_0f6c", "tasks --state failure --name charge --since 1h"),
         ),
         Command(
             "revoke",
-            "never start these tasks; ask those that run to stop",
             words="[UUID …]",
             options=TERMINATE + YES,
             examples=(
@@ -189,58 +185,48 @@ _MODULES: Mapping[str, Sequence[Command]] = {
     "flow": (
         Command(
             "flow",
-            "show the steps of a workflow, cancel it, or send its failed tasks again",
             words="UUID [ACTION …]",
             options=YES,
             examples=("tasks flow_81c2", "tasks flow_81c2 retry", "tasks flow_81c2 cancel --yes"),
         ),
     ),
     "queues": (
-        Command("queues", "list queues, and how full they are", examples=("tasks", "tasks --json")),
+        Command("queues", examples=("tasks", "tasks --json")),
         Command(
             "forget",
-            "delete what is kept of queues that are over: their names and counters",
             words="QUEUE …",
             examples=("tasks mail-of-1837",),
         ),
         Command(
             "workers",
-            "list the live workers, and what those that answer tell of themselves",
             options=(ANSWERS,),
             examples=("tasks",),
         ),
         Command(
             "purge",
-            "delete what waits in a queue, delayed tasks too",
             words="QUEUE",
             options=YES,
             examples=("tasks mail",),
         ),
         Command(
             "declare",
-            "create what queues need on the server, when an application is deployed",
             words="[QUEUE …]",
             examples=("tasks", "tasks machinery_tasks mail"),
         ),
         Command(
             "pause",
-            "take nothing from these queues until they are resumed; running tasks go on",
             words="QUEUE …",
             examples=("tasks mail", "tasks mail reports"),
         ),
-        Command(
-            "resume", "take from these queues again", words="QUEUE …", examples=("tasks mail",)
-        ),
+        Command("resume", words="QUEUE …", examples=("tasks mail",)),
     ),
     "limits": (
         Command(
             "limits",
-            "list limits of tasks, and what runs and waits by them",
             examples=("tasks", "set tasks call_api rate=10/s"),
         ),
         Command(
             "limits set",
-            "change limits for all workers, until they are reset",
             words="NAME LIMIT=VALUE …",
             examples=(
                 "tasks call_api rate=10/s burst=20",
@@ -250,7 +236,6 @@ _MODULES: Mapping[str, Sequence[Command]] = {
         ),
         Command(
             "limits reset",
-            "let the limits of the code count again",
             words="NAME …",
             examples=("tasks call_api",),
         ),
@@ -258,14 +243,12 @@ _MODULES: Mapping[str, Sequence[Command]] = {
     "watch": (
         Command(
             "events",
-            "print the events of all processes that send theirs, as they come",
             words="[EVENT …]",
             options=EVENTS,
             examples=("tasks", "tasks TaskFailed WorkerOffline --json", "tasks --since 5m"),
         ),
         Command(
             "top",
-            "show queues, workers, rates, running and failing tasks; redraws until q is pressed",
             options=TOP,
             examples=("tasks", "tasks --once"),
         ),
@@ -273,7 +256,6 @@ _MODULES: Mapping[str, Sequence[Command]] = {
     "dashboard": (
         Command(
             "dashboard",
-            "serve a page that shows and changes queues, tasks, schedules and workers",
             options=DASHBOARD,
             examples=(
                 "tasks                      http://127.0.0.1:8765/",
@@ -285,7 +267,6 @@ _MODULES: Mapping[str, Sequence[Command]] = {
     "exporter": (
         Command(
             "exporter",
-            "serve metrics of queues and workers to Prometheus",
             options=EXPORTER,
             examples=("tasks", "tasks --events --host 0.0.0.0"),
         ),
@@ -293,14 +274,12 @@ _MODULES: Mapping[str, Sequence[Command]] = {
     "relay": (
         Command(
             "relay",
-            "publish what the app's outbox keeps in its database",
             examples=("tasks",),
         ),
     ),
     "control": (
         Command(
             "control",
-            "ask workers what they do, or change them while they run",
             words="ORDER [ARGUMENT …]",
             options=CONTROL,
             examples=(
@@ -314,23 +293,18 @@ _MODULES: Mapping[str, Sequence[Command]] = {
     "dead_letters": (
         Command(
             "dead",
-            "list messages that no worker could run",
             options=DEAD + LIMIT,
             examples=("tasks", "replay tasks 17"),
         ),
-        Command(
-            "dead show", "show one dead letter with its message", words="ID", examples=("tasks 17",)
-        ),
+        Command("dead show", words="ID", examples=("tasks 17",)),
         Command(
             "dead replay",
-            "put dead letters back into their queues",
             words="[ID …]",
             options=ALL + DEAD + YES,
             examples=("tasks 17", "tasks --all --queue mail"),
         ),
         Command(
             "dead delete",
-            "delete dead letters",
             words="[ID …]",
             options=ALL + DEAD + YES,
             examples=("tasks 17", "tasks --all --yes"),
@@ -339,40 +313,34 @@ _MODULES: Mapping[str, Sequence[Command]] = {
     "periodic": (
         Command(
             "periodic",
-            "list schedules with their last and next runs",
             examples=("tasks", "pause tasks digest"),
         ),
         Command(
             "periodic pause",
-            "stop sending until it is resumed, also after a restart",
             words="NAME …",
             options=YES,
             examples=("tasks digest",),
         ),
         Command(
             "periodic resume",
-            "send again, from now on",
             words="NAME …",
             options=YES,
             examples=("tasks digest",),
         ),
         Command(
             "periodic run",
-            "send it once, now; its times stay",
             words="NAME …",
             options=YES,
             examples=("tasks digest",),
         ),
         Command(
             "periodic change",
-            "change a schedule, until the code that declares it changes",
             words="NAME",
             options=CHANGE,
             examples=("tasks digest --spec '30 6 * * *' --tz Europe/Berlin",),
         ),
         Command(
             "periodic remove",
-            "forget a schedule that no code declares any more",
             words="[NAME …]",
             options=UNDECLARED + YES,
             examples=("tasks digest", "tasks --undeclared"),
@@ -381,16 +349,14 @@ _MODULES: Mapping[str, Sequence[Command]] = {
     "migrate": (
         Command(
             "migrate",
-            "make the tables of the app's PostgreSQL, or bring them up to date",
             options=MIGRATE,
             examples=("tasks", "tasks --sql"),
         ),
     ),
     "doctor": (
-        Command("config", "list every setting and its origin", examples=("tasks",)),
+        Command("config", examples=("tasks",)),
         Command(
             "doctor",
-            "check stores, settings, clocks, versions and queues",
             opens_app=False,
             examples=("tasks",),
         ),
@@ -398,7 +364,6 @@ _MODULES: Mapping[str, Sequence[Command]] = {
     "health": (
         Command(
             "health",
-            "tell whether a worker runs here, for probes; does not import the app",
             options=HEALTH,
             opens_app=False,
             examples=("tasks", "tasks --ready --max-age 30s"),
@@ -407,7 +372,6 @@ _MODULES: Mapping[str, Sequence[Command]] = {
     "completion": (
         Command(
             "completion",
-            "print a script that completes commands and options: bash, zsh or fish",
             words="SHELL",
             opens_app=False,
             takes_app=False,
@@ -432,13 +396,10 @@ GROUPS: Mapping[str, str] = {
 
 #: The sections of the help.
 SECTIONS: Mapping[str, Sequence[str]] = {
-    "run": ("worker", "dashboard", "exporter", "relay"),
-    "look": (
-        "queues", "workers", "tasks", "show", "why", "result", "top", "events", "limits",
-        "periodic", "dead", "config", "doctor", "health", "completion",
-    ),
-    "act": (
-        "send", "retry", "revoke", "flow", "pause", "resume", "purge", "control", "declare",
-        "forget", "migrate",
-    ),
-}  # fmt: skip
+    kind: [
+        one.command
+        for one in OPERATIONS
+        if one.kind is kind and one.command in COMMANDS and " " not in one.command
+    ]
+    for kind in Kind
+}

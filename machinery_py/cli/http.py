@@ -242,6 +242,7 @@ class _Outgoing(io.BufferedIOBase):
 
 class _Answering(ServerHandler):
     server_software = "machinery"
+    request_handler: object  # kept alive by it, as by wsgiref
     os_environ: MutableMapping[str, str] = {}  # noqa: RUF012 - theirs; ours is no request's
 
     def log_exception(self, exc_info: Any) -> None:
@@ -274,8 +275,8 @@ class _Handler(WSGIRequestHandler):
             del self.headers[name]
         files = cast("IO[bytes]", self.rfile), cast("IO[bytes]", self.wfile)
         run = _Answering(*files, self.get_stderr(), self.get_environ(), multithread=True)
-        run.request_handler = self  # type: ignore[attr-defined]  # as wsgiref does it
-        run.run(self.server.get_app())  # type: ignore[attr-defined]  # a WSGIServer
+        run.request_handler = self
+        run.run(cast(Any, self.server).get_app())  # it is a WSGIServer that has one
 
     def _read_rest(self) -> None:
         """Read what was not, or the kernel would cut the answer off."""

@@ -129,6 +129,8 @@ class JSONFormatter(logging.Formatter):
 class LinesHandler(logging.StreamHandler[TextIO]):
     """Writes what a worker says of its tasks as one text for many lines; else as its base."""
 
+    of_machinery: bool = False  # whether the command line has added it
+
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
         self._block = LARGE_BLOCK if _is_file(stream) else PIPE_BLOCK
@@ -206,7 +208,7 @@ def _to_stderr(formatter: logging.Formatter, level: str) -> None:
     for old in [one for one in root.handlers if getattr(one, "of_machinery", False)]:
         root.removeHandler(old)
     handler = LinesHandler(sys.stderr)
-    handler.of_machinery = True  # type: ignore[attr-defined]  # found if main() is called twice
+    handler.of_machinery = True  # found if main() is called twice
     handler.setFormatter(formatter)
     root.addHandler(handler)
     root.setLevel(level)

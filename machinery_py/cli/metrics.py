@@ -86,7 +86,7 @@ class ProcessCounts:
         self._tidy_at = time.monotonic() + TIDY_EVERY
         self._hold = -1
         self._folder = os.environ.get(VARIABLE, "")
-        self.is_ours = not self._folder
+        self.is_ours: bool = not self._folder
         if self.is_ours:
             self._folder, self._hold = _new_folder()
             os.environ[VARIABLE] = self._folder
@@ -114,10 +114,11 @@ class ProcessCounts:
 
                 def collect(self) -> Any:
                     paths = glob.glob(os.path.join(glob.escape(folder), "*.db"))
-                    return self.merge(list(filter(os.path.getsize, paths)))  # type: ignore[no-untyped-call]
+                    written = list(filter(os.path.getsize, paths))
+                    return self.merge(written)  # type: ignore[no-untyped-call]  # it has no types
 
             found, folder = CollectorRegistry(), self._folder
-            Collector(found, folder)  # type: ignore[no-untyped-call]
+            Collector(found, folder)  # type: ignore[no-untyped-call]  # it has no types
             return found
 
         with self._lock:
@@ -155,7 +156,8 @@ class ProcessCounts:
         from prometheus_client.mmap_dict import MmapedDict
 
         with suppress(struct.error, RuntimeError, ValueError):  # it was killed as it wrote
-            counts = list(MmapedDict.read_all_values_from_file(path))  # type: ignore[no-untyped-call]
+            reading = MmapedDict.read_all_values_from_file(path)  # type: ignore[no-untyped-call]  # as above
+            counts = list(reading)
             sums = self._ended.setdefault(kind, {})
             for key, value, at, _ in counts:
                 sums[key] = _sum(kind, sums[key], (value, at)) if key in sums else (value, at)

@@ -122,7 +122,7 @@ class ProcessGroup:
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._kill_at = time.monotonic() + GRACE
-        self.is_over = not self._signal(signal.SIGTERM)
+        self.is_over: bool = not self._signal(signal.SIGTERM)
 
     def check(self) -> None:
         """Check whether the group is empty; when its time is up, kill what is in it."""

@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import IO
+from typing import IO, Final
 
 from machinery_py.connections import descriptors, forks
 from machinery_py.connections.lines import LineReader, LineWriter
@@ -69,19 +69,21 @@ class Child:
         Args:
             is_at_terminal: it has our stdin, and stays in our process group; else it leads one.
         """
-        self.started_at = time.monotonic()
-        self.is_ready = self.is_over = self.is_worn = self.is_killed = False
-        self.answered_at = -math.inf
-        self.kill_at = self.stop_now_at = math.inf
-        self.must_read_again = False
+        self.started_at: float = time.monotonic()
+        self.is_ready = self.is_over = self.is_worn = False
+        self.is_killed: bool = False
+        self.answered_at: float = -math.inf
+        self.kill_at: float = math.inf
+        self.stop_now_at: float = math.inf
+        self.must_read_again: bool = False
         self.stacks_at: float | None = None  # they have been asked for, because it is silent
-        self.beat_at = 0.0  # of the next heartbeat that is written for it
+        self.beat_at: float = 0.0  # of the next heartbeat that is written for it
         self._socket, theirs = socket.socketpair()
         self._stacks = _file_for_stacks()
         self._asking = threading.Lock()
         link = f"{label}:{theirs.fileno()}:{self._stacks.fileno()}"
         try:
-            self.process = subprocess.Popen(
+            self.process: subprocess.Popen[bytes] = subprocess.Popen(
                 [sys.executable, "-m", "machinery_py", "worker", "--child", link, *words],
                 pass_fds=[theirs.fileno(), self._stacks.fileno()],
                 stdin=None if is_at_terminal else subprocess.DEVNULL,
@@ -92,8 +94,8 @@ class Child:
             raise
         finally:
             theirs.close()
-        self.news = LineReader(self._socket.fileno())
-        self.pid = self.process.pid
+        self.news: Final = LineReader(self._socket.fileno())
+        self.pid: int = self.process.pid
         self._told = RUN
 
     def order(self, level: int) -> None:
@@ -170,8 +172,11 @@ class ParentLink:
     """
 
     def __init__(self, option: str) -> None:
-        self.label, *numbers = option.split(":")
-        self.descriptor, self.stacks = map(int, numbers or (-1, -1))
+        label, *numbers = option.split(":")
+        self.label: str = label
+        descriptor, stacks = map(int, numbers or (-1, -1))
+        self.descriptor: int = descriptor
+        self.stacks: int = stacks
         if self.is_child:
             for one in (self.descriptor, self.stacks):
                 os.set_inheritable(one, False)
@@ -219,7 +224,7 @@ class Orders:
     """
 
     def __init__(self, link: ParentLink) -> None:
-        self.level = RUN
+        self.level: int = RUN
         self.grace = ""  # how long tasks may run on, for the log
         self._link = link
         self._changed: Callable[[int], object] | None = None

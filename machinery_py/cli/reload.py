@@ -39,7 +39,7 @@ class Files:
         self._folder = os.path.abspath(folder)
         self._others: set[str] = set()
         self._before = self._latest = self._scan()
-        self.scan_at = 0.0
+        self.scan_at: float = 0.0
 
     def add(self, path: str) -> None:
         """Watch this file, too."""

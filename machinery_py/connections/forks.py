@@ -23,7 +23,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NamedTuple
 
-_RLock = type(threading.RLock())
+from machinery_py.threads import is_owner
+
 FORK_PATIENCE = 30.0  # seconds that a fork waits for other threads
 
 
@@ -43,7 +44,7 @@ class ForkLock:
 
     def is_mine(self) -> bool:
         """Return whether this thread holds it; only if it is reentrant."""
-        return isinstance(self._held, _RLock) and self._held._is_owned()  # type: ignore[attr-defined]
+        return self._is_reentrant and is_owner(self._held)
 
     def __enter__(self) -> None:
         self._held.acquire()

@@ -13,7 +13,7 @@ class LineReader:
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        self.is_at_end = False  # every writer has closed it
+        self.is_at_end: bool = False  # every writer has closed it
         self._unread = b""
         os.set_blocking(descriptor, False)
 

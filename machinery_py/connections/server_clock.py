@@ -27,8 +27,8 @@ class ServerClock:
 
     def __init__(self, host: Clock, ask: Callable[[], object] | None = None) -> None:
         self.host = host
-        self.ahead = dt.timedelta()
-        self.is_system = host is SYSTEM_CLOCK
+        self.ahead: dt.timedelta = dt.timedelta()
+        self.is_system: bool = host is SYSTEM_CLOCK
         self._ask = ask
         self._measured_at = -math.inf
 

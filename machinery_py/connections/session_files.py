@@ -92,8 +92,8 @@ class SessionFile:
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        self.key = secrets.token_hex(12)
-        self.descriptor = -1
+        self.key: str = secrets.token_hex(12)
+        self.descriptor: int = -1
         self._map: memoryview[int] | None = None
         self._free = list(range(SLOTS - 1, -1, -1))
         self._slots: dict[Run, int] = {}

@@ -56,7 +56,7 @@ class StoreCollector(Collector):
         self._lock = threading.Lock()
         self._look_at = monotonic()
         self._found: list[GaugeMetricFamily] = []
-        self.is_up = True
+        self.is_up: bool = True
 
     def describe(self) -> Iterable[GaugeMetricFamily]:
         """Return nothing: to be registered it need not ask the store."""

@@ -18,10 +18,10 @@ from machinery_py.tasks.signature import Signature
 
 try:
     from flask import Flask
-except ImportError as error:
+except ImportError as _error:
     raise ImportError(
         "machinery_py.contrib.flask needs Flask 3: pip install 'machinery_py[flask]'"
-    ) from error
+    ) from _error
 
 EXTENSION = "machinery"  # in `app.extensions`
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 
@@ -77,8 +77,8 @@ class KeptSource:
         return cast("Backend", KeptStates(self._server.backend, self.states))
 
 
-encode_kept = msgspec.json.Encoder().encode
-decode_kept = msgspec.json.Decoder(Kept).decode
+encode_kept: Final = msgspec.json.Encoder().encode
+decode_kept: Final = msgspec.json.Decoder(Kept).decode
 
 
 @contextmanager

@@ -31,11 +31,11 @@ from machinery_py.worker.running.hooks import text_of, type_name_of
 try:
     from opentelemetry import context, metrics, propagate, trace
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-except ImportError as error:
+except ImportError as _error:
     raise ImportError(
         "machinery_py.contrib.opentelemetry needs opentelemetry-api: "
         "pip install 'machinery_py[otel]'"
-    ) from error
+    ) from _error
 
 logger = get_logger(__name__)
 

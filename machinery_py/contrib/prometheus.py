@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
-except ImportError as error:
+except ImportError as _error:
     raise ImportError(
         "machinery_py.contrib.prometheus needs prometheus-client: "
         "pip install 'machinery_py[metrics]'"
-    ) from error
+    ) from _error
 
 from machinery_py.events import (
     ConnectionLost,

@@ -35,10 +35,10 @@ try:
     from sentry_sdk.integrations.logging import ignore_logger
     from sentry_sdk.scope import use_isolation_scope
     from sentry_sdk.utils import capture_internal_exceptions, event_from_exception
-except ImportError as error:
+except ImportError as _error:
     raise ImportError(
         "machinery_py.contrib.sentry needs sentry-sdk 2: pip install 'machinery_py[sentry]'"
-    ) from error
+    ) from _error
 
 if TYPE_CHECKING:
     from sentry_sdk._types import MonitorConfig

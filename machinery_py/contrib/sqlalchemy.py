@@ -36,10 +36,10 @@ try:
     from sqlalchemy.exc import DBAPIError
     from sqlalchemy.orm import Session, scoped_session
     from sqlalchemy.pool import NullPool
-except ImportError as error:
+except ImportError as _error:
     raise ImportError(
         "machinery_py.contrib.sqlalchemy needs SQLAlchemy 2: pip install 'machinery_py[sqlalchemy]'"
-    ) from error
+    ) from _error
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession  # needs greenlet
@@ -85,7 +85,9 @@ class Outbox(AnyOutbox):
         super().__init__(server, f"{schema}.{table}" if schema else table)
         self._given = engine
         self._made: sa.Engine | None = None
-        self.table = _table(table, metadata if metadata is not None else sa.MetaData(), schema)
+        self.table: sa.Table = _table(
+            table, metadata if metadata is not None else sa.MetaData(), schema
+        )
         self._application = server.config.application or server.config.default_queue
         name = f"{self.table.fullname} {self._application}"
         self._channel = f"machinery_{hashlib.sha256(name.encode()).hexdigest()[:20]}"
@@ -202,7 +204,7 @@ class SQLTable(OutboxTable):
     """The rows of one application in a table."""
 
     def __init__(self, engine: sa.Engine, table: sa.Table, application: str, channel: str) -> None:
-        self.name = table.fullname
+        self.name: str = table.fullname
         self._engine = engine
         self._table = table
         self._channel = channel

@@ -27,8 +27,8 @@ class Answers(dict[str, T]):
         errors: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(answers)
-        self.missing = tuple(missing)
-        self.errors = dict(errors or {})
+        self.missing: tuple[str, ...] = tuple(missing)
+        self.errors: dict[str, str] = dict(errors or {})
 
 
 class Revoked(Answers[dict[str, str]]):
@@ -47,7 +47,7 @@ class Revoked(Answers[dict[str, str]]):
         errors: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(answers, missing=missing, errors=errors)
-        self.uuids = tuple(uuids)
+        self.uuids: tuple[str, ...] = tuple(uuids)
 
 
 class Pong(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Any, TypeVar, Unpack
+from typing import Any, Final, TypeVar, Unpack
 
 import msgspec
 
@@ -88,49 +88,49 @@ class ChosenWorkers:
         """Return which workers answer, and how soon."""
         return self._ask("ping", Pong)
 
-    ping_async = twin(ping)
+    ping_async: Final = twin(ping)
 
     def stats(self) -> Answers[WorkerStats]:
         """Return facts of the workers and their processes."""
         return self._ask("stats", WorkerStats)
 
-    stats_async = twin(stats)
+    stats_async: Final = twin(stats)
 
     def active(self) -> Answers[list[ActiveTask]]:
         """Return the tasks that run: since when, and in which thread or process."""
         return self._ask("active", list[ActiveTask])
 
-    active_async = twin(active)
+    active_async: Final = twin(active)
 
     def reserved(self) -> Answers[list[HeldTask]]:
         """Return the tasks that are claimed and not begun."""
         return self._ask("reserved", list[HeldTask])
 
-    reserved_async = twin(reserved)
+    reserved_async: Final = twin(reserved)
 
     def registered(self) -> Answers[list[str]]:
         """Return the names of the tasks that the workers know."""
         return self._ask("registered", list[str])
 
-    registered_async = twin(registered)
+    registered_async: Final = twin(registered)
 
     def config(self) -> Answers[dict[str, Any]]:
         """Return all settings, without passwords."""
         return self._ask("config", dict[str, Any])
 
-    config_async = twin(config)
+    config_async: Final = twin(config)
 
     def queues(self) -> Answers[list[WorkerQueue]]:
         """Return the queues that the workers serve, in their order."""
         return self._ask("queues", list[WorkerQueue])
 
-    queues_async = twin(queues)
+    queues_async: Final = twin(queues)
 
     def stack(self) -> Answers[list[ThreadStack]]:
         """Return what each thread of the workers' processes does now."""
         return self._ask("stack", list[ThreadStack])
 
-    stack_async = twin(stack)
+    stack_async: Final = twin(stack)
 
     # Orders that change something: all workers that there are do it, or it is an error
 
@@ -141,7 +141,7 @@ class ChosenWorkers:
         """
         return self._ask(kind, object, **args)
 
-    change_async = twin(change)
+    change_async: Final = twin(change)
 
     def set_concurrency(self, concurrency: int) -> None:
         """Run so many tasks at a time from now on; what runs goes on.
@@ -153,7 +153,7 @@ class ChosenWorkers:
         """
         self._tell("set_concurrency", concurrency=concurrency)
 
-    set_concurrency_async = twin(set_concurrency)
+    set_concurrency_async: Final = twin(set_concurrency)
 
     def add_queue(self, name: str) -> None:
         """Take tasks from this queue, too: after the others, or with weight 1.
@@ -162,7 +162,7 @@ class ChosenWorkers:
         """
         self._tell("add_queue", name=name)
 
-    add_queue_async = twin(add_queue)
+    add_queue_async: Final = twin(add_queue)
 
     def cancel_queue(self, name: str) -> None:
         """Take no more tasks from this queue; those that are claimed are run.
@@ -171,7 +171,7 @@ class ChosenWorkers:
         """
         self._tell("cancel_queue", name=name)
 
-    cancel_queue_async = twin(cancel_queue)
+    cancel_queue_async: Final = twin(cancel_queue)
 
     def set_time_limit(self, task: str, seconds: Seconds | None) -> None:
         """Give a task this time limit, from its next run on; None: no limit.
@@ -180,19 +180,19 @@ class ChosenWorkers:
         """
         self._tell("set_time_limit", task=task, seconds=seconds)
 
-    set_time_limit_async = twin(set_time_limit)
+    set_time_limit_async: Final = twin(set_time_limit)
 
     def enable_events(self) -> None:
         """Send the events of the workers' processes from now on. Raises as `set_concurrency`."""
         self._tell("enable_events")
 
-    enable_events_async = twin(enable_events)
+    enable_events_async: Final = twin(enable_events)
 
     def disable_events(self) -> None:
         """Send no more events. Raises as `set_concurrency`."""
         self._tell("disable_events")
 
-    disable_events_async = twin(disable_events)
+    disable_events_async: Final = twin(disable_events)
 
     def log_level(self, level: str) -> None:
         """Let our loggers log from this level on: "debug", "info", "warning", "error", "critical".
@@ -201,7 +201,7 @@ class ChosenWorkers:
         """
         self._tell("log_level", level=level.upper())
 
-    log_level_async = twin(log_level)
+    log_level_async: Final = twin(log_level)
 
     def restart_pool(self) -> None:
         """Renew all task processes, each when its task is over; new ones import the app anew.
@@ -211,7 +211,7 @@ class ChosenWorkers:
         """
         self._tell("restart_pool")
 
-    restart_pool_async = twin(restart_pool)
+    restart_pool_async: Final = twin(restart_pool)
 
     def shutdown(self) -> None:
         """End in order, as `Worker.quit`; a `machinery worker` starts no process in their place.
@@ -220,7 +220,7 @@ class ChosenWorkers:
         """
         self._tell("shutdown")
 
-    shutdown_async = twin(shutdown)
+    shutdown_async: Final = twin(shutdown)
 
     def terminate(self, *uuids: str) -> Answers[dict[str, str]]:
         """End the runs of tasks that are revoked; see `Control.revoke`, which revokes them first.
@@ -229,7 +229,7 @@ class ChosenWorkers:
         """
         return self._ask("terminate", dict[str, str], uuids=uuids)
 
-    terminate_async = twin(terminate)
+    terminate_async: Final = twin(terminate)
 
     def find(self, headers: Mapping[str, Any]) -> Answers[list[str]]:
         """Return the UUIDs of claimed and running tasks whose headers contain all these pairs.
@@ -241,7 +241,7 @@ class ChosenWorkers:
         """
         return self._ask("find", list[str], headers=headers)
 
-    find_async = twin(find)
+    find_async: Final = twin(find)
 
     def _tell(self, kind: str, **args: Any) -> None:
         done = self.change(kind, **args)
@@ -363,7 +363,7 @@ class Control:
         """
         return self.workers(timeout=timeout).ping()
 
-    ping_async = twin(ping)
+    ping_async: Final = twin(ping)
 
     def revoke(
         self,
@@ -404,7 +404,7 @@ class Control:
         self._revoke(uuids)
         return _ended(workers, uuids if terminate else (), uuids, [])
 
-    revoke_async = twin(revoke)
+    revoke_async: Final = twin(revoke)
 
     def limit(self, name: str, **limits: Unpack[LimitOptions]) -> None:
         """Let these limits of a task or `limiter:NAME` win over those of the code.
@@ -419,13 +419,13 @@ class Control:
             raise ArgumentError(f"{name}: no limit is named")
         self._limit(name, limits)
 
-    limit_async = twin(limit)
+    limit_async: Final = twin(limit)
 
     def reset_limit(self, name: str) -> None:
         """Let the limits of the code count again. Raises as `limit`."""
         self._limit(name, {})
 
-    reset_limit_async = twin(reset_limit)
+    reset_limit_async: Final = twin(reset_limit)
 
     def _revoke_by_headers(
         self, workers: ChosenWorkers, headers: Mapping[str, Any], *, terminate: bool

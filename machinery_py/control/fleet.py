@@ -118,7 +118,7 @@ class FleetState:
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
-        self.since = monotonic()
+        self.since: float = monotonic()
         self.workers: dict[str, WorkerSeen] = {}
         self.tasks: dict[str, Tally] = {}
         self.queues: dict[str, Tally] = {}

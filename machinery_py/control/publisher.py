@@ -78,8 +78,8 @@ class EventPublisher:
         self._news = threading.Event()
         self._loop: LoopThread | None = None
         self._warn_at = 0.0
-        self.is_on = False
-        self.lost = 0
+        self.is_on: bool = False
+        self.lost: int = 0
         self._untold = 0  # of the lost ones; streams hear of them with the next events
 
     def enable(self) -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, Self, TypeVar, overload
+from typing import Any, Final, Generic, Self, TypeVar, overload
 
 from machinery_py.async_twins import twin
 from machinery_py.brokers.base import Broker
@@ -54,7 +54,7 @@ class EventStream(Generic[E]):
         self._kinds: dict[str, type[Event]] = {
             each.__name__: each for kind in kinds for each in kinds_of(kind)
         }
-        self.since = seconds_of("since", since)
+        self.since: float = seconds_of("since", since)
         self._subscription: Subscription | None = None
         self._found: deque[E] = deque()
         self._lost = 0  # by their processes
@@ -117,7 +117,7 @@ class EventStream(Generic[E]):
     async def __aenter__(self) -> Self:
         return await taking(self.__enter__, lambda stream: stream.close())
 
-    __aexit__ = twin(__exit__, goes_on=True)
+    __aexit__: Final = twin(__exit__, goes_on=True)
 
     def __aiter__(self) -> Self:
         return self
@@ -174,8 +174,8 @@ class Camera:
     def __init__(
         self, stream: EventStream[Any], seconds: float, function: Callable[[FleetState], object]
     ) -> None:
-        self.state = FleetState()
-        self.is_stopped = False
+        self.state: Final = FleetState()
+        self.is_stopped: bool = False
         self._stream = stream
         self._seconds = seconds
         self._function = function
@@ -217,7 +217,7 @@ class ServerEvents(EventBus):
         self, lamport: LamportClock, *, now: Callable[[], dt.datetime], broker: Callable[[], Broker]
     ) -> None:
         super().__init__()
-        self.publisher = EventPublisher(self, lamport, now=now, broker=broker)
+        self.publisher: Final = EventPublisher(self, lamport, now=now, broker=broker)
         self._broker = broker
         self._cameras: list[Camera] = []
 

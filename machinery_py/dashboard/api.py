@@ -90,43 +90,46 @@ class Api:
         self._masking = masking
         self._live = live
 
-    @route("GET", "overview")
+    @route("GET overview")
     def overview(self) -> Overview:
         """Return the state of the whole, at most a second old."""
         return self._live.overview()
 
-    @route("GET", "history", "counts")
+    @route("GET history", "counts")
     def history(self, seconds: Seconds = 3600, step: Seconds = 60) -> Sequence[Count]:
         """Return how many tasks ended in each step of that time."""
         return self._inspect.history(seconds=seconds, step=step)
 
-    @route("GET", "schema")
+    @route("GET schema")
     def schema(self) -> dict[str, Any]:
         """Return the routes, and JSON Schemas of what they take and give."""
         return schema()
 
     # Queues
 
-    @route("GET", "queues", "queues")
+    @route("GET queues", "queues")
     def queues(self) -> Sequence[QueueReport]:
         """Return the queues."""
         return self._inspect.queues()
 
-    @route("POST", "queues/pause")
+    @route("POST queues/pause")
     def pause(self, queue: str) -> Changed:
         """Let no worker take tasks from a queue."""
         self._inspect.pause(queue)
         return Changed()
 
-    @route("POST", "queues/resume")
+    @route("POST queues/resume")
     def resume(self, queue: str) -> Changed:
         """Let workers take from a queue again."""
         self._inspect.resume(queue)
         return Changed()
 
-    @route("POST", "queues/purge")
+    @route("POST queues/purge")
     def purge(self, queue: str, expected: Number) -> Changed:
-        """Delete what waits in a queue; 409 if that is clearly more than was confirmed."""
+        """Delete what waits in a queue.
+
+        409 if that is clearly more than was confirmed.
+        """
         found = [one for one in self._inspect.queues() if one.queue == queue]
         count = sum(one.waiting + one.delayed for one in found)
         if count > max(expected * 1.1, expected + 10):
@@ -135,7 +138,7 @@ class Api:
 
     # Limits
 
-    @route("GET", "limits", "limits")
+    @route("GET limits", "limits")
     def limits(self) -> Sequence[LimitRow]:
         """Return the limits of tasks, and what runs and waits by them."""
         try:
@@ -143,14 +146,17 @@ class Api:
         except (ConfigError, Unsupported):
             return []
 
-    @route("POST", "limits/change")
+    @route("POST limits/change")
     def change_limit(self, name: str, option: str, value: str) -> Changed:
-        """Let a limit win over that of the code: `rate` and "5/s", for instance."""
+        """Let a limit win over that of the code.
+
+        For instance `rate` and "5/s".
+        """
         options: Any = {option: _number(value) if option != "rate" else value}
         self._fleet.control.limit(name, **options)
         return Changed()
 
-    @route("POST", "limits/reset")
+    @route("POST limits/reset")
     def reset_limit(self, name: str) -> Changed:
         """Let the limits of the code count again."""
         self._fleet.control.reset_limit(name)
@@ -158,7 +164,7 @@ class Api:
 
     # Tasks
 
-    @route("GET", "tasks")
+    @route("GET tasks")
     def tasks(
         self,
         state: Sequence[str] = (),
@@ -171,7 +177,10 @@ class Api:
         limit: Limit = 100,
         cursor: str = "",
     ) -> Tasks:
-        """Return tasks that meet all conditions; see TaskFilter."""
+        """Return tasks that meet all conditions.
+
+        Those that meet all conditions; see TaskFilter.
+        """
         wanted = TaskFilter(
             name=name, queue=queue, worker=worker, text=text, since=since, until=until
         )
@@ -227,7 +236,7 @@ class Api:
     def _row(self, state: TaskState) -> TaskRow:
         return TaskRow(**self._fields(state))
 
-    @route("GET", "task")
+    @route("GET task")
     def task(self, uuid: str) -> TaskDetail:
         """Return all that is known of a task; the start of its UUID is enough."""
         report = self._inspect.task(uuid)
@@ -265,14 +274,17 @@ class Api:
             group_uuid=signature.group_uuid,
         )
 
-    @route("POST", "tasks/retry")
+    @route("POST tasks/retry")
     def retry(
         self, uuids: Uuids = (), filter: TaskFilter | None = None, cursor: str = ""
     ) -> Changed:
-        """Send failed tasks again: these, or step by step all that a filter finds."""
+        """Send failed tasks again.
+
+        These, or step by step all that a filter finds.
+        """
         return self._change("retry", self._inspect.retry, uuids, filter, cursor)
 
-    @route("POST", "tasks/revoke")
+    @route("POST tasks/revoke")
     def revoke(
         self,
         uuids: Uuids = (),
@@ -280,9 +292,10 @@ class Api:
         cursor: str = "",
         terminate: bool = False,
     ) -> Changed:
-        """Revoke tasks, as `tasks/retry`, and with `terminate` end those that run.
+        """Revoke tasks.
 
-        Of `uuids`, those that have ended are skipped.
+        These, or as `tasks/retry`; with `terminate` those that run are ended. Of `uuids`, those
+        that have ended are skipped.
         """
 
         def revoke(uuids: Sequence[str]) -> Sequence[str]:
@@ -296,11 +309,14 @@ class Api:
 
         return self._change("revoke", revoke, uuids, filter, cursor)
 
-    @route("POST", "tasks/delete")
+    @route("POST tasks/delete")
     def delete(
         self, uuids: Uuids = (), filter: TaskFilter | None = None, cursor: str = ""
     ) -> Changed:
-        """Forget the states of finished tasks, as `tasks/retry`."""
+        """Forget the states of finished tasks.
+
+        These, or as `tasks/retry`.
+        """
         return self._change("delete", self._inspect.delete, uuids, filter, cursor)
 
     def _change(
@@ -322,15 +338,18 @@ class Api:
         done = len(act(uuids)) if uuids else 0
         return Changed(done=done, skipped=len(uuids) - done, cursor=cursor_after, looked=looked)
 
-    @route("POST", "tasks/count", changes=False)
+    @route("POST tasks/count")
     def count(self, filter: TaskFilter, action: str, cursor: str = "") -> Counted:
-        """Count the tasks that retry, revoke or delete would find, step by step."""
+        """Count what a change would find.
+
+        `action`: retry, revoke or delete.
+        """
         if action not in _STATES:
             raise ArgumentError(f"no action {action!r} (known: {', '.join(_STATES)})")
         page = self._search(filter, _states_of(action, filter), STEP_COUNTED, cursor)
         return Counted(count=len(page.tasks), cursor=page.cursor, looked=page.looked)
 
-    @route("GET", "errors")
+    @route("GET errors")
     def errors(self, since: str = "", name: str = "", queue: str = "") -> ErrorSummary:
         """Return failures by task and type of error."""
         return self._inspect.errors(
@@ -339,14 +358,17 @@ class Api:
 
     # Workflows
 
-    @route("GET", "workflows", "workflows")
+    @route("GET workflows", "workflows")
     def workflows(self, limit: FewWorkflows = 20) -> Sequence[WorkflowRow]:
         """Return the workflows whose tasks have changed of late, the last changed first."""
         return [WorkflowRow(**_facts(one)) for one in recent_workflows(self._fleet.app, limit)]
 
-    @route("GET", "workflow")
+    @route("GET workflow")
     def workflow(self, uuid: str) -> WorkflowDetail:
-        """Return a workflow by its UUID, or that of a task or group in it."""
+        """Return a workflow.
+
+        Found by its UUID, or that of a task or group in it.
+        """
         found = find_workflow(self._fleet.app, uuid)
         steps = []
         for one in found.tree():
@@ -355,7 +377,7 @@ class Api:
             steps.append(ShownStep(**facts))
         return WorkflowDetail(**_facts(found), steps=steps)
 
-    @route("POST", "workflows/cancel")
+    @route("POST workflows/cancel")
     def cancel_workflow(self, uuid: str) -> Changed:
         """Let nothing of a workflow start any more, and ask its running tasks to stop."""
         found = find_workflow(self._fleet.app, uuid)
@@ -363,14 +385,14 @@ class Api:
         found.cancel()
         return Changed(done=is_open)
 
-    @route("POST", "workflows/retry")
+    @route("POST workflows/retry")
     def retry_workflow(self, uuid: str) -> Changed:
         """Send the failed tasks of a workflow again, and go on from there."""
         return Changed(done=len(find_workflow(self._fleet.app, uuid).retry()))
 
     # Dead letters
 
-    @route("GET", "dead", "letters")
+    @route("GET dead", "letters")
     def dead(self, queue: str = "", limit: Limit = 100) -> Sequence[Letter]:
         """Return the newest dead letters."""
         return [self._letter(one) for one in self._inspect.dead(limit=limit, queue=queue)]
@@ -380,13 +402,16 @@ class Api:
         facts["body"] = self._masking.body(letter.body)
         return Letter(**facts)
 
-    @route("POST", "dead/replay")
+    @route("POST dead/replay")
     def replay_dead(self, ids: Uuids) -> Changed:
-        """Put dead letters back into their queues; those that are no signature stay."""
+        """Put dead letters back into their queues.
+
+        Those that are no signature stay.
+        """
         done = len(self._inspect.replay_dead(ids))
         return Changed(done=done, skipped=len(ids) - done)
 
-    @route("POST", "dead/delete")
+    @route("POST dead/delete")
     def delete_dead(self, ids: Uuids) -> Changed:
         """Delete dead letters."""
         done = self._inspect.delete_dead(ids)
@@ -394,24 +419,24 @@ class Api:
 
     # Schedules
 
-    @route("GET", "schedules", "schedules")
+    @route("GET schedules", "schedules")
     def schedules(self) -> Sequence[ScheduleReport]:
         """Return the schedules."""
         return self._fleet.schedules.list(dropped=True)
 
-    @route("POST", "schedules/pause")
+    @route("POST schedules/pause")
     def pause_schedule(self, name: str) -> Changed:
         """Send no ticks of a schedule."""
         self._fleet.schedules.pause(name)
         return Changed()
 
-    @route("POST", "schedules/resume")
+    @route("POST schedules/resume")
     def resume_schedule(self, name: str) -> Changed:
         """Send the ticks of a schedule again."""
         self._fleet.schedules.resume(name)
         return Changed()
 
-    @route("POST", "schedules/run")
+    @route("POST schedules/run")
     def run_schedule(self, name: str) -> Changed:
         """Send what a schedule sends, once, now."""
         self._fleet.schedules.run_now(name)
@@ -419,7 +444,7 @@ class Api:
 
     # Workers
 
-    @route("GET", "workers", "workers")
+    @route("GET workers", "workers")
     def workers(self) -> Sequence[ShownWorker]:
         """Return the workers that are alive."""
         now = self._fleet.app.now()
@@ -428,9 +453,12 @@ class Api:
             for one in self._inspect.workers()
         ]
 
-    @route("GET", "worker")
+    @route("GET worker")
     def worker(self, name: str) -> WorkerDetail:
-        """Ask a worker what it does; one that does not answer is no error."""
+        """Ask a worker what it does.
+
+        One that does not answer is no error.
+        """
         asked = self._chosen(name, timeout=ASKING)
         try:
             stats = asked.stats()
@@ -446,13 +474,13 @@ class Api:
             stats=stats[label], active=active.get(label, ()), queues=queues.get(label, ())
         )
 
-    @route("POST", "workers/shutdown")
+    @route("POST workers/shutdown")
     def shut_down(self, name: str) -> Changed:
         """Let a worker end in order."""
         self._chosen(name).shutdown()
         return Changed()
 
-    @route("POST", "workers/concurrency")
+    @route("POST workers/concurrency")
     def set_concurrency(self, name: str, concurrency: Number) -> Changed:
         """Let a worker run so many tasks at a time."""
         self._chosen(name).set_concurrency(concurrency)

@@ -6,7 +6,7 @@ import asyncio
 import io
 from collections.abc import Awaitable, Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Final
 
 from machinery_py.dashboard.live import STREAM_PAUSE, Stream
 from machinery_py.dashboard.web import MAX_BODY, DashboardWSGI, Environ
@@ -24,7 +24,7 @@ class DashboardASGI:
     def __init__(self, web: DashboardWSGI) -> None:
         self._web = web
         self._threads = ThreadPoolExecutor(THREADS, "machinery-dashboard")
-        self.close = web.close
+        self.close: Final = web.close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

@@ -13,6 +13,7 @@ import msgspec
 
 from machinery_py.dashboard.records import Problem
 from machinery_py.errors import ArgumentError
+from machinery_py.operations import BY_ROUTE, Kind
 from machinery_py.values.malformed import MALFORMED
 
 M = TypeVar("M", bound=Callable[..., Any])
@@ -23,6 +24,7 @@ class Route:
     """One route.
 
     Attributes:
+        help: what it does; and what holds for the API alone, if there is such a thing.
         key: the field that the answer stands in; "": the answer is a record itself.
         takes: a record of the parameters.
         gives: the type of the answer.
@@ -31,6 +33,7 @@ class Route:
 
     method: str
     path: str
+    help: str
     key: str
     function: Callable[..., Any]
     takes: type[msgspec.Struct]
@@ -69,8 +72,13 @@ class Route:
 ROUTES: dict[str, dict[str, Route]] = {}  # path → method → route
 
 
-def route(method: str, path: str, key: str = "", *, changes: bool = True) -> Callable[[M], M]:
-    """Return a decorator that makes a method of Api a route."""
+def route(name: str, key: str = "") -> Callable[[M], M]:
+    """Return a decorator that makes a method of Api a route.
+
+    Args:
+        name: its method and path, as the table of operations has them.
+    """
+    operation, (method, path) = BY_ROUTE[name], name.split(" ")
 
     def add(function: M) -> M:
         hints = typing.get_type_hints(function, include_extras=True)
@@ -82,9 +90,12 @@ def route(method: str, path: str, key: str = "", *, changes: bool = True) -> Cal
             for one, hint in hints.items()
         ]
         takes = msgspec.defstruct(f"{name}Fields", fields, kw_only=True, forbid_unknown_fields=True)
-        is_change = changes and method == "POST"
+        # The first line of a docstring is for the readers of the code.
+        _, _, more = (inspect.getdoc(function) or "").partition("\n\n")
+        help = " ".join(f"{operation.help}. {more}".split()) if more else operation.help
+        is_change = operation.kind is Kind.ACT
         ROUTES.setdefault(path, {})[method] = Route(
-            method, path, key, function, takes, gives, is_change
+            method, path, help, key, function, takes, gives, is_change
         )
         return function
 
@@ -106,7 +117,7 @@ def schema() -> dict[str, Any]:
             {
                 "method": one.method,
                 "path": f"api/{one.path}",
-                "help": inspect.getdoc(one.function) or "",
+                "help": one.help,
                 "takes": takes,
                 "gives": keyed if one.key else answer,
             }

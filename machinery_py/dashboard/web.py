@@ -21,7 +21,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Final
 from urllib.parse import parse_qs, quote, urlsplit
 
 import msgspec
@@ -98,7 +98,9 @@ class RefusedRequest(Exception):
     def __init__(self, status: int, text: str, **headers: str) -> None:
         super().__init__(text)
         self.status = status
-        self.headers = {key.replace("_", "-"): value for key, value in headers.items()}
+        self.headers: dict[str, str] = {
+            key.replace("_", "-"): value for key, value in headers.items()
+        }
 
 
 class DashboardWSGI:
@@ -123,7 +125,7 @@ class DashboardWSGI:
         self._read_only = read_only
         self._is_basic = isinstance(auth, str)
         self._auth = basic(auth) if isinstance(auth, str) else auth
-        self.close = self._live.close
+        self.close: Final = self._live.close
 
     def __call__(self, environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
         response = self.answer(environ)

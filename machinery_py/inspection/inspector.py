@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import math
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from machinery_py.app import Application
 from machinery_py.async_twins import twin
@@ -99,7 +100,7 @@ class Inspector:
             for stats in store.broker.stats()
         ]
 
-    queues_async = twin(queues)
+    queues_async: Final = twin(queues)
 
     def limits(self) -> list[LimitReport]:
         """Return the limits of tasks and limiters: what runs and waits by them.
@@ -109,13 +110,13 @@ class Inspector:
         """
         return limit_reports(self._app)
 
-    limits_async = twin(limits)
+    limits_async: Final = twin(limits)
 
     def workers(self) -> list[WorkerInfo]:
         """Return the live workers."""
         return self._app.store.broker.workers()
 
-    workers_async = twin(workers)
+    workers_async: Final = twin(workers)
 
     def search(
         self,
@@ -161,7 +162,7 @@ class Inspector:
         )
         return search(self._app, wanted, limit=limit, cursor=cursor, within=length)
 
-    search_async = twin(search)
+    search_async: Final = twin(search)
 
     def tasks(
         self,
@@ -196,7 +197,7 @@ class Inspector:
         )
         return list(page.tasks)
 
-    tasks_async = twin(tasks)
+    tasks_async: Final = twin(tasks)
 
     def errors(
         self,
@@ -215,7 +216,7 @@ class Inspector:
         wanted = Filter(states=states, name=name, queue=queue, since=begun_at)
         return summary(self._app, wanted, within=seconds_of("within", within))
 
-    errors_async = twin(errors)
+    errors_async: Final = twin(errors)
 
     def history(self, *, seconds: Seconds = 3600.0, step: Seconds = 60) -> list[Count]:
         """Return how many tasks ended of late, by queue and by steps of so many seconds.
@@ -228,7 +229,7 @@ class Inspector:
         begun_at = self._app.now() - dt.timedelta(seconds=length)
         return self._app.store.backend.finished_since(begun_at, steps)
 
-    history_async = twin(history)
+    history_async: Final = twin(history)
 
     def find(self, prefix: str) -> str:
         """Return the UUID with this prefix; a backend that cannot list its states needs all of it.
@@ -251,7 +252,7 @@ class Inspector:
             )
         return found[0]
 
-    find_async = twin(find)
+    find_async: Final = twin(find)
 
     def task(self, uuid: str) -> TaskReport:
         """Return all that is known of a task; the start of its UUID is enough.
@@ -276,7 +277,7 @@ class Inspector:
             members=[states[uuid] for uuid in uuids if uuid in states],
         )
 
-    task_async = twin(task)
+    task_async: Final = twin(task)
 
     def why(self, uuid: str, *, stack: bool = False, ask: bool = True) -> Why:
         """Return what holds a task that has not ended; also of a group, by its whole UUID.
@@ -292,7 +293,7 @@ class Inspector:
         uuid = uuid if uuid.startswith(GROUP) else self.find(uuid)
         return why(self._app, self._ask if ask else None, uuid, stack=stack)
 
-    why_async = twin(why)
+    why_async: Final = twin(why)
 
     def _waiting_body(self, state: TaskState) -> bytes:
         broker = self._app.store.broker
@@ -313,7 +314,7 @@ class Inspector:
         backend = self._app.store.backend
         return [uuid for some in in_steps(uuids) for uuid in backend.delete_finished(some)]
 
-    delete_async = twin(delete)
+    delete_async: Final = twin(delete)
 
     def retry(
         self,
@@ -348,7 +349,7 @@ class Inspector:
         pairs = [anew(decode_signature(one.message)) for one in failed]
         return replay(self._app, pairs, from_start=from_start)
 
-    retry_async = twin(retry)
+    retry_async: Final = twin(retry)
 
     def purge(self, queue: str, *, progress: Callable[[int], object] | None = None) -> int:
         """Revoke the tasks that wait in a queue or are delayed for it; return how many messages.
@@ -371,7 +372,7 @@ class Inspector:
         self._settle(self._app)
         return count
 
-    purge_async = twin(purge)
+    purge_async: Final = twin(purge)
 
     def forget_queue(self, queue: str) -> bool:
         """Delete the name and the counters of a queue that is over, of one made at run time say.
@@ -387,7 +388,7 @@ class Inspector:
         self._must_be_ours(queue)
         return self._app.store.broker.forget_queue(queue)
 
-    forget_queue_async = twin(forget_queue)
+    forget_queue_async: Final = twin(forget_queue)
 
     def _must_be_ours(self, queue: str) -> None:
         check_queue(queue)
@@ -407,13 +408,13 @@ class Inspector:
         check_queue(queue)
         self._app.store.broker.pause(queue)
 
-    pause_async = twin(pause)
+    pause_async: Final = twin(pause)
 
     def resume(self, queue: str) -> None:
         """Let workers take from this queue again; nothing happens if it was not paused."""
         self._app.store.broker.resume(queue)
 
-    resume_async = twin(resume)
+    resume_async: Final = twin(resume)
 
     # Dead letters
 
@@ -421,7 +422,7 @@ class Inspector:
         """Return the newest dead letters."""
         return self._app.store.broker.dead_letters(limit=limit, queue=queue)
 
-    dead_async = twin(dead)
+    dead_async: Final = twin(dead)
 
     def dead_letter(self, id: str) -> DeadLetter:
         """Return a dead letter by its id, or the newest by the start of its id or its task's UUID.
@@ -431,7 +432,7 @@ class Inspector:
         """
         return self._letters([id])[0]
 
-    dead_letter_async = twin(dead_letter)
+    dead_letter_async: Final = twin(dead_letter)
 
     def replay_dead(self, ids: Sequence[str], *, from_start: bool = False) -> list[str]:
         """Put dead letters back into their queues, byte for byte and without strikes.
@@ -470,13 +471,13 @@ class Inspector:
             )
         return sent
 
-    replay_dead_async = twin(replay_dead)
+    replay_dead_async: Final = twin(replay_dead)
 
     def delete_dead(self, ids: Sequence[str]) -> int:
         """Delete dead letters, and return how many."""
         return len(self._app.store.broker.take_dead([one.id for one in self._letters(ids)]))
 
-    delete_dead_async = twin(delete_dead)
+    delete_dead_async: Final = twin(delete_dead)
 
     def _letters(self, ids: Sequence[str]) -> list[DeadLetter]:
         """Return these dead letters; looks through all if one id is not that of a recent one."""

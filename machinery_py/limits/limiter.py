@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from machinery_py.async_twins import twin
 from machinery_py.call_threads import in_thread, taking
@@ -105,7 +106,7 @@ class Limiter:
             return False
         return self._keeper.give_back(lease)
 
-    release_async = twin(release, goes_on=True)
+    release_async: Final = twin(release, goes_on=True)
 
     def _acquiring(self, timeout: Seconds | None) -> Acquiring:
         length = self._timeout if timeout is None else timeout_of(timeout)

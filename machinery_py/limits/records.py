@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -42,9 +42,9 @@ class RecordJob(NamedTuple, Generic[T]):
     work: Callable[[Sequence[LimitRecord], Sequence[Rule], int], T]
 
 
-encode = msgspec.msgpack.Encoder().encode
-decode_record = msgspec.msgpack.Decoder(LimitRecord).decode
-decode_rules = msgspec.msgpack.Decoder(tuple[Rule, ...]).decode
+encode: Final = msgspec.msgpack.Encoder().encode
+decode_record: Final = msgspec.msgpack.Decoder(LimitRecord).decode
+decode_rules: Final = msgspec.msgpack.Decoder(tuple[Rule, ...]).decode
 
 
 class AskedLimits(Limits):

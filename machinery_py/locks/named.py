@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from machinery_py.async_twins import twin
 from machinery_py.call_threads import in_thread, taking
@@ -184,7 +185,7 @@ class NamedLock:
         held, self._held = self._held, None
         return held is not None and self._keeper.give_back(held)
 
-    release_async = twin(release, goes_on=True)
+    release_async: Final = twin(release, goes_on=True)
 
     def __enter__(self) -> NamedLock:
         """

@@ -92,7 +92,7 @@ class Call:
         self.function = function
         self.in_batches = in_batches
         self._secrets = secrets
-        self.is_async = inspect.iscoroutinefunction(function)
+        self.is_async: bool = inspect.iscoroutinefunction(function)
         try:
             self._signature = inspect.signature(function)
         except (TypeError, ValueError):  # some functions written in C have none
@@ -103,17 +103,17 @@ class Call:
                 ]
             )
         parameters = list(self._signature.parameters.values())
-        self.takes_context = bool(parameters) and _is_context(parameters[0], function)
+        self.takes_context: bool = bool(parameters) and _is_context(parameters[0], function)
         self._given = parameters[1:] if self.takes_context else parameters
         self._required = sum(p.kind in _POSITIONAL and p.default is p.empty for p in self._given)
-        self.places = tuple(p.name for p in self._given if p.kind in _POSITIONAL)
+        self.places: tuple[str, ...] = tuple(p.name for p in self._given if p.kind in _POSITIONAL)
         self._positional_count = len(self.places)
         self._takes_any = any(p.kind is p.VAR_POSITIONAL for p in self._given)
         self._keyword_names = {p.name for p in self._given if p.kind is p.KEYWORD_ONLY}
         self._required_keywords = {
             p.name for p in self._given if p.kind is p.KEYWORD_ONLY and p.default is p.empty
         }
-        self.names = {*self.places, *self._keyword_names}
+        self.names: set[str] = {*self.places, *self._keyword_names}
         self._takes_keywords = any(p.kind is p.VAR_KEYWORD for p in self._given)
         self._named = bool(self._keyword_names) or self._takes_keywords
         if in_batches and (len(self._given), self._required) != (1, 1):

@@ -87,10 +87,10 @@ class Task(Generic[P, R]):
         check_task(name)
         self.name = name
         self.function = function
-        self.settings = TaskSettings.of(name, options)
+        self.settings: TaskSettings = TaskSettings.of(name, options)
         if self.settings.queue:
             check_queue(self.settings.queue)
-        self.call = Call(
+        self.call: Call = Call(
             name,
             function,
             in_batches=bool(self.settings.batch),
@@ -102,21 +102,24 @@ class Task(Generic[P, R]):
                 f"{name}: transaction=True and a coroutine function (expected a function: one "
                 "thread runs and commits it)"
             )
-        self.own_rules = rules_of(self.settings.limits)
+        self.own_rules: tuple[Rule, ...] = rules_of(self.settings.limits)
         self.limit_also(())
         self._sender = sender
         self._options: SendOptions = {}
         self.__doc__ = function.__doc__
-        self.__name__ = getattr(function, "__name__", name)
+        self.__name__: str = getattr(function, "__name__", name)
         self.__module__ = getattr(function, "__module__", __name__)
         self.__wrapped__ = function
 
     def limit_also(self, rules: Iterable[Rule]) -> None:
         """Let it run by these rules, too, besides its own; those of the same names are its own."""
         own = {rule.name for rule in self.own_rules}
-        self.rules = (*self.own_rules, *(rule for rule in rules if rule.name not in own))
+        self.rules: tuple[Rule, ...] = (
+            *self.own_rules,
+            *(rule for rule in rules if rule.name not in own),
+        )
         # Most tasks need not ask anybody before they run.
-        self.is_guarded = bool(
+        self.is_guarded: bool = bool(
             self.rules or self.settings.exclusive or self.settings.ack == "early"
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -59,7 +59,7 @@ class KeyClaim(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
 
 
-encode_claim = msgspec.json.Encoder().encode
+encode_claim: Final = msgspec.json.Encoder().encode
 _decode_claim = msgspec.json.Decoder(KeyClaim).decode
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Generator, Iterable, Sequence
-from typing import Any, Generic, Protocol, Self, TypeVar, cast
+from typing import Any, Final, Generic, Protocol, Self, TypeVar, cast
 
 import msgspec
 
@@ -184,7 +184,7 @@ class Waitable(Generic[R]):
         self._forget_failures()
         return self._value() if self._look() else None
 
-    touch_async = twin(touch)
+    touch_async: Final = twin(touch)
 
     def is_finished(self) -> bool:
         """Return whether `get` would return or raise at once. Does not wait."""
@@ -194,7 +194,7 @@ class Waitable(Generic[R]):
         except (TaskFailed, ResultExpired):
             return True
 
-    is_finished_async = twin(is_finished)
+    is_finished_async: Final = twin(is_finished)
 
     def why(self, *, ask: bool = True) -> Why:
         """Return what holds it now: of several tasks the first, and how many others there are.
@@ -212,7 +212,7 @@ class Waitable(Generic[R]):
         held = self._holding()
         return msgspec.structs.replace(self._source.why(held[0], ask=ask), others=len(held) - 1)
 
-    why_async = twin(why)
+    why_async: Final = twin(why)
 
     def _read(self, uuids: Sequence[str]) -> dict[str, TaskState]:
         """Return the states; finished ones are asked for once."""
@@ -251,7 +251,7 @@ class Waitable(Generic[R]):
         self._source.backend.delete_finished(self._tasks())
         self._states, self._failed = {}, set()
 
-    forget_async = twin(forget)
+    forget_async: Final = twin(forget)
 
     # For the subclass
 
@@ -378,13 +378,13 @@ class AsyncResult(Waitable[R]):
         self._forget_failures()
         return self._states.get(self.uuid) or self._source.backend.get_state(self.uuid)
 
-    get_state_async = twin(get_state)
+    get_state_async: Final = twin(get_state)
 
     def revoke(self) -> None:
         """Fail the task as "revoked" if it has not started; ask it to stop if it runs."""
         self._source.revoke([self.uuid])
 
-    revoke_async = twin(revoke)
+    revoke_async: Final = twin(revoke)
 
     def _look(self) -> bool:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 from machinery_py.async_twins import twin
 from machinery_py.call_threads import in_thread
@@ -111,13 +111,13 @@ class GroupResult(Waitable[R]):
         self._read(self._uuids)
         return sum(uuid in self._states for uuid in self._uuids), len(self._uuids)
 
-    progress_async = twin(progress)
+    progress_async: Final = twin(progress)
 
     def revoke(self) -> None:
         """Revoke every member, as AsyncResult.revoke."""
         self._source.revoke(self._uuids)
 
-    revoke_async = twin(revoke)
+    revoke_async: Final = twin(revoke)
 
     def _tasks(self) -> Sequence[str]:
         return (*self._uuids, *self._leading)
@@ -263,7 +263,7 @@ class ChainResult(Waitable[R]):
     ) -> None:
         super().__init__(source)
         self.workflow = workflow
-        self.steps = tuple(steps)
+        self.steps: tuple[AsyncResult[Any] | GroupResult[Any], ...] = tuple(steps)
         self._at = 0  # the first step that is not known to be finished
         for step in self.steps[1:]:
             if isinstance(step, GroupResult):
@@ -279,7 +279,7 @@ class ChainResult(Waitable[R]):
         """Revoke every step, as AsyncResult.revoke."""
         self._source.revoke(self._tasks())
 
-    revoke_async = twin(revoke)
+    revoke_async: Final = twin(revoke)
 
     def _tasks(self) -> Sequence[str]:
         return [uuid for step in self.steps for uuid in step._tasks()]

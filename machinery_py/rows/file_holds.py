@@ -12,7 +12,7 @@ from machinery_py.rows.messages import ClaimReceipt, Hold
 class FileHold(Hold):
     """A hold whose file says that its process lives, and which messages run in it."""
 
-    id = ""
+    id: str = ""
 
     def __init__(self, file: SessionFile) -> None:
         self._pid = os.getpid()

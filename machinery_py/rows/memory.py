@@ -40,6 +40,7 @@ from machinery_py.rows.messages import (
     MessageStep,
     checked,
 )
+from machinery_py.threads import is_owner
 
 AGAIN = 60_000_000  # µs until a row that another one keeps is looked at again
 
@@ -88,15 +89,16 @@ class MemoryRows(MemoryMessages, MessageRows):
         self._listed: dict[str, list[StoredRow]] = {}  # of a kind, rising, until it changes
 
     def is_entered(self) -> bool:
-        return self.lock._is_owned()  # type: ignore[attr-defined,no-any-return]
+        return is_owner(self.lock)
 
     def now(self) -> int:
         return self._began_at + round(self.clock.monotonic() * 1e6)
 
     def begin(self) -> None:
         """Note the time, once for each call: fences, and moments of messages, go on from it."""
-        self.wall = wall = micros(self.clock.now())
-        self.moment = self._began_at + round(self.clock.monotonic() * 1e6)
+        wall = micros(self.clock.now())
+        self.wall: int = wall
+        self.moment: int = self._began_at + round(self.clock.monotonic() * 1e6)
         self._next = fence_after(self._last, wall)
 
     def next_fence(self, number: int = 1) -> Fence:

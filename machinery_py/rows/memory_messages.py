@@ -9,6 +9,7 @@ import secrets
 import threading
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
 
 import msgspec
 
@@ -376,8 +377,8 @@ class MemoryMessages(StepTarget):
         if since:
             found = [one for one in found if one.put_at >= since]
         if after is not None:
-            found = [one for one in found if one.place > after.place]  # type: ignore[operator]  # tuples
-        return page_of(heapq.nsmallest(items, found, key=lambda one: one.place), size)  # type: ignore[arg-type,return-value]
+            found = [one for one in found if _place(one) > _place(after)]
+        return page_of(heapq.nsmallest(items, found, key=_place), size)
 
     def newest_id(self) -> int:
         with self.lock:
@@ -535,7 +536,7 @@ class MemoryTopicListener(TopicListener):
 
     def __init__(self, rows: MemoryMessages) -> None:
         self.rows = rows
-        self.event = threading.Event()
+        self.event: Final = threading.Event()
         self._watched: set[str] = set()
         self._changing = threading.Lock()
         with rows.lock:
@@ -564,3 +565,8 @@ class MemoryTopicListener(TopicListener):
 
     def close(self) -> None:
         self.rows.listeners.discard(self)
+
+
+def _place(message: StoredMessage) -> Any:
+    """Return its place: a number in a queue, a pair of numbers among late messages."""
+    return message.place

@@ -14,12 +14,13 @@ import contextlib
 import threading
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import NoReturn, TypeVar
+from typing import Final, NoReturn, TypeVar
 
 import msgspec
 import psycopg
 
 from machinery_py.bounds import STEP_BYTES, pieces
+from machinery_py.clock import Clock
 from machinery_py.connections.postgresql.callers import (
     CallersConnection,
     Cells,
@@ -245,7 +246,7 @@ class PostgreSQLRows(PostgreSQLMessages, _ReadRows, MessageRows):
         unknown: type[MachineryError] = BackendUnavailable,
     ) -> None:
         super().__init__(driver, unavailable)
-        self.clock = driver.clock
+        self.clock: Clock = driver.clock
         self._unknown = unknown
 
     def is_entered(self) -> bool:
@@ -339,7 +340,7 @@ class RowsWithin(_ReadRows):
         ends: bool = False,
     ) -> None:
         self.driver = driver
-        self.clock = driver.clock
+        self.clock: Final = driver.clock
         self._connection = connection
         self._unavailable = unavailable
         self._ends = ends
@@ -401,8 +402,10 @@ class PostgreSQLTransaction(OwnTransaction):
             raise translate(
                 error, driver.url, doing="beginning a transaction", away=unavailable
             ) from error
-        self._link = self.connection = link
-        self.rows = self._within = RowsWithin(driver, self._link, unavailable, ends=True)
+        self._link = link
+        self.connection: Link = link
+        self._within = RowsWithin(driver, self._link, unavailable, ends=True)
+        self.rows: Rows = self._within
         self._is_over = self._is_closed = self._is_abandoned = False
 
     def commit(self) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from machinery_py.bounds import STEP_BYTES, pieces
+from machinery_py.clock import Clock
 from machinery_py.connections.sqlite.database import SQLiteDriver, Transaction
 from machinery_py.connections.sqlite.errors import Unavailable
 from machinery_py.connections.sqlite.fences import next_fence
@@ -113,7 +114,7 @@ class SQLiteRows(SQLiteMessages, MessageRows):
         self, driver: SQLiteDriver, *, unavailable: Unavailable = BackendUnavailable
     ) -> None:
         super().__init__(driver)
-        self.clock = driver.clock
+        self.clock: Clock = driver.clock
         self._unavailable = unavailable
         self._seen: dict[Key, Version] | None = None
 

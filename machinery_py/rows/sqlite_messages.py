@@ -219,7 +219,7 @@ class Moves(StepTarget):
     def __init__(
         self, driver: SQLiteDriver, connection: sqlite3.Connection, steps: Sequence[MessageStep]
     ) -> None:
-        self.moment = driver.now()
+        self.moment: int = driver.now()
         self._driver = driver
         self._connection = connection
         ids = [one.id for step in steps for one in (*step.takes, *step.held)]

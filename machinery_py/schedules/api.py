@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypedDict, Unpack, get_args
+from typing import Any, Final, TypedDict, Unpack, get_args
 
 import msgspec
 
@@ -169,13 +169,13 @@ class Schedules:
                 found[name] = msgspec.structs.replace(report, stored=False)
         return [found[name] for name in sorted(found)]
 
-    list_async = twin(list)
+    list_async: Final = twin(list)
 
     def get(self, name: str) -> ScheduleReport:
         """Return one of them."""
         return self._report(self._find(name)[1], self._app.now())
 
-    get_async = twin(get)
+    get_async: Final = twin(get)
 
     def add(
         self, spec: str, name: str, step: Step[Any], **options: Unpack[PeriodicOptions]
@@ -195,13 +195,13 @@ class Schedules:
         if not amend(self._app, name, None, body) and self._body(name) != body:
             raise ScheduleError(f"schedule {name!r} is there already (change or remove it)")
 
-    add_async = twin(add)
+    add_async: Final = twin(add)
 
     def pause(self, name: str) -> None:
         """Send no ticks until `resume`, also after a restart."""
         self._change(name, lambda entry, _: entry.replace(paused=True))
 
-    pause_async = twin(pause)
+    pause_async: Final = twin(pause)
 
     def resume(self, name: str) -> None:
         """Send ticks again, from now on; those of the pause do not count as missed."""
@@ -212,7 +212,7 @@ class Schedules:
             ),
         )
 
-    resume_async = twin(resume)
+    resume_async: Final = twin(resume)
 
     def run_now(self, name: str) -> None:
         """Send it once, now, also if it is paused. Its ticks stay as they are.
@@ -236,7 +236,7 @@ class Schedules:
 
         self._try(name, send)
 
-    run_now_async = twin(run_now)
+    run_now_async: Final = twin(run_now)
 
     def remove(self, name: str) -> None:
         """Remove it. One that code declares comes back with a worker of that code: pause it."""
@@ -244,7 +244,7 @@ class Schedules:
             name, lambda body, _: amend(self._app, name, body, None) or self._body(name) is None
         )
 
-    remove_async = twin(remove)
+    remove_async: Final = twin(remove)
 
     def change(
         self,
@@ -272,7 +272,7 @@ class Schedules:
 
         self._change(name, changed)
 
-    change_async = twin(change)
+    change_async: Final = twin(change)
 
     def undeclared(self) -> Sequence[str]:
         """Return the names of those that code of this application declared, and this code does not.
@@ -287,7 +287,7 @@ class Schedules:
             if one.declared and one.owner in ("", owner) and one.name not in declared
         )
 
-    undeclared_async = twin(undeclared)
+    undeclared_async: Final = twin(undeclared)
 
     def remove_undeclared(self) -> Sequence[str]:
         """Remove those of `undeclared`, and return their names.
@@ -301,7 +301,7 @@ class Schedules:
                 self.remove(name)
         return names
 
-    remove_undeclared_async = twin(remove_undeclared)
+    remove_undeclared_async: Final = twin(remove_undeclared)
 
     # Inside
 

@@ -53,7 +53,8 @@ class Schedule:
         if dst not in ("once", "go"):
             raise ScheduleError(f"schedule {spec!r}: dst={dst!r} (expected 'once' or 'go')")
         try:
-            rest, self.zone = _zone_of(spec, tz)
+            rest, zone = _zone_of(spec, tz)
+            self.zone: str = zone
             self._tz = _open_zone(self.zone)
             self.every: int = 0
             self._times: _Times | None = None

@@ -24,6 +24,7 @@ from machinery_py.limits.base import Admission, Entrant
 from machinery_py.limits.rows import RowsLimits
 from machinery_py.locks.memory import MemoryLock
 from machinery_py.rows.memory import MemoryRows
+from machinery_py.rows.messages import MessageRows
 from machinery_py.stores.base import Firing, Mark, Session, Settlement, Submission
 from machinery_py.stores.open import Family, FamilyOptions
 from machinery_py.stores.rows import RowsFamily, RowsSession, RowsStore
@@ -59,7 +60,8 @@ class MemoryFamily(RowsFamily):
                 shared = _Shared(options)
                 if name:
                     _named[name] = shared
-        self._shared, self.rows = shared, shared.rows
+        self._shared = shared
+        self.rows: MessageRows = shared.rows
 
     def broker(self) -> MemoryBroker:
         return self._shared.broker

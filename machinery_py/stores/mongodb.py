@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Sequence
+from typing import ClassVar
 
 import msgspec
 from pymongo import UpdateOne
@@ -31,6 +32,7 @@ from machinery_py.backends.base import (
     ALREADY,
     FENCED,
     SETTLED,
+    Backend,
     Change,
     Keeping,
     Verdict,
@@ -39,10 +41,19 @@ from machinery_py.backends.base import (
 from machinery_py.backends.mongodb.backend import MongoBackend
 from machinery_py.backends.mongodb.records import RecordIntent
 from machinery_py.backends.transactional import is_over
-from machinery_py.brokers.base import Delivery, DeliveryEnd, Disposal, Fate, Message, mark_of
+from machinery_py.brokers.base import (
+    Broker,
+    Delivery,
+    DeliveryEnd,
+    Disposal,
+    Fate,
+    Message,
+    mark_of,
+)
 from machinery_py.brokers.mongodb.broker import MongoBroker
 from machinery_py.brokers.mongodb.consumer import MongoConsumer, update_at_end
 from machinery_py.brokers.mongodb.messages import Status, held, receipt_of
+from machinery_py.clock import Clock
 from machinery_py.connections.mongodb.client import Document, DriverUser, MongoDriver, step
 from machinery_py.connections.mongodb.client import Store as Database
 from machinery_py.errors import (
@@ -98,7 +109,7 @@ class MongoDBFamily(Family):
             database=options.mongodb.database,
             strict=options.strict_durability,
         )
-        self.clock = self._driver.clock
+        self.clock: Clock = self._driver.clock
 
     def broker(self) -> MongoBroker:
         return MongoBroker(self._driver, lease=self.options.lease)
@@ -145,14 +156,14 @@ class _Ending(msgspec.Struct, frozen=True):
 class MongoStore(DriverUser, Store):
     """A broker and a backend in one database."""
 
-    unavailable = BrokerUnavailable
+    unavailable: ClassVar[type[MachineryError]] = BrokerUnavailable
 
     def __init__(self, broker: MongoBroker, backend: MongoBackend) -> None:
         if broker.driver is not backend.driver:
             raise ValueError("a MongoStore needs a broker and a backend of one driver")
         super().__init__(broker.driver)
-        self.broker = broker
-        self.backend = backend
+        self.broker: Broker = broker
+        self.backend: Backend = backend
         self.messages = broker
         self.states = backend
         self._looked = self.driver.clock.monotonic()

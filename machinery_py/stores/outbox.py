@@ -41,7 +41,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -130,7 +130,7 @@ class TwoStores(Store):
     def __init__(self, broker: Broker, backend: Backend, clock: Clock) -> None:
         self.broker = broker
         self.backend = backend
-        self.outbox = outbox_of(backend)
+        self.outbox: Final = outbox_of(backend)
         self.clock = clock
         self._swept = clock.monotonic()
         self._submitter = Submitter(broker, backend, self.outbox, clock)

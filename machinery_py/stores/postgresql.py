@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from machinery_py.clock import Clock
 from machinery_py.errors import ConfigError
+from machinery_py.rows.messages import MessageRows
 
 try:
     import psycopg as _psycopg  # noqa: F401 - says which package is missing, before ours fail
-except ImportError as error:
+except ImportError as _error:
     raise ConfigError(
         "postgresql:// needs psycopg 3: pip install 'machinery_py[postgres]'"
-    ) from error
+    ) from _error
 
 from machinery_py.backends.postgresql import PostgreSQLBackend
 from machinery_py.brokers.postgresql import PostgreSQLBroker
@@ -30,8 +32,8 @@ class PostgreSQLFamily(RowsFamily):
             timeout=options.timeout,
             strict=options.strict_durability,
         )
-        self.clock = self._driver.clock
-        self.rows = PostgreSQLRows(self._driver)
+        self.clock: Clock = self._driver.clock
+        self.rows: MessageRows = PostgreSQLRows(self._driver)
 
     def broker(self) -> PostgreSQLBroker:
         return PostgreSQLBroker(self._driver, lease=self.options.lease)

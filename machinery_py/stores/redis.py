@@ -15,12 +15,12 @@ from collections.abc import Sequence
 
 import redis as _redis  # noqa: F401 – the drivers load it when they connect, and a fork may come in between there
 
-from machinery_py.backends.base import CONFLICT, Keeping, Verdict
+from machinery_py.backends.base import CONFLICT, Backend, Keeping, Verdict
 from machinery_py.backends.redis.backend import VERDICTS, RedisBackend, packed_checkpoints
 from machinery_py.backends.redis.documents import Changes, new_state, packed_states
 from machinery_py.backends.redis.scripts import CONSTANTS as STATES
 from machinery_py.bounds import STEP_BYTES, STEP_ITEMS, TOKEN_LIFE
-from machinery_py.brokers.base import Delivery, Fate, mark_of
+from machinery_py.brokers.base import Broker, Delivery, Fate, mark_of
 from machinery_py.brokers.entries import RETRY_MARK, SET_BACK, ClockWatch
 from machinery_py.brokers.redis.broker import RedisBroker
 from machinery_py.brokers.redis.consumer import RedisConsumer, end_of
@@ -33,7 +33,7 @@ from machinery_py.brokers.redis.messages import (
     packed_limits,
 )
 from machinery_py.brokers.redis.scripts import CONSTANTS as MESSAGES
-from machinery_py.clock import micros
+from machinery_py.clock import Clock, micros
 from machinery_py.config.sections import RedisConfig
 from machinery_py.config.server_urls import BadUrl, parse_redis_url
 from machinery_py.config.urls import redact, split_urls
@@ -84,11 +84,11 @@ class RedisStore(Store):
     def __init__(self, broker: RedisBroker, backend: RedisBackend) -> None:
         if broker.driver is not backend.driver:
             raise ValueError("a RedisStore needs a broker and a backend of one driver")
-        self.broker = broker
-        self.backend = backend
+        self.broker: Broker = broker
+        self.backend: Backend = backend
         self.messages = broker
         self.states = backend
-        self.driver = broker.driver
+        self.driver: RedisDriver = broker.driver
         self._steps = StagedSteps(self.driver, backend.seconds)
         self._watch = ClockWatch(self.driver.clock)
 
@@ -230,7 +230,7 @@ class RedisSession(Session):
 
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         deliveries = self.consumer.receive(limit, timeout, order)
-        self.none_revoked = self.consumer.none_revoked
+        self.none_revoked: bool = self.consumer.none_revoked
         return deliveries
 
     def keep(self, delivery: Delivery, keeping: Keeping) -> Verdict:
@@ -345,7 +345,7 @@ class RedisFamily(Family):
     def __init__(self, url: str, options: FamilyOptions, driver: RedisDriver) -> None:
         super().__init__(url, options)
         self._driver = driver
-        self.clock = driver.clock
+        self.clock: Clock = driver.clock
 
     def broker(self) -> RedisBroker:
         return RedisBroker(self._driver, lease=self.options.lease)

@@ -7,7 +7,7 @@ written. This one condition serves as lease, acknowledgement and fence.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar, cast
 
@@ -18,14 +18,16 @@ from machinery_py.backends.base import (
     CONFLICT,
     FENCED,
     SETTLED,
+    Backend,
     Change,
     Keeping,
     Verdict,
 )
 from machinery_py.backends.rows import TASK, RowsBackend, keys_of
-from machinery_py.brokers.base import Consumer, Delivery, Message, mark_of
+from machinery_py.brokers.base import Broker, Consumer, Delivery, Message, mark_of
 from machinery_py.brokers.rows import RowsBroker, raise_full
 from machinery_py.clock import micros
+from machinery_py.config.urls import Role
 from machinery_py.errors import Unsupported
 from machinery_py.limits.rows import RowsLimits
 from machinery_py.locks.rows import RowsLock
@@ -57,7 +59,7 @@ class RowsFamily(Family):
     """
 
     keeps_time = True
-    roles = ("broker", "result backend", "lock")
+    roles: ClassVar[Iterable[Role]] = ("broker", "result backend", "lock")
     rows: MessageRows
     broker_type: ClassVar[type[RowsBroker]] = RowsBroker
     backend_type: ClassVar[type[RowsBackend]] = RowsBackend
@@ -82,9 +84,11 @@ class RowsStore(Store):
     """A broker and a backend over the same rows."""
 
     def __init__(self, broker: RowsBroker, backend: RowsBackend) -> None:
-        self.broker = self._broker = broker
-        self.backend = self._backend = backend
-        self.rows = broker.rows
+        self._broker = broker
+        self.broker: Broker = broker
+        self._backend = backend
+        self.backend: Backend = backend
+        self.rows: MessageRows = broker.rows
 
     def is_entered(self) -> bool:
         return INSIDE.depth > 0 or self.rows.is_entered()
@@ -195,7 +199,7 @@ class RowsSession(Session):
 
     def receive(self, limit: int, timeout: float, order: Sequence[str] = ()) -> list[Delivery]:
         deliveries = self.consumer.receive(limit, timeout, order)
-        self.none_revoked = self.consumer.none_revoked
+        self.none_revoked: bool = self.consumer.none_revoked
         return deliveries
 
     def keep(self, delivery: Delivery, keeping: Keeping) -> Verdict:

@@ -34,6 +34,7 @@ is limited to where step 1 is known to work: see `_may_overlap`.
 from __future__ import annotations
 
 import math
+from typing import Final
 
 from machinery_py.backends.base import SETTLED, Backend, Change, OutboxBackend
 from machinery_py.brokers.base import Broker
@@ -61,7 +62,7 @@ class Submitter:
         self._outbox = outbox
         self._clock = clock
         self._stored_at = -math.inf  # when the backend last took a state
-        self.replayed = RecentTokens(clock)
+        self.replayed: Final = RecentTokens(clock)
 
     def submit(self, submission: Submission) -> None:
         """Send, as Store.submit."""

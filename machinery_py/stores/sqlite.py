@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from machinery_py.backends.sqlite.backend import SQLiteBackend
 from machinery_py.brokers.sqlite.broker import SQLiteBroker
+from machinery_py.clock import Clock
 from machinery_py.config.urls import StoreUrl
 from machinery_py.connections.sqlite.database import SQLiteDriver
+from machinery_py.rows.messages import MessageRows
 from machinery_py.rows.sqlite import SQLiteRows
 from machinery_py.stores.open import FamilyOptions
 from machinery_py.stores.rows import RowsFamily
@@ -23,8 +25,8 @@ class SQLiteFamily(RowsFamily):
             synchronous=parsed.synchronous.upper(),
             busy_timeout=parsed.busy_timeout,
         )
-        self.clock = self._driver.clock
-        self.rows = SQLiteRows(self._driver)
+        self.clock: Clock = self._driver.clock
+        self.rows: MessageRows = SQLiteRows(self._driver)
 
     def broker(self) -> SQLiteBroker:
         return SQLiteBroker(self._driver, lease=self.options.lease)

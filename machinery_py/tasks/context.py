@@ -19,7 +19,7 @@ from collections.abc import (
     Sized,
 )
 from decimal import Decimal
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, Final, ParamSpec, Protocol, TypeVar
 
 import msgspec
 
@@ -136,20 +136,20 @@ class Context:
         run: SlotHolder | None = None,
         connection: object = None,
     ) -> None:
-        self.signature = signature
+        self.signature: Signature[Any] = signature
         self._connection = connection
         self._run = run
-        self.state = state
-        self.handed_on = handed_on
-        self.queue = queue
+        self.state: Mapping[str, Any] = state
+        self.handed_on: Mapping[str, str] = handed_on
+        self.queue: str = queue
         self._delivery = delivery
-        self.fence = local_fence() if fence is None else fence
-        self.worker = worker
+        self.fence: Fence = local_fence() if fence is None else fence
+        self.worker: str = worker
         self._report = report
         self._cancelled = False
         self._time_is_up = False
         self._last_report = 0.0
-        self.noted = {} if noted is None else noted
+        self.noted: dict[str, str] = {} if noted is None else noted
         self.calls: Sequence[Signature[Any]] = ()
 
     @property
@@ -384,8 +384,8 @@ RUNNING: contextvars.ContextVar[Context | None] = contextvars.ContextVar(
 #: The key of the step that runs here; "" outside of one.
 STEP: contextvars.ContextVar[str] = contextvars.ContextVar("machinery_step", default="")
 
-enter = RUNNING.set
-leave = RUNNING.reset
+enter: Final = RUNNING.set
+leave: Final = RUNNING.reset
 
 
 @contextlib.contextmanager

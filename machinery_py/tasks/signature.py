@@ -264,7 +264,7 @@ class Lazy(Sequence["Signature[Any]"]):
     __slots__ = ("_decode", "_items", "raw")
 
     def __init__(self, raw: bytes, decode: Any) -> None:
-        self.raw = raw
+        self.raw: bytes = raw
         self._decode = decode
         self._items: tuple[Signature[Any], ...] | None = None
 

@@ -74,9 +74,9 @@ class Group(Step[R]):
             raise WorkflowError(f"on_failure={on_failure!r} (expected abort, skip or collect)")
         self.steps: tuple[Step[Any], ...] = tuple(steps_of(members))
         self.on_failure: OnFailure = on_failure
-        self.on_success = tuple(on_success)
-        self.on_error = tuple(on_error)
-        self.sender = sender
+        self.on_success: tuple[Step[Any], ...] = tuple(on_success)
+        self.on_error: tuple[Step[Any], ...] = tuple(on_error)
+        self.sender: Sender | None = sender
 
     def replace(self, **changes: Any) -> Group[R]:
         """The same group with other members, callbacks or `on_failure`."""

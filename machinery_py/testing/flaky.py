@@ -24,6 +24,7 @@ from typing import TypeVar
 from machinery_py.backends.base import (
     REVOKED_LIFE,
     Backend,
+    BackendFeatures,
     Begun,
     Change,
     Listener,
@@ -36,6 +37,7 @@ from machinery_py.backends.base import (
 from machinery_py.backends.listings import Count, Listing, Place
 from machinery_py.brokers.base import (
     Broker,
+    BrokerFeatures,
     Consumer,
     DeadLetter,
     Delivery,
@@ -129,9 +131,9 @@ class FlakyStore(Store):
 
     def __init__(self, store: Store, faults: Faults | None = None) -> None:
         self.store = store
-        self.faults = faults or Faults()
-        self.broker = store.broker
-        self.backend = store.backend
+        self.faults: Faults = faults or Faults()
+        self.broker: Broker = store.broker
+        self.backend: Backend = store.backend
 
     def next_call(self, call: str, *, lose_reply: bool = False) -> None:
         """Order a fault, as Faults.next_call does."""
@@ -190,8 +192,8 @@ class FlakyBroker(Broker):
 
     def __init__(self, broker: Broker, faults: Faults | None = None) -> None:
         self.inner = broker
-        self.faults = faults or Faults()
-        self.features = broker.features  # type: ignore[misc]  # a wrapper has the features of its broker
+        self.faults: Faults = faults or Faults()
+        self.features: BrokerFeatures = broker.features
 
     def put(self, messages: Sequence[Message], *, token: str) -> bool:
         return self.faults.publish("put", lambda: self.inner.put(messages, token=token))
@@ -311,8 +313,8 @@ class FlakyBackend(Backend, OutboxBackend):
     def __init__(self, backend: Backend, faults: Faults | None = None) -> None:
         self.inner = backend
         self._outbox = outbox_of(backend)
-        self.faults = faults or Faults()
-        self.features = backend.features  # type: ignore[misc]  # a wrapper has the features of its backend
+        self.faults: Faults = faults or Faults()
+        self.features: BackendFeatures = backend.features
 
     def apply(self, changes: Sequence[Change]) -> list[Verdict]:
         return self.faults.backend("apply", lambda: self.inner.apply(changes))

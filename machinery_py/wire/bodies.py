@@ -7,7 +7,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from msgspec.structs import force_setattr
@@ -103,4 +103,4 @@ MSGPACK = Bodies(
     msgspec.msgpack.Encoder().encode, lambda kind: msgspec.msgpack.Decoder(kind).decode
 )
 JSON = Bodies(msgspec.json.Encoder().encode, lambda kind: msgspec.json.Decoder(kind).decode)
-encode = MSGPACK.encode
+encode: Final = MSGPACK.encode

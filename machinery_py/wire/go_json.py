@@ -86,7 +86,7 @@ class GoJsonReader:
     """One message's text. Its methods take where something begins and return where it ends."""
 
     def __init__(self, body: bytes, *, exact: bool = False) -> None:
-        self.text = _text(body)
+        self.text: str = _text(body)
         self._is_deep = is_deep(body, 0)
         self._decode = (_EXACT if exact else _SHORT).raw_decode
 

@@ -10,7 +10,7 @@ import datetime as dt
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from msgspec.json import Decoder
@@ -55,7 +55,7 @@ def _write_number(value: Any) -> Any:
     raise TypeError(f"no JSON: <{type(value).__name__}>")
 
 
-encode = msgspec.json.Encoder(enc_hook=_write_number).encode
+encode: Final = msgspec.json.Encoder(enc_hook=_write_number).encode
 
 
 class _Written(msgspec.Struct, gc=False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 from msgspec.json import Decoder
@@ -166,7 +166,7 @@ def extra_fields(*, before: str = "") -> Callable[[type[_StructT]], type[_Struct
         at = [name for name, *_ in own].index(before) if before else len(own)
         extra = [_declared(field) for field in EXTRA]
         config = record.__struct_config__
-        return msgspec.defstruct(  # type: ignore[return-value]  # the same record and more fields
+        more = msgspec.defstruct(
             record.__name__,
             [*own[:at], *extra[:_FIRST_EXTRA], *own[at:], *extra[_FIRST_EXTRA:]],
             namespace={"__doc__": record.__doc__},
@@ -175,6 +175,7 @@ def extra_fields(*, before: str = "") -> Callable[[type[_StructT]], type[_Struct
             omit_defaults=config.omit_defaults,
             gc=config.gc,
         )
+        return cast("type[_StructT]", more)  # the same record and more fields
 
     return extended
 

@@ -80,23 +80,25 @@ class Engine(HandlerSetters):
         check_autoscale(autoscale)
         self.autoscale = autoscale
         self.app = app
-        self.name = name or f"{proc.hostname()}-{os.getpid()}"
+        self.name: str = name or f"{proc.hostname()}-{os.getpid()}"
         super().__init__(Reconnect(app, self.name))
         if autoscale is not None:
             concurrency = autoscale[0]
         self._concurrency = concurrency or app.config.concurrency or 2 * (os.cpu_count() or 1)
-        self.order = QueueOrder.of(queues or app.config.worker_queues)
-        self.queues = self.order.names
+        self.order: QueueOrder = QueueOrder.of(queues or app.config.worker_queues)
+        self.queues: tuple[str, ...] = self.order.names
         self.burst = burst
-        self.pool = pool or app.config.pool
+        self.pool: str = pool or app.config.pool
         self.child_app = child_app
         self._max_per_child = max_tasks_per_child, max_memory_per_child
-        self.shutdown_timeout = (
+        self.shutdown_timeout: float = (
             app.config.shutdown_timeout
             if shutdown_timeout is None
             else seconds_of("shutdown_timeout", shutdown_timeout)
         )
-        self.beat_at = -math.inf  # seconds of `boottime`; the last beat that the broker answered
+        self.beat_at: float = (
+            -math.inf
+        )  # seconds of `boottime`; the last beat that the broker answered
         self.on_failure: Callable[[], object] = lambda: None  # before it stops by a failure
         self.on_retire: Callable[[], object] = lambda: None  # before it stops by an order
         self.is_worn = False  # it has ended to be renewed
@@ -266,7 +268,8 @@ class Engine(HandlerSetters):
             self._scheduler.start()
 
     def _serve(self, order: QueueOrder) -> None:
-        self.order, self.queues = order, order.names
+        self.order = order
+        self.queues = order.names
         if self._connected is not None:
             self._connected.tell_signs(order.names, self.app.config)
 

@@ -54,7 +54,7 @@ class Reconnect:
         self._worker = worker
         self.handler: Handler | None = None
         self._lock = threading.Lock()
-        self.is_there = False
+        self.is_there: bool = False
         self._since: float | None = None  # when the store went away
         self._attempts = 0
         self._rounds = 0

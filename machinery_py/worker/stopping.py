@@ -36,7 +36,8 @@ class StopRequest:
 
     def clear(self) -> None:
         """Forget the request, for a worker that is started again."""
-        self.is_made = self.is_abrupt = False
+        self.is_made: bool = False
+        self.is_abrupt: bool = False
 
     def quit(self) -> None:
         self.is_made = True

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, cast
 
 from machinery_py.app import Application
 from machinery_py.errors import MachineryError
@@ -40,7 +40,7 @@ def lifespans(functions: Sequence[Lifespan], run: RunCoroutine) -> Iterator[dict
             held: Any = (
                 _async_held(function, run)
                 if inspect.isasyncgenfunction(function)
-                else contextlib.contextmanager(function)()  # type: ignore[arg-type]  # just asked
+                else contextlib.contextmanager(cast("Callable[[], Iterator[Any]]", function))()
             )
             try:
                 given = stack.enter_context(_told_at_its_end(held, name_of(function)))
@@ -73,7 +73,8 @@ def _async_held(function: Lifespan, run: RunCoroutine) -> Iterator[Any]:
     import asyncio  # loaded for coroutines only
 
     async def hold(entered: asyncio.Future[Any], leave: asyncio.Event) -> None:
-        async with contextlib.asynccontextmanager(function)() as given:  # type: ignore[arg-type]
+        held = cast("Callable[[], AsyncIterator[Any]]", function)
+        async with contextlib.asynccontextmanager(held)() as given:
             entered.set_result(given)
             await leave.wait()
 
@@ -109,7 +110,7 @@ class Surroundings:
         self._functions = tuple(app.hooks.lifespans)
         self._hooks = hooks
         self._name = name
-        self.loop = EventLoopThread(name)
+        self.loop: Final = EventLoopThread(name)
         self._ends = EndHooks(hooks, name=name)
         hooks.run_coroutine, hooks.ended, hooks.is_behind = self.loop.run, self._ends.put, None
         self._left = threading.Event()

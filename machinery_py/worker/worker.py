@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from machinery_py.async_twins import twin
 from machinery_py.clock import ABOVE_ZERO, Seconds, seconds_of
@@ -160,7 +161,7 @@ class Worker(Engine):
             logger.error("%s", error)
         self.stop()
 
-    start_async = twin(start)
+    start_async: Final = twin(start)
 
     def _start_parts(self, *, patiently: bool = False) -> None:
         """Start all parts; `patiently`: wait for a store that is away, until asked to stop."""
@@ -203,7 +204,7 @@ class Worker(Engine):
             attendant.join()
         return not self._stop_request.is_abrupt
 
-    stop_async = twin(stop, goes_on=True)
+    stop_async: Final = twin(stop, goes_on=True)
 
     # Inside
 

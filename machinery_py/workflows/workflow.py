@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime as dt
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -80,10 +80,10 @@ class Workflow:
     def __init__(self, app: Application, record: GroupMeta) -> None:
         self._app = app
         self._steps = steps_in(record)
-        self.uuid = record.group_uuid
-        self.name = workflow_name(self._steps)
-        self.created_at = record.created_at
-        self.is_cancelled = False
+        self.uuid: str = record.group_uuid
+        self.name: str = workflow_name(self._steps)
+        self.created_at: dt.datetime = record.created_at
+        self.is_cancelled: bool = False
         self._reports: Sequence[StepReport] = ()
         self.refresh()
 
@@ -94,7 +94,7 @@ class Workflow:
         reports = [self._report(place) for place in range(len(self._steps))]
         self._reports = reports
 
-    refresh_async = twin(refresh)
+    refresh_async: Final = twin(refresh)
 
     def tree(self) -> Sequence[StepReport]:
         """Return its steps in order, with the steps before and after each."""
@@ -142,7 +142,7 @@ class Workflow:
             settle_ready_groups(self._app)
         self.refresh()
 
-    cancel_async = twin(cancel)
+    cancel_async: Final = twin(cancel)
 
     def retry(self) -> list[str]:
         """Send its failed tasks again, and go on from there; return their UUIDs.
@@ -161,7 +161,7 @@ class Workflow:
         self.refresh()
         return sent
 
-    retry_async = twin(retry)
+    retry_async: Final = twin(retry)
 
     def _states(self) -> Iterator[TaskState]:
         for step in self._steps:

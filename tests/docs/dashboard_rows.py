@@ -14,6 +14,7 @@ import msgspec
 from machinery_py.dashboard import api
 from machinery_py.dashboard.records import Problem
 from machinery_py.dashboard.routes import ROUTES, Route
+from machinery_py.operations import BY_ROUTE, OPERATIONS
 
 _WORDS = {dt.datetime: "time", types.NoneType: "null", Any: "any", str: "text", int: "integer"}
 _WORDS |= {float: "number", bool: "true or false"}
@@ -22,12 +23,24 @@ _WORDS |= {float: "number", bool: "true or false"}
 def routes() -> str:
     """Return all routes with what they take and give."""
     assert api.Api  # its methods are the routes
-    lines = ["| route | takes | gives | |", "|---|---|---|---|"]
+    lines = ["| route | takes | gives | does | command |", "|---|---|---|---|---|"]
     for one in (route for methods in ROUTES.values() for route in methods.values()):
         takes = ", ".join(_field(name, hint, default) for name, hint, default in _fields(one.takes))
         gives = f"`{one.key}`: {_type(one.gives)}" if one.key else _type(one.gives)
-        help = " ".join((inspect.getdoc(one.function) or "").split())
-        lines.append(f"| `{one.method} api/{one.path}` | {takes} | {gives} | {help} |")
+        command = BY_ROUTE[f"{one.method} {one.path}"].command
+        same = f"`{command}`" if command else ""
+        lines.append(f"| `{one.method} api/{one.path}` | {takes} | {gives} | {one.help} | {same} |")
+    return "\n".join(lines)
+
+
+def operations() -> str:
+    """Return the commands, with their routes in the JSON API."""
+    lines = ["| command | kind | does | route |", "|---|---|---|---|"]
+    for one in OPERATIONS:
+        if one.command:
+            method, _, path = one.route.partition(" ")
+            same = f"`{method} api/{path}`" if path else ""
+            lines.append(f"| `{one.command}` | {one.kind} | {one.help} | {same} |")
     return "\n".join(lines)
 
 

@@ -142,6 +142,7 @@ DRAWN: Mapping[str, Callable[[], str]] = {
     "go rows": lambda: celery_rows.table(celery_rows.GO, "Go"),
     "routes of the dashboard": dashboard_rows.routes,
     "records of the dashboard": dashboard_rows.records,
+    "operations": dashboard_rows.operations,
     "imports": lambda: f"```text\n{import_rows()}\n```",
     "message add": lambda: _json(encode_signature(ADD)),
     "message second try": lambda: _json(encode_signature(SECOND_TRY)),

@@ -6,6 +6,7 @@ import ast
 import datetime as dt
 import enum
 import inspect
+import itertools
 import json
 import pathlib
 import re
@@ -27,7 +28,7 @@ import yaml
 import machinery_py
 from machinery_py import errors, events
 from machinery_py.cli.commands import COMMANDS, GROUPS, split_words
-from machinery_py.cli.main import command_parser
+from machinery_py.cli.main import NO_APP, command_parser
 from machinery_py.cli.options import seconds
 from machinery_py.config.urls import SCHEMES
 from machinery_py.control.stream import EventStream, ServerEvents
@@ -125,7 +126,7 @@ def test_pattern_of_a_page_matches_only_its_output() -> None:
 
 
 def shown_commands() -> Iterator[tuple[str, list[str]]]:
-    for page in OURS:
+    for page in PAGES:
         for words in machinery_commands(read(page)):
             yield page, words
     unit = (DEPLOY / "machinery-worker.service").read_text()
@@ -142,20 +143,22 @@ def shown_commands() -> Iterator[tuple[str, list[str]]]:
 def test_every_command_that_is_shown_exists_with_its_options() -> None:
     shown = list(shown_commands())
     assert len(shown) > 25
-    for page, words in shown:
+    for page, line in shown:
+        words = list(itertools.takewhile(lambda word: word not in (">", "|"), line))
         name = " ".join(words[:2]) if " ".join(words[:2]) in COMMANDS else words[0]
-        if name.startswith("-"):
-            continue  # of machinery itself
+        if name.startswith("-") or name == "COMMAND":
+            continue  # of machinery itself; or the grammar
         command = COMMANDS.get(name)
         assert command is not None, f"{page}: no command {name!r}"
         try:
             args = command_parser(command).parse_intermixed_args(words[len(name.split()) :])
         except SystemExit:
             pytest.fail(f"{page}: machinery {shlex.join(words)}")
-        split_words(args.words, "", least=command.least, most=command.most)
+        given = args.words if command.takes_app else [NO_APP, *args.words]
+        split_words(given, "", least=command.least, most=command.most)
 
 
-@pytest.mark.parametrize("page", OURS)
+@pytest.mark.parametrize("page", PAGES)
 def test_every_command_that_is_mentioned_exists_with_its_options(page: str) -> None:
     for words in mentioned_commands(read(page)):
         shown = f"{page}: machinery {shlex.join(words)}"
@@ -378,7 +381,7 @@ def test_every_error_has_a_row() -> None:
     assert len(rows) == len(set(rows))
 
 
-@pytest.mark.parametrize("page", [page for page in OURS if "\n<!-- drawn:" in read(page)])
+@pytest.mark.parametrize("page", [page for page in PAGES if "\n<!-- drawn:" in read(page)])
 def test_generated_parts_of_pages_are_current(page: str) -> None:
     assert redrawn(read(page)) == read(page), "run: python -m tests.docs.drawn"
 
@@ -386,7 +389,7 @@ def test_generated_parts_of_pages_are_current(page: str) -> None:
 def test_everything_that_can_be_drawn_is_somewhere() -> None:
     drawn = {
         name
-        for page in OURS
+        for page in PAGES
         for name in re.findall(r"^<!-- drawn: (.*) -->$", read(page), re.MULTILINE)
     }
 

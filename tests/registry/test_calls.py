@@ -17,15 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from machinery_py import (
-    ArgumentError,
-    Context,
-    Server,
-    Signature,
-    Task,
-    TaskAlreadyRegistered,
-    TaskNotRegistered,
-)
+from machinery_py import ArgumentError, Context, Server, Signature, Task
+from machinery_py.errors import TaskAlreadyRegistered, TaskNotRegistered
 from machinery_py.registry.calls import Call
 from machinery_py.registry.task import AsyncTask
 from machinery_py.tasks.signature import (

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from machinery_py import Server, TaskAlreadyRegistered
+from machinery_py import Server
+from machinery_py.errors import TaskAlreadyRegistered
 
 
 class Mailer:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from machinery_py import Server, Signature, TaskAlreadyRegistered, TaskSet
-from machinery_py.errors import MachineryError, NameRefused
+from machinery_py import Server, Signature, TaskSet
+from machinery_py.errors import MachineryError, NameRefused, TaskAlreadyRegistered
 from machinery_py.registry.options import TaskOptions
 from machinery_py.registry.task import AsyncTask, Task
 from machinery_py.testing.waiting import HANG

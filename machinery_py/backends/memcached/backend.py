@@ -80,7 +80,7 @@ T = TypeVar("T")
 class MemcacheBackend(Backend, OutboxBackend):
     """Items on the driver's servers. The driver belongs to whoever made it."""
 
-    features = BackendFeatures(
+    features: BackendFeatures = BackendFeatures(
         name="memcache",
         durable=False,
         listing=False,

@@ -13,7 +13,7 @@ import datetime as dt
 import hashlib
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -118,7 +118,7 @@ class _Firing(msgspec.Struct, array_like=True, gc=False):
     todo: Sequence[Todo] = ()
 
 
-pack = msgspec.msgpack.Encoder().encode
+pack: Final = msgspec.msgpack.Encoder().encode
 _ours = msgspec.msgpack.Decoder(_Ours).decode
 _firing = msgspec.msgpack.Decoder(_Firing).decode
 

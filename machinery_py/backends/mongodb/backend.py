@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Collection, Sequence
+from typing import Final
 
 from pymongo import DeleteOne, UpdateOne
 
@@ -88,7 +89,7 @@ class MongoBackend(DriverUser, Backend, OutboxBackend):
             as well.
     """
 
-    features = BackendFeatures(
+    features: BackendFeatures = BackendFeatures(
         name="mongodb",
         foreign=True,
         claims=True,
@@ -100,10 +101,10 @@ class MongoBackend(DriverUser, Backend, OutboxBackend):
     def __init__(self, driver: MongoDriver, *, expire_in: float = EXPIRE_IN) -> None:
         super().__init__(driver)
         self.expire_in = expire_in
-        self.tasks = MongoTasks(driver, expire_in=expire_in)
-        self.changes = MongoChanges(driver, self.tasks)
-        self.kept = MongoCheckpoints(driver)
-        self.schedules = MongoRecords(driver, self.tasks, self.changes)
+        self.tasks: Final = MongoTasks(driver, expire_in=expire_in)
+        self.changes: Final = MongoChanges(driver, self.tasks)
+        self.kept: Final = MongoCheckpoints(driver)
+        self.schedules: Final = MongoRecords(driver, self.tasks, self.changes)
         self._next_sweep = 0.0
         self._fences = FenceSequence(driver.now)
 

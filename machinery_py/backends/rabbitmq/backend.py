@@ -81,7 +81,7 @@ T = TypeVar("T")
 class AMQPBackend(Backend, OutboxBackend):
     """Queues on the driver's server. The driver belongs to whoever made it."""
 
-    features = BackendFeatures(
+    features: BackendFeatures = BackendFeatures(
         name="amqp",
         durable=False,
         listing=False,

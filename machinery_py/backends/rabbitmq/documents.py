@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 import msgspec
 
@@ -228,8 +229,8 @@ class OutboxEntry(msgspec.Struct, array_like=True, gc=False):
     bodies: Sequence[bytes]
 
 
-pack = msgspec.msgpack.Encoder().encode
-decode_group_record = msgspec.msgpack.Decoder(GroupRecord).decode
-decode_member = msgspec.msgpack.Decoder(Member).decode
-decode_ready = msgspec.msgpack.Decoder(ReadyEntry).decode
-decode_outbox = msgspec.msgpack.Decoder(OutboxEntry).decode
+pack: Final = msgspec.msgpack.Encoder().encode
+decode_group_record: Final = msgspec.msgpack.Decoder(GroupRecord).decode
+decode_member: Final = msgspec.msgpack.Decoder(Member).decode
+decode_ready: Final = msgspec.msgpack.Decoder(ReadyEntry).decode
+decode_outbox: Final = msgspec.msgpack.Decoder(OutboxEntry).decode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from machinery_py.backends.base import Change, Verdict
 from machinery_py.backends.rabbitmq.documents import (
@@ -41,7 +42,7 @@ class RabbitMQSteps(TransactionSteps):
         expire_in: float,
     ) -> None:
         self.transaction = transaction
-        self.groups = RabbitMQGroups(queues, transaction)
+        self.groups: Final = RabbitMQGroups(queues, transaction)
         self._queues, self._fences = queues, fences
         self._now, self._expire_in = now, expire_in
         self._bodies: dict[str, bytes] = {}  # messages of tasks, as they are written

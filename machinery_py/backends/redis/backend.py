@@ -91,12 +91,14 @@ def packed_checkpoints(keeping: Keeping) -> tuple[object, int, list[object]]:
 class RedisBackend(Backend, OutboxBackend):
     """Documents on the driver's server. The driver belongs to its creator."""
 
-    features = BackendFeatures(name="redis", foreign=True, claims=True, checkpoints=True)
+    features: BackendFeatures = BackendFeatures(
+        name="redis", foreign=True, claims=True, checkpoints=True
+    )
 
     def __init__(self, driver: RedisDriver, *, expire_in: float = EXPIRE_IN) -> None:
         self.driver = driver
         self.expire_in = expire_in
-        self.seconds = max(1, math.ceil(expire_in))
+        self.seconds: int = max(1, math.ceil(expire_in))
 
     def now(self) -> dt.datetime:
         return self.driver.clock.now()

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from operator import attrgetter, itemgetter
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -48,7 +48,7 @@ _MOMENTS = [place for place, name in enumerate(_NAMES, 1) if name in EXTRA_MOMEN
 _packed_values: Callable[[TaskState], tuple[Any, ...]] = attrgetter(*_NAMES)
 
 _unpack = msgspec.msgpack.Decoder(list[Any]).decode
-decode_rows = msgspec.msgpack.Decoder(list[Row]).decode
+decode_rows: Final = msgspec.msgpack.Decoder(list[Row]).decode
 _CREATED = '"CreatedAt":"'
 _PLAIN: dict[tuple[object, ...], bytes] = {}  # by state and values, of those that many tasks share
 _MOST = 2**31  # seconds; a longer expiry is refused by Redis

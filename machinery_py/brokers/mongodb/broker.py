@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
 
 import msgspec
 
@@ -91,7 +92,7 @@ def _intent_of(store: Store, document: Document) -> bytes | None:
 class MongoBroker(DriverUser, Broker):
     """Collections of the driver's database. The driver belongs to whoever made it."""
 
-    features = BrokerFeatures(
+    features: BrokerFeatures = BrokerFeatures(
         name="mongodb",
         beats=True,
         topics=True,
@@ -99,7 +100,7 @@ class MongoBroker(DriverUser, Broker):
         fair=True,
         forgets_queues=True,
     )
-    unavailable = BrokerUnavailable
+    unavailable: ClassVar[type[MachineryError]] = BrokerUnavailable
 
     def __init__(self, driver: MongoDriver, *, lease: float = LEASE) -> None:
         super().__init__(driver)

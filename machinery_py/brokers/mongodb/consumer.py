@@ -19,6 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar
 
 from pymongo import DeleteOne, ReturnDocument
 
@@ -65,7 +66,7 @@ OTHERS: Document = {"order": {"$gte": 0}}  # than those that have waited as WAIT
 class MongoConsumer(DriverUser, Consumer):
     """A session: a document, and the leases that bear its name."""
 
-    unavailable = BrokerUnavailable
+    unavailable: ClassVar[type[MachineryError]] = BrokerUnavailable
 
     def __init__(
         self,
@@ -104,7 +105,8 @@ class MongoConsumer(DriverUser, Consumer):
             "beat_at": self.driver.now(),
         }
         self._register(document)
-        self.session, self._file = file.key, file
+        self.session: str = file.key
+        self._file = file
 
     @step("registering a worker")
     def _register(self, store: Store, document: Document) -> None:

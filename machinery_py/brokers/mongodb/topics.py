@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from typing import ClassVar
 
 from bson.binary import Binary
 from pymongo import ReturnDocument
@@ -29,7 +30,7 @@ from machinery_py.connections.mongodb.client import (
     insert_new,
     step,
 )
-from machinery_py.errors import BrokerUnavailable
+from machinery_py.errors import BrokerUnavailable, MachineryError
 
 SOONEST, LATEST = 0.01, 1.0  # seconds between two looks
 GAP = 0.5  # seconds that a sender has between taking numbers and writing
@@ -76,7 +77,7 @@ def _counted(store: Store, topic: str, count: int, *, now: int, until: int) -> D
 class MongoSubscription(DriverUser, KeptSubscription):
     """The place of the last record that was read."""
 
-    unavailable = BrokerUnavailable
+    unavailable: ClassVar[type[MachineryError]] = BrokerUnavailable
 
     def __init__(self, driver: MongoDriver, topic: str, since: float) -> None:
         DriverUser.__init__(self, driver)

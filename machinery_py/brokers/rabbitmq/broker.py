@@ -73,7 +73,7 @@ class AMQPPutting(Putting):
         self._sending: Sending | None = None
         attempt.lock.acquire()
         try:
-            self.is_new = bool(attempt.left) or not publications
+            self.is_new: bool = bool(attempt.left) or not publications
             if attempt.left:
                 self._sending = publisher.begin(publications, attempt)
         except BaseException:
@@ -93,7 +93,7 @@ class AMQPPutting(Putting):
 class AMQPBroker(Broker, PutsAhead):
     """Queues on the driver's server. The driver belongs to whoever made it."""
 
-    features = BrokerFeatures(
+    features: BrokerFeatures = BrokerFeatures(
         name="amqp",
         deduplicates=False,
         whole_batches=False,

@@ -23,7 +23,7 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from machinery_py.brokers.base import WAITING, Consumer, Delivery, Disposal, Fate
+from machinery_py.brokers.base import WAITING, Consumer, Delivery, Disposal, Fate, WorkerInfo
 from machinery_py.brokers.entries import new_worker
 from machinery_py.brokers.rabbitmq.control import Report, listen
 from machinery_py.brokers.rabbitmq.fetch import Getter
@@ -97,7 +97,7 @@ class AMQPConsumer(Consumer):
         self._file = host_file(KIND)
         self._given_up = self._closed = False
         self._hold_for = consumer_timeout / 2
-        self.info = new_worker(worker, self._queues, driver.clock.now())
+        self.info: WorkerInfo = new_worker(worker, self._queues, driver.clock.now())
         self._open()
 
     # Connection

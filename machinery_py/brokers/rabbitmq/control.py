@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import pika
@@ -59,7 +59,7 @@ class PauseOrder(msgspec.Struct, frozen=True):
 
 _pack = msgspec.json.Encoder().encode
 _unpack = msgspec.json.Decoder(Report).decode
-decode_order = msgspec.json.Decoder(PauseOrder).decode
+decode_order: Final = msgspec.json.Decoder(PauseOrder).decode
 
 
 def listen(

@@ -50,7 +50,7 @@ class DelayedSplit:
 
     def __init__(self) -> None:
         self.counts: Sequence[int] = ()  # of the levels
-        self.until = 0.0
+        self.until: float = 0.0
         self.by_queue: Counter[str] = Counter()
 
 

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from machinery_py.bounds import TOKEN_LIFE
 from machinery_py.brokers.base import Message
@@ -56,8 +56,8 @@ class PublishAttempt:
     """Progress of a submission that may be repeated."""
 
     def __init__(self, count: int, born: float) -> None:
-        self.lock = threading.Lock()
-        self.left = list(range(count))  # not confirmed
+        self.lock: Final = threading.Lock()
+        self.left: list[int] = list(range(count))  # not confirmed
         self.stored = False  # some of it was, or may have been
         self.born = born
 

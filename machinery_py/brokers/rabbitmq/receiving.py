@@ -27,9 +27,9 @@ class MessageReceiver:
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self.paused: frozenset[str] = frozenset()
-        self.version = 0
+        self.version: int = 0
         self.fetch: Fetch | None = None
-        self.woken = False
+        self.woken: bool = False
 
     def receive(
         self, connection: ConsumerConnection, queues: Sequence[str], limit: int, timeout: float

@@ -36,15 +36,15 @@ class Topology:
     def __init__(self, config: AMQPConfig, default_queue: str) -> None:
         self.config = config
         self.default_queue = default_queue
-        self.is_quorum = config.queue_declare_args.get("x-queue-type") == "quorum"
-        self.limits_length = bool(
+        self.is_quorum: bool = config.queue_declare_args.get("x-queue-type") == "quorum"
+        self.limits_length: bool = bool(
             {"x-max-length", "x-max-length-bytes"} & config.queue_declare_args.keys()
         )
-        self.rejects = config.queue_declare_args.get("x-overflow") == "reject-publish"
+        self.rejects: bool = config.queue_declare_args.get("x-overflow") == "reject-publish"
         # Quorum queues as well, or all of a cluster would stand still when the node is gone that
         # has these.
-        self.registry = self._named("queues")
-        self.workers = self._named("workers")
+        self.registry: str = self._named("queues")
+        self.workers: str = self._named("workers")
 
     def ttl(self, level: int) -> int:
         """Milliseconds that a message lies in a level."""

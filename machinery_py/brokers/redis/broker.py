@@ -87,7 +87,7 @@ _late = msgspec.msgpack.Decoder(list[tuple[bytes, int | float, bytes]]).decode
 class RedisBroker(Broker):
     """Queues on the driver's server. The driver belongs to its creator."""
 
-    features = BrokerFeatures(
+    features: BrokerFeatures = BrokerFeatures(
         name="redis",
         beats=True,
         topics=True,
@@ -100,7 +100,7 @@ class RedisBroker(Broker):
     def __init__(self, driver: RedisDriver, *, lease: float = LEASE) -> None:
         self.driver = driver
         self.lease = lease
-        self.mover = DueMover(driver)
+        self.mover: DueMover = DueMover(driver)
         self._own: dict[str, None] = {}  # queues that this process has consumers of
         self._cursor = b"0"  # where the next look at queues of others begins
         # The server says whose beat is late: after an outage, all.

@@ -119,7 +119,7 @@ class RedisConsumer(Consumer):
 
     def _know(self, queues: tuple[str, ...]) -> None:
         """Remember these queues: those that it serves, or has served before."""
-        self.keys = [queue_keys(queue) for queue in queues]
+        self.keys: list[tuple[str, str]] = [queue_keys(queue) for queue in queues]
         self._series = {queue: series_of(queue) for queue in queues}
         self._places = {queue: index for index, queue in enumerate(queues)}
         self._queues = queues
@@ -129,7 +129,8 @@ class RedisConsumer(Consumer):
         session = file.key  # its name is that of the file
         self._record = own_record(self._worker, (), self._driver.clock)
         self._register(session)
-        self.session, self._file = session, file
+        self.session: str = session
+        self._file = file
 
     def _register(self, session: str) -> None:
         """Write the session into the registries of its queues, with the queues that it shows."""
@@ -227,7 +228,7 @@ class RedisConsumer(Consumer):
         if not alive:
             self._noted, self._due_at = False, math.inf
             return [], self._block  # the next beat starts a new session
-        self.none_revoked = not revoked
+        self.none_revoked: bool = not revoked
         deliveries = self._deliveries(session, queues, rows, bodies, fence)
         self._noted, self._noted_at = (will_sleep or bool(sleep)) and not deliveries, now
         if self._refused and not deliveries:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from machinery_py.brokers.base import BrokerFeatures
 from machinery_py.brokers.entries import close_all
 from machinery_py.brokers.rows import LEASE, RowsBroker, RowsConsumer
 from machinery_py.brokers.sqlite.topics import SQLiteSubscription, append_records
@@ -25,7 +26,7 @@ LOOK = 0.5  # seconds between two looks for dead consumers
 class SQLiteBroker(RowsBroker):
     """Rows in the driver's file. The driver belongs to whoever made it."""
 
-    features = replace(RowsBroker.features, name="sqlite", embedded=True)
+    features: BrokerFeatures = replace(RowsBroker.features, name="sqlite", embedded=True)
 
     def __init__(self, driver: SQLiteDriver, *, lease: float = LEASE) -> None:
         super().__init__(SQLiteRows(driver, unavailable=BrokerUnavailable), lease=lease)

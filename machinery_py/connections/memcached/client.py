@@ -173,7 +173,7 @@ class MemcacheDriver:
     def __init__(
         self, servers: Sequence[Address], *, clock: Clock = SYSTEM_CLOCK, timeout: float = TIMEOUT
     ) -> None:
-        self.servers = tuple(servers)
+        self.servers: tuple[Address, ...] = tuple(servers)
         self.clock = clock
         self._timeout = timeout
         self._idle: list[list[MemcachedConnection]] = [[] for _ in self.servers]

@@ -14,7 +14,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from typing import Any, ClassVar, Concatenate, Final, ParamSpec, TypeVar
 
 from pymongo import MongoClient
 from pymongo.collection import Collection
@@ -109,10 +109,10 @@ class MongoDriver:
         strict: bool = False,
     ) -> None:
         self.url = url
-        self.clock = ServerClock(
+        self.clock: Final = ServerClock(
             clock, lambda: self.run(lambda _: None, doing="looking at its clock")
         )
-        self.place = redact(url)
+        self.place: str = redact(url)
         self._timeout = timeout
         self._name = database
         self._strict = strict  # refuse a server that may lose what it is given

@@ -19,12 +19,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import psycopg
 from psycopg import conninfo
 from psycopg.pq import TransactionStatus
-from psycopg.rows import tuple_row
+from psycopg.rows import RowFactory, tuple_row
 
 from machinery_py.clock import SYSTEM_CLOCK, Clock, micros, moment_of
 from machinery_py.config.urls import redact
@@ -71,8 +71,8 @@ class Link(psycopg.Connection[Cells]):
     """A connection whose every wait ends after `patience` seconds."""
 
     patience: float | None = TIMEOUT + GRACE
-    longest = TIMEOUT + GRACE  # patience in what we call ourselves
-    used_at = 0.0
+    longest: float = TIMEOUT + GRACE  # patience in what we call ourselves
+    used_at: float = 0.0
 
     @contextlib.contextmanager
     def bounded(self, times: int = 1) -> Iterator[None]:
@@ -104,7 +104,8 @@ class Link(psycopg.Connection[Cells]):
 
     def forget_settings(self, *, is_pooled: bool) -> None:
         """Let it be as if it were new: somebody else has had it, in no transaction now."""
-        self.row_factory, self.cursor_factory = tuple_row, psycopg.Cursor
+        self.row_factory: RowFactory[Any] = tuple_row
+        self.cursor_factory: type[psycopg.Cursor[Any]] = psycopg.Cursor
         # What is prepared, the server forgets and psycopg does not: nothing may be.
         self.isolation_level = self.read_only = self.deferrable = self.prepare_threshold = None
         if not is_pooled:  # else the session is not ours
@@ -145,14 +146,17 @@ class PostgreSQLDriver:
         self.schema = schema
         self._strict = strict
         self._is_checked = False
-        self.clock = ServerClock(clock, lambda: self.run("SELECT 1", doing="looking at its clock"))
+        self.clock: Final = ServerClock(
+            clock, lambda: self.run("SELECT 1", doing="looking at its clock")
+        )
         self.timeout = timeout
-        self.is_pooled = self.only_sends = False
+        self.is_pooled: bool = False
+        self.only_sends: bool = False
         self.in_hand: dict[str, set[Any]] = {}
         self._links = _Links(self.open, CALLS, timeout)
         self._own = _Links(self._open_own, sys.maxsize, timeout)
-        self.ear = Ear(self)
-        self.places = Places(self)
+        self.ear: Final = Ear(self)
+        self.places: Final = Places(self)
 
     @property
     def losses(self) -> int:

@@ -119,7 +119,7 @@ class Ear:
         self._stopping = threading.Event()
         self._tried = threading.Event()  # there is a connection, or none can be had now
         self._pause = SOONEST
-        self.hears = False
+        self.hears: bool = False
 
     def waiter(self) -> Waiter:
         return Waiter(self)

@@ -61,7 +61,7 @@ class AmqpDriver:
             BadUrl: one of the URLs makes no sense.
         """
         self.urls = urls
-        self.clock = clock or SystemClock()
+        self.clock: Clock = clock or SystemClock()
         self.timeout = timeout
         self._name = name
         self._strategy = strategy

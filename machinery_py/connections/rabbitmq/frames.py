@@ -249,5 +249,6 @@ def _table(buffer: bytes, at: int) -> tuple[dict[str, Any], int]:
             place = begin + _read_size(buffer, place + 1)[0]
             table[key] = buffer[begin:place].decode()
         else:
-            return decode_table(buffer, at)  # type: ignore[no-any-return]  # pika has no types for it
+            decoded: tuple[dict[str, Any], int] = decode_table(buffer, at)
+            return decoded
     return table, end

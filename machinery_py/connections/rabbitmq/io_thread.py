@@ -73,7 +73,7 @@ class AmqpConnection:
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         self.lost: Exception | None = None
-        self.blocked = ""
+        self.blocked: str = ""
         self._free = threading.Event()
         self._free.set()
 

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 
 import pika
 
@@ -59,7 +59,7 @@ class Batch:
     def __init__(self, number: int, messages: Sequence[AddressedMessage]) -> None:
         self.number = number
         self.messages = messages
-        self.ends = [Confirmation.UNKNOWN] * len(messages)
+        self.ends: list[Confirmation] = [Confirmation.UNKNOWN] * len(messages)
         self.failure: Exception | None = None
         self._left = len(messages)
         self._heard_at = 0.0
@@ -128,7 +128,7 @@ class Confirms:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock: Final = threading.Lock()
         self._runs: deque[_Run] = deque()
         self._next = 1
 

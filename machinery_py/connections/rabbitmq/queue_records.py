@@ -70,7 +70,11 @@ REFUSALS = (403, 405, OTHER_ARGUMENTS)  # no right to it; another's alone; made 
 _QUEUE = re.compile(r"queue '(.*)' in vhost")
 
 #: Of a lock queue: consumers get it one after the other, and spare tokens do not pile up.
-LOCK_ARGUMENTS = {"x-queue-type": "classic", "x-single-active-consumer": True, "x-max-length": 1}
+LOCK_ARGUMENTS: dict[str, Any] = {
+    "x-queue-type": "classic",
+    "x-single-active-consumer": True,
+    "x-max-length": 1,
+}
 #: Of our queues that stay. The server's default type may know no messages of no lifetime.
 OURS = {"x-queue-type": "classic"}
 

@@ -90,8 +90,10 @@ class RedisDriver:
         limits: PoolLimits = NO_LIMITS,
     ) -> None:
         """`servers`: in place of the URL's. `strict`: refuse one that may lose what it stores."""
-        self.servers = servers or Servers([url], timeout=timeout)
-        self.clock = clock if isinstance(clock, ServerClock) else ServerClock(clock, self._ping)
+        self.servers: Servers = servers or Servers([url], timeout=timeout)
+        self.clock: ServerClock = (
+            clock if isinstance(clock, ServerClock) else ServerClock(clock, self._ping)
+        )
         self.limits = limits
         self._timeout = min(timeout, limits.read)
         self._write_timeout = limits.write if limits.write < self._timeout else 0.0

@@ -39,7 +39,7 @@ class RedisConnection:
         self.server = server  # as the driver's `servers` counted when it was opened
         self.number = b""  # as CLIENT ID says, where it was asked for
         self._life: bytes | None = None
-        self.used_at = 0.0
+        self.used_at: float = 0.0
 
     def ask(self, *parts: bytes) -> Any:
         """Send one command and return its reply. Any exception of redis-py, or OSError."""

@@ -58,16 +58,16 @@ class Servers:
         Raises:
             BadUrl: one of the URLs makes no sense.
         """
-        self.urls = tuple(urls)
+        self.urls: tuple[str, ...] = tuple(urls)
         self.timeout = timeout
         self.client_name = client_name
-        self.number = 0
-        self.attempts = 0  # since a connection was made
+        self.number: int = 0
+        self.attempts: int = 0  # since a connection was made
         self._parsed: Mapping[str, RedisUrl] = {
             url: parse_redis_url(url, master_name=master_name) for url in self.urls
         }
         # Whether `look` may find that connections lead to a server that is not used any more.
-        self.may_move = any(url.master_name for url in self._parsed.values())
+        self.may_move: bool = any(url.master_name for url in self._parsed.values())
         self._strategy = strategy
         self._current = self.urls[0]
         self._address: tuple[str, int] | str = ""  # of the last connection

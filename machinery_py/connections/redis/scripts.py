@@ -22,13 +22,14 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Final
 
 import msgspec
 
 from machinery_py.connections.redis.keys import DELAYED
 from machinery_py.errors import BackendUnavailable, MachineryError
 
-pack = msgspec.msgpack.Encoder().encode
+pack: Final = msgspec.msgpack.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import Final
 
 from machinery_py.clock import SYSTEM_CLOCK, Clock, micros
 from machinery_py.connections.server_clock import ServerClock
@@ -42,6 +43,7 @@ from machinery_py.connections.sqlite.errors import (
 from machinery_py.connections.sqlite.fork_safety import Handles
 from machinery_py.connections.sqlite.open import SMALL_LOG, identity, open_reader, open_writer
 from machinery_py.errors import BrokerUnavailable, ConfigError
+from machinery_py.threads import is_owner
 
 # Seconds between two tries for the write lock; SQLite's own handler sleeps up to 0.1.
 RETRY = 0.0002, 0.001
@@ -59,18 +61,18 @@ class SQLiteDriver:
         synchronous: str = "FULL",
         busy_timeout: float = 5.0,
     ) -> None:
-        self.path = os.path.abspath(os.fspath(path))
-        self.clock = ServerClock(clock)
+        self.path: str = os.path.abspath(os.fspath(path))
+        self.clock: Final = ServerClock(clock)
         if self.clock.is_system:
             self.clock.measure(_machines_moment)
-        self.synchronous = synchronous.upper()
+        self.synchronous: str = synchronous.upper()
         if self.synchronous not in ("FULL", "NORMAL"):
             raise ConfigError(
                 f"SQLite file {self.path!r}: synchronous is {synchronous!r} (known: FULL, NORMAL)"
             )
         self.busy_timeout = busy_timeout
-        self.wakeup_folder = self.path + "-bells"
-        self.sessions_folder = self.path + "-sessions"
+        self.wakeup_folder: str = self.path + "-bells"
+        self.sessions_folder: str = self.path + "-sessions"
         self._handles = Handles()
 
     def now(self) -> int:
@@ -119,7 +121,7 @@ class SQLiteDriver:
         A child is not: the lock that its parent's thread took for the fork is copied as it was.
         """
         handles = self._handles
-        return handles.pid == os.getpid() and handles.lock._is_owned()  # type: ignore[attr-defined]
+        return handles.pid == os.getpid() and is_owner(handles.lock)
 
     def check(self) -> None:
         """Make sure that the file is still the one that was opened.

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 try:
     import django as _django  # noqa: F401
-except ImportError as error:
+except ImportError as _error:
     raise ImportError(
         "machinery_py.contrib.django needs Django 4.2 or newer: pip install 'machinery_py[django]'"
-    ) from error
+    ) from _error
 
 if TYPE_CHECKING:
     from machinery_py.contrib.django.backend import MachineryBackend

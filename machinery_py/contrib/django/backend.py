@@ -79,7 +79,7 @@ class MachineryBackend(BaseTaskBackend):
 
     def __init__(self, alias: str, params: Mapping[str, Any]) -> None:
         super().__init__(alias, params)
-        self.server = server_of(self.options, alias)
+        self.server: Server = server_of(self.options, alias)
 
     @property
     def supports_get_result(self) -> bool:

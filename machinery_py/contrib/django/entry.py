@@ -22,6 +22,6 @@ def _server() -> Server:
     return server_of_alias(alias)
 
 
-server = _server()
+server: Server = _server()
 
 __all__ = ["server"]

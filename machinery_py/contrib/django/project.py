@@ -175,7 +175,7 @@ def _server(config: Config, alias: str = "") -> Server:
 _making = threading.Lock()
 _others: dict[str, Server] = {}  # of backends of django.tasks with OPTIONS of their own
 _config = _project_config()
-server = _server(_config)
+server: Server = _server(_config)
 
 
 def _renew(*, setting: str, **_: object) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import math
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -29,16 +29,16 @@ class App:
         self.server = server
         self.calls: list[tuple[Any, ...]] = first.calls if first is not None else []
         self.gates: dict[str, threading.Event] = first.gates if first is not None else {}
-        self.add = server.task(_add)
-        self.multiply = server.task(_multiply)
-        self.echo = server.task(_echo)
-        self.pair = server.task(_pair)
-        self.total = server.task(_total)
-        self.fetch = server.task(_fetch)
-        self.note = server.register_task("note", self._note)
-        self.fail = server.register_task("fail", self._fail)
-        self.wait = server.register_task("wait", self._wait)
-        self.count = server.register_task("count", self._count)
+        self.add: Final = server.task(_add)
+        self.multiply: Final = server.task(_multiply)
+        self.echo: Final = server.task(_echo)
+        self.pair: Final = server.task(_pair)
+        self.total: Final = server.task(_total)
+        self.fetch: Final = server.task(_fetch)
+        self.note: Final = server.register_task("note", self._note)
+        self.fail: Final = server.register_task("fail", self._fail)
+        self.wait: Final = server.register_task("wait", self._wait)
+        self.count: Final = server.register_task("count", self._count)
 
     def _note(self, *args: Any) -> None:
         self.calls.append(args)

@@ -10,6 +10,8 @@ class TestMyStore(ClaimConformance):
 
 from __future__ import annotations
 
+import functools
+
 from machinery_py.backends.base import Rider
 from machinery_py.stores.base import Session, Store, Submission
 from machinery_py.tasks.states import State
@@ -143,13 +145,12 @@ class ClaimConformance(RiderConformance):
         self, store: Store, open_store: OpenStore
     ) -> None:
         stores = [store, *(open_store() for _ in range(3))]
+
+        def send(turn: int, index: int) -> bool:
+            return claim(stores[index % 4], f"race {turn}", None, b"%d" % index, f"t{turn}-{index}")
+
         for turn in range(5):
-            won = together(
-                16,
-                lambda index, turn=turn: claim(  # type: ignore[misc]
-                    stores[index % 4], f"race {turn}", None, b"%d" % index, f"t{turn}-{index}"
-                ),
-            )
+            won = together(16, functools.partial(send, turn))
             assert won.count(True) == 1
             assert store.backend.claims([f"race {turn}"]) == [b"%d" % won.index(True)]
         assert len(drain(store, "q")) == 5

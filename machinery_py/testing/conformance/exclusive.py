@@ -24,7 +24,9 @@ class Overlap:
     """Counter of runs at one time."""
 
     def __init__(self) -> None:
-        self.most = self.inside = self.runs = 0
+        self.most: int = 0
+        self.inside: int = 0
+        self.runs: int = 0
         self._lock = threading.Lock()
 
     def __enter__(self) -> None:

@@ -162,8 +162,9 @@ class _Life:
     """A task, its delivery, and the fences that it had. Each step leaves one message of it."""
 
     def __init__(self, store: Store, session: Session) -> None:
-        self.store, self.session = store, session
-        self.run = 0
+        self.store: Store = store
+        self.session: Session = session
+        self.run: int = 0
         self.fences: list[int] = []
 
     def send(self) -> None:

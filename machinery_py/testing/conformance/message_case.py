@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -37,8 +38,8 @@ def carry_out(rows: MessageRows, step: MessageStep) -> StepResult:
     return done
 
 
-def put(rows: MessageRows, *bodies: bytes, **more: int | str) -> None:
-    puts = tuple(Push(queue="q", body=body, **more) for body in bodies)  # type: ignore[arg-type]
+def put(rows: MessageRows, *bodies: bytes, **more: Any) -> None:
+    puts = tuple(Push(queue="q", body=body, **more) for body in bodies)
     assert isinstance(carry_out(rows, MessageStep(pushes=puts)), Committed)
 
 

@@ -7,7 +7,6 @@ import pytest
 from machinery_py import (
     Arg,
     QueueFull,
-    QueueNotFound,
     Server,
     Signature,
     State,
@@ -19,6 +18,7 @@ from machinery_py import (
 )
 from machinery_py.bounds import PURGE_STEP
 from machinery_py.brokers.base import Delivery
+from machinery_py.errors import QueueNotFound
 from machinery_py.stores.base import Mark
 from machinery_py.testing.conformance.application import App
 from machinery_py.testing.conformance.messages import MessageConformance

@@ -165,13 +165,12 @@ class ScheduleConformance(StoreCase):
         stores = [open_store() for _ in range(4)]
         amend(stores[0], "a", None, b"0")
 
+        def send(tick: int, index: int) -> bool:
+            old, new = b"%d" % tick, b"%d" % (tick + 1)
+            return amend(stores[index % 4], "a", old, new, f"{tick}-{index}")
+
         for tick in range(5):
-            won = together(
-                16,
-                lambda index, tick=tick: amend(  # type: ignore[misc]
-                    stores[index % 4], "a", b"%d" % tick, b"%d" % (tick + 1), f"{tick}-{index}"
-                ),
-            )
+            won = together(16, functools.partial(send, tick))
             assert sum(won) == 1
 
         sent = drain(stores[0], "q")

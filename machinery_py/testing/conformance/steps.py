@@ -15,12 +15,11 @@ from machinery_py import (
     MachineryError,
     NoRetry,
     State,
-    StepFailed,
-    StepLost,
     TaskFailed,
     current_task,
 )
 from machinery_py.bounds import CHECKPOINT_BYTES
+from machinery_py.errors import StepFailed, StepLost
 from machinery_py.revocation import revoked_among
 from machinery_py.stores.base import Session
 from machinery_py.testing.conformance.application import App, AppCase
@@ -44,7 +43,7 @@ class LostWorker:
 
     def __init__(self, app: App) -> None:
         self.app = app
-        self.session = self.open()
+        self.session: Session = self.open()
         self.executions: list[Execution] = []
 
     def open(self) -> Session:

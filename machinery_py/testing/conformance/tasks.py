@@ -77,7 +77,7 @@ class Twin:
     weights: list[float]
 
 
-VALUES = [
+VALUES: list[Any] = [
     0,
     -1,
     2**63 - 1,
@@ -298,7 +298,7 @@ class TaskConformance:
     def test_wrong_arguments_fail_without_a_retry(self, app: App) -> None:
         strict = app.server.task("strict", retries=5)(_strict)
         with pytest.raises(ArgumentError, match="strict: missing argument 'b'"):
-            strict.send(1)  # type: ignore[call-arg]
+            strict.send(1)  # type: ignore[call-arg]  # wrong on purpose
         with pytest.raises(ArgumentError, match="strict: missing argument 'b'"):
             strict.partial(1).send()
         with pytest.raises(ArgumentError, match="strict argument 'a': '1' is no int"):

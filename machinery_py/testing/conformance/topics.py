@@ -162,12 +162,15 @@ class TopicConformance(BrokerCase):
             while len(found) < ROUNDS:
                 found.extend(subscription.read(HANG))
 
+        def wait_for(number: int) -> None:
+            wait_until(lambda: len(found) > number, what="the record")
+
         reader = threading.Thread(target=read, daemon=True)  # it does not end if a record is lost
         reader.start()
         started = time.monotonic()
         for number in range(ROUNDS):
             elsewhere.broadcast("t", [b"%d" % number], ttl=LONG)
-            wait_until(lambda number=number: len(found) > number, what="the record")  # type: ignore[misc]
+            wait_for(number)
         reader.join(HANG)
 
         assert found == numbered(0, ROUNDS)

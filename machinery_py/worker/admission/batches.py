@@ -38,6 +38,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from machinery_py.errors import BatchFailed
+from machinery_py.registry.options import TaskSettings
 from machinery_py.registry.outcomes import Batched, Outcome
 from machinery_py.tasks.context import Context, Report
 from machinery_py.tasks.signature import Signature, new_uuid
@@ -62,10 +63,13 @@ class BatchRun(Run):
         first = calls[0]
         super().__init__(first)
         self.is_batch = True
-        self.calls = self.listed = calls
-        self.signature = Signature(name=first.signature.name, uuid=new_uuid("batch_"))
+        self.calls: Sequence[Execution] = calls
+        self.listed: Sequence[Execution] = calls
+        self.signature: Signature[Any] = Signature(
+            name=first.signature.name, uuid=new_uuid("batch_")
+        )
         if first.task is not None:
-            self.settings = first.task.settings
+            self.settings: TaskSettings = first.task.settings
         self._runs = [Run(call) for call in calls]
         self.refused: dict[Run, Outcome] = {}
         for call in calls:
@@ -82,7 +86,7 @@ class BatchRun(Run):
     def leave_out_unbegun(self) -> None:
         self._runs = [run for run in self._runs if run.first.call_started]
         self.calls = self.listed = self.placed
-        self.first = self.calls[0]
+        self.first: Execution = self.calls[0]
 
     def pass_guard(self, on_lost: Callable[[], object] | None = None) -> bool:
         """Let each call in; False: none is."""

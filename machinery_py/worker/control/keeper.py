@@ -36,7 +36,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from machinery_py.connections import proc
 from machinery_py.connections.lines import LineReader
@@ -60,14 +60,14 @@ class ToldSession:
     """A session that a process has told of, and when the next beat for it is due."""
 
     def __init__(self, told: dict[str, Any], patience: float | None) -> None:
-        self.name = str(told["session"])
+        self.name: str = str(told["session"])
         self.queues: list[str] = told["queues"]
-        self.lease = float(told["lease"])
-        self.stall_timeout = float(told["stall_timeout"]) if patience is None else patience
+        self.lease: float = float(told["lease"])
+        self.stall_timeout: float = float(told["stall_timeout"]) if patience is None else patience
         self.config: dict[str, Any] = told["config"]
-        self.key = json.dumps(self.config, sort_keys=True)  # of the broker
+        self.key: str = json.dumps(self.config, sort_keys=True)  # of the broker
         self.answers: dict[str, Any] = told.get("answers", {})
-        self.beat_at = self.lease / 3  # seconds of silence
+        self.beat_at: float = self.lease / 3  # seconds of silence
 
     def is_due(self, silence: float) -> bool:
         """Return whether a beat is due, and plan the next."""
@@ -86,7 +86,7 @@ class ToldProcess:
         self.pid = pid
         self._patience = patience
         self.sessions: list[ToldSession] = []
-        self.silence = 0.0  # seconds
+        self.silence: float = 0.0  # seconds
 
     def hear(self, sign: str) -> None:
         """Take a sign: its sessions as they are now."""
@@ -127,7 +127,7 @@ class Keeper:
         self._processes: dict[int, ToldProcess] = {}
         self._families: dict[str, Family] = {}  # by configuration; of the thread alone
         self._deputies: dict[str, Deputy] = {}  # the same
-        self.loop = LoopThread("machinery-keeper", self._work, inside=True)
+        self.loop: Final = LoopThread("machinery-keeper", self._work, inside=True)
 
     def hear(self, pid: int, sign: str) -> None:
         """Take a sign of a process."""

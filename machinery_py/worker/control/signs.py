@@ -54,7 +54,7 @@ class Signs:
     """
 
     def __init__(self, tell: Callable[[str], bool]) -> None:
-        self.pid = os.getpid()
+        self.pid: int = os.getpid()
         self._tell = tell
         self._kept: dict[Consumer, dict[str, object]] = {}
         self._answers: dict[Consumer, Callable[[], Mapping[str, Any]]] = {}

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
@@ -68,7 +69,7 @@ class GoGroupPoller:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self.settling = threading.Lock()
+        self.settling: Final = threading.Lock()
         self._foreign = backend.features.foreign
         self._lock = threading.Lock()
         self._groups: collections.OrderedDict[str, _PolledGroup] = collections.OrderedDict()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Final
 
 from machinery_py.app import Application
 from machinery_py.errors import MachineryError
@@ -58,8 +59,8 @@ class Maintenance:
         self._lease = lease
         lease.on_lost = self._lost
         self._on_beat = on_beat
-        self.beat_every = app.config.lease / 4
-        self.timer = Timer(f"{name}-maintenance", on_error=_told)
+        self.beat_every: float = app.config.lease / 4
+        self.timer: Final = Timer(f"{name}-maintenance", on_error=_told)
         self.timer.every(self.beat_every, self._beat, first=0.0)
         self.timer.after(0.0, self._tend)
         self.timer.every(GROUPS_EVERY, self._adopt_groups)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from typing import Final
 
 from machinery_py.app import Application
 from machinery_py.brokers.base import Delivery, Fate
@@ -130,7 +131,7 @@ class Receiver:
         self._random = random.Random()
         self._worker = name
         self._timeout = BURST_TIMEOUT if burst else RECEIVE_TIMEOUT
-        self.loop = LoopThread(f"{name}-receiver", self._work, wake=self._wake, inside=True)
+        self.loop: Final = LoopThread(f"{name}-receiver", self._work, wake=self._wake, inside=True)
         self._room = threading.Condition()
         self._has_started = False
         self._mean = 0.0  # seconds of a run, averaged
@@ -142,8 +143,8 @@ class Receiver:
         self._backoff = UnknownTaskBackoff()
         self._autoscaler = autoscaler
         self._reconnect = reconnect
-        self.connected = False
-        self.received_at = time.monotonic()
+        self.connected: bool = False
+        self.received_at: float = time.monotonic()
         self.idle_since: float | None = None
 
     def _wake(self) -> None:

@@ -17,6 +17,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 from machinery_py.app import Application
 from machinery_py.backends.base import FENCED, Verdict
@@ -87,9 +88,10 @@ class Settler:
         self._on_settled: Callable[[Sequence[Execution]], None] = lambda _: None
         self._on_reported: Callable[[], None] = lambda: None
         self._queue: queue.SimpleQueue[Sequence[Execution] | None] = queue.SimpleQueue()
-        self.loop = LoopThread(f"{name}-settler", self._work, inside=True)
-        self.healthy = True
-        self.processed = self.failed = 0
+        self.loop: Final = LoopThread(f"{name}-settler", self._work, inside=True)
+        self.healthy: bool = True
+        self.processed: int = 0
+        self.failed: int = 0
         self._aside: deque[Execution] = deque()  # what has met a lock
         self._aside_pause, self._aside_at = ASIDE[0], 0.0
 

@@ -162,7 +162,7 @@ class _FramePipe:
     """
 
     def __init__(self, number: int, event: int, is_over: Callable[[], bool] | None) -> None:
-        self.number = number
+        self.number: int = number
         self._is_over = is_over
         descriptors.keep(number)
         self._poll = select.poll()

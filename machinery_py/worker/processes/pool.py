@@ -95,8 +95,8 @@ class ProcessPool:
         self._lock = threading.Lock()
         self._starter: ThreadPoolExecutor | None = None  # one thread: see TaskProcess
         self._ender: ThreadPoolExecutor | None = None
-        self.is_closed = False
-        self.calls = 0
+        self.is_closed: bool = False
+        self.calls: int = 0
 
     def start(self, tasks: Iterable[Task[..., Any]]) -> None:
         """Start the first process if any of the tasks needs one, and wait until it is ready.

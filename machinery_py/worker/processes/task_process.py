@@ -90,12 +90,15 @@ class TaskProcess:
             raise CannotStart(f"a task process cannot be started: {error}") from error
         for end in (tasks, control, replies):
             os.close(end)
-        self.pid = self._process.pid
+        self.pid: int = self._process.pid
         self._tasks = FrameWriter(tasks_out, self._is_over)
         self._control = FrameWriter(control_out)
         self._replies: FrameReader[Reply] = FrameReader(replies_in, Reply, self._is_over)
-        self.started = self.memory = self.generation = 0
-        self.is_killed = self._is_ready = False
+        self.started: int = 0
+        self.memory: int = 0
+        self.generation: int = 0
+        self.is_killed: bool = False
+        self._is_ready = False
         self.successor: TaskProcess | None = None
         self._run: Run | None = None
         self._lock = threading.RLock()  # never held while waiting

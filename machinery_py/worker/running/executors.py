@@ -70,7 +70,7 @@ class Executors:
         self._on_done = on_done
         self._on_mark = on_mark
         self._processes = processes or ProcessPool(name)
-        self.limits = Timer(f"{name}-limits", on_error=_fail)
+        self.limits: Timer = Timer(f"{name}-limits", on_error=_fail)
         self.limits.start()
         self._retry: TimerEntry | None = None
         self._queue: queue.SimpleQueue[Run | None] = queue.SimpleQueue()

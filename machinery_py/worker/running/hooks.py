@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from machinery_py.errors import TimeLimitExceeded
 from machinery_py.registry.hooks import Surrounding
@@ -45,7 +45,7 @@ class WorkerHooks:
         ).run
         self.ended: Callable[[Any], object] = lambda _: None
         self.is_behind: Callable[[], bool] | None = None
-        self.settling = threading.Lock()
+        self.settling: Final = threading.Lock()
 
 
 class HandlerSetters:

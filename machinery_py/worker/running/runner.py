@@ -21,9 +21,11 @@ from typing import Any, Protocol
 from machinery_py.errors import ArgumentError, DecodeError, TimeLimitExceeded
 from machinery_py.registry.calls import REFLECT
 from machinery_py.registry.chunks import each, each_async, is_chunk, result_of_chunk, rows_of
+from machinery_py.registry.options import TaskSettings
 from machinery_py.registry.outcomes import REVOKED, Failed, Outcome, Succeeded
 from machinery_py.tasks.context import NO_STATE, Context, enter, leave
 from machinery_py.tasks.context import Report as ContextReport
+from machinery_py.tasks.signature import Signature
 from machinery_py.tasks.states import STARTED
 from machinery_py.texts import get_logger
 from machinery_py.transactions import entered
@@ -87,17 +89,18 @@ class Run:
     )
 
     def __init__(self, execution: Execution) -> None:
-        self.is_batch = False
-        self.first = execution
+        self.is_batch: bool = False
+        self.first: Execution = execution
         self.calls: Sequence[Execution] = (execution,)
         self.listed: Sequence[Execution] = self.calls
-        self.signature = execution.signature
-        self.settings = execution.settings
+        self.signature: Signature[Any] = execution.signature
+        self.settings: TaskSettings = execution.settings
         self.context: Context | None = None
         self.alarm: TimerEntry | None = None
-        self.in_process = False
+        self.in_process: bool = False
         self.slots: SlotLender | None = None
-        self.thread_id = self.waits = 0
+        self.thread_id: int = 0
+        self.waits: int = 0
         self.keeper: StepKeeper | None = None
         self._steps: Checkpoints | None = None
 

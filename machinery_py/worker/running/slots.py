@@ -41,13 +41,13 @@ class Slots:
     """
 
     def __init__(self, concurrency: int, on_lent: Callable[[Run], None]) -> None:
-        self.concurrency = concurrency
+        self.concurrency: int = concurrency
         # A queue of tokens is a semaphore that costs a tenth of threading's.
         self.free: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(concurrency):
             self.free.put(None)
         self._on_lent = on_lent
-        self.surplus = 0
+        self.surplus: int = 0
         self.returning: collections.deque[threading.Event] = collections.deque()
         self.lent: set[Run] = set()
         self._warned: set[str] = set()  # names of tasks

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from machinery_py import QueueNotFound, Server, chord, group
+from machinery_py import Server, chord, group
 from machinery_py.brokers.redis.broker import RedisBroker
 from machinery_py.connections.redis.client import RedisDriver
 from machinery_py.connections.redis.keys import ITEMS
+from machinery_py.errors import QueueNotFound
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.support.private_redis import RedisServer
 

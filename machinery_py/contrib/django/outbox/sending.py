@@ -173,4 +173,4 @@ class DjangoTable(OutboxTable):
             connections[self._using].close()
 
 
-outbox = DjangoOutbox(server)
+outbox: DjangoOutbox = DjangoOutbox(server)

@@ -29,7 +29,7 @@ class Command(BaseCommand):
     """Hands its words on, and ends with the exit code of `machinery`."""
 
     help = "Runs a command of machinery with the tasks of this project: worker, send, queues …"
-    requires_system_checks = ()
+    requires_system_checks: tuple[()] = ()
 
     def run_from_argv(self, argv: list[str]) -> None:
         # Not Django's parser: it takes none of the options of `machinery`.
