@@ -21,6 +21,7 @@ from machinery_py.cli.options import (
     EXPORTER,
     FAILURE,
     FILTER,
+    FROM_START,
     HEALTH,
     JSON,
     LIMIT,
@@ -163,7 +164,7 @@ _MODULES: Mapping[str, Sequence[Command]] = {
             "retry",
             "send failed tasks again",
             words="[UUID …]",
-            options=FAILURE + FILTER + YES,
+            options=FAILURE + FILTER + FROM_START + YES,
             examples=("tasks task_0f6c", "tasks --state failure --name charge --since 1h"),
         ),
         Command(
@@ -317,7 +318,7 @@ _MODULES: Mapping[str, Sequence[Command]] = {
             "dead replay",
             "put dead letters back into their queues",
             words="[ID …]",
-            options=ALL + DEAD + YES,
+            options=ALL + DEAD + FROM_START + YES,
             examples=("tasks 17", "tasks --all --queue mail"),
         ),
         Command(
