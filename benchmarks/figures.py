@@ -327,6 +327,20 @@ MEASUREMENTS: Sequence[Measurement] = (
         ],
     ),
     Measurement(
+        name="steps",
+        sizes=(5000, 60),
+        schemes=("memory", "sqlite", "redis", "mongodb", "postgresql"),
+        figures=[
+            Figure(
+                name="step",
+                what="one step of a task, median of {n:,}",
+                unit="ms",
+                targets={"redis": 0.2, "sqlite": 0.6, "postgresql": 1.2},
+            ),
+            Figure(name="step p99", what="… 99th percentile", unit="ms"),
+        ],
+    ),
+    Measurement(
         name="idle",
         sizes=(5, 1),
         figures=[

@@ -264,6 +264,35 @@ def latency(url: str, count: int) -> Figures:
     return {"latency": statistics.median(taken), "latency p99": taken[int(len(taken) * 0.99)]}
 
 
+def steps(url: str, count: int) -> Figures:
+    """Make steps in tasks of 20 each, on an idle store: what keeping costs, in the task."""
+    server = make_server(url)
+    taken: list[float] = []
+
+    def flow() -> int:
+        from machinery_py import current_task
+
+        task = current_task()
+        for number in range(20):
+            began = time.perf_counter()
+            task.step("noop", _noop_step, number)
+            taken.append(1000 * (time.perf_counter() - began))
+        return 20
+
+    task = server.register_task("flow", flow)
+    with server.new_worker("bench", 1):
+        for _ in range(max(1, count // 20)):
+            if task.send().get(timeout=WAIT) != 20:
+                raise Wrong("a wrong result")
+    taken.sort()
+    check_queues_empty(server)
+    return {"step": statistics.median(taken), "step p99": taken[int(len(taken) * 0.99)]}
+
+
+def _noop_step(number: int) -> int:
+    return number
+
+
 def _timed_workflow(url: str, make: Callable[[Any], Any], expected: int) -> float:
     server = make_server(url)
     with idle_worker(server, url):
@@ -414,6 +443,7 @@ COMMANDS: dict[str, Callable[[str, int], Figures]] = {
         huge_chord,
         burst,
         limited,
+        steps,
         idle,
         starting,
         helper_alone,

@@ -21,6 +21,7 @@ from machinery_py.cli.options import (
     EXPORTER,
     FAILURE,
     FILTER,
+    FROM_START,
     HEALTH,
     JSON,
     LIMIT,
@@ -168,7 +169,7 @@ _MODULES: Mapping[str, Sequence[Command]] = {
         Command(
             "retry",
             words="[UUID …]",
-            options=FAILURE + FILTER + YES,
+            options=FAILURE + FILTER + FROM_START + YES,
             examples=("tasks task_0f6c", "tasks --state failure --name charge --since 1h"),
         ),
         Command(
@@ -300,7 +301,7 @@ _MODULES: Mapping[str, Sequence[Command]] = {
         Command(
             "dead replay",
             words="[ID …]",
-            options=ALL + DEAD + YES,
+            options=ALL + DEAD + FROM_START + YES,
             examples=("tasks 17", "tasks --all --queue mail"),
         ),
         Command(

@@ -63,7 +63,7 @@ def dead_show(server: Server, args: argparse.Namespace) -> int:
 def dead_replay(server: Server, args: argparse.Namespace) -> int:
     """Run `machinery dead replay`."""
     ids = _chosen(server, args, "replay")
-    sent = server.inspect.replay_dead(ids) if ids else []
+    sent = server.inspect.replay_dead(ids, from_start=args.from_start) if ids else []
     text = f"put {many(len(sent), 'message')} back"
     if others := len(ids) - len(sent):
         text += f"; {many(others, 'other')} cannot be: no task signature"

@@ -149,6 +149,9 @@ UNDECLARED: Options = (
 MIGRATE: Options = (_switch("--sql", "print what would be run, and run nothing"),)
 STACK: Options = (_switch("--stack", "of a task that runs, also what its thread does now"),)
 YES: Options = (_switch("--yes -y", "do not ask"),)
+FROM_START: Options = (
+    _switch("--from-start", "make all steps again, with other keys; else go on behind those kept"),
+)
 ANSWERS = _time("--timeout", "longest wait for answers; default: 2 s", 2.0)
 TERMINATE: Options = (
     _switch("--terminate", "end those that run: kill their task processes; ask others to stop"),

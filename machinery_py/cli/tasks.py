@@ -281,7 +281,7 @@ def retry(server: Server, args: argparse.Namespace) -> int:
     uuids = [one.task_uuid for one in states if one.state is State.FAILURE and one.message]
     if len(uuids) > 1:
         confirm(args, f"send {many(len(uuids), 'failed task')} again?")
-    sent = server.inspect.retry(uuids) if uuids else []
+    sent = server.inspect.retry(uuids, from_start=args.from_start) if uuids else []
     text = f"sent {many(len(sent), 'task')} again"
     if others := len(states) - len(sent):
         text += f"; {many(others, 'other')} cannot be (not failed, or the message is not kept)"

@@ -701,3 +701,24 @@ async def keep(ctx: Context, rows: list[str]) -> None:
 assert_type(doubled.send(7), AsyncResult[str])
 assert_type(keep.options(queue="slow").send("a"), AsyncResult[None])
 doubled([1, 2])
+
+
+@server.task
+def onboard(user_id: int) -> str:
+    task = current_task()
+    assert_type(task.step("count", len, [user_id]), int)
+    assert_type(task.step("add", add, user_id, 2), int)
+    assert_type(task.step("mail", _mail, user_id, kind="welcome"), list[str])
+    return task.step_key
+
+
+async def onboard_async(user_id: int) -> None:
+    assert_type(await current_task().step_async("mail", _mail_async, user_id), list[str])
+
+
+def _mail(user_id: int, *, kind: str) -> list[str]:
+    return [kind] * user_id
+
+
+async def _mail_async(user_id: int) -> list[str]:
+    return [str(user_id)]

@@ -7,7 +7,16 @@ from __future__ import annotations
 
 import datetime as dt
 
-from machinery_py import AsyncResult, Context, Server, Signature, TaskSet, chord, group
+from machinery_py import (
+    AsyncResult,
+    Context,
+    Server,
+    Signature,
+    TaskSet,
+    chord,
+    current_task,
+    group,
+)
 
 server = Server()
 
@@ -160,3 +169,15 @@ def no_list(row: int) -> None: ...
 
 @server.task(batch_within=2)  # refused
 def no_batch(rows: list[int]) -> None: ...
+
+
+def _mail(user_id: int, *, kind: str) -> list[str]:
+    return [kind] * user_id
+
+
+current_task().step("mail", _mail, "7", kind="welcome")  # refused
+current_task().step("mail", _mail, 7)  # refused
+current_task().step("mail", _mail, 7, kind=1)  # refused
+current_task().step("mail", 7)  # refused
+current_task().step_async("mail", _mail, 7, kind="welcome")  # refused
+number: int = current_task().step("mail", _mail, 7, kind="welcome")  # refused

@@ -9,21 +9,26 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from machinery_py import (
+    BackendUnavailable,
     MachineryError,
     NoRetry,
     State,
+    StepRefused,
     TaskFailed,
     current_task,
 )
 from machinery_py.bounds import CHECKPOINT_BYTES
+from machinery_py.brokers.base import Delivery, Fate
 from machinery_py.errors import StepFailed, StepLost
 from machinery_py.revocation import revoked_among
 from machinery_py.stores.base import Session
 from machinery_py.testing.conformance.application import App, AppCase
 from machinery_py.testing.waiting import HANG, wait_until
+from machinery_py.wire.signatures import decode_signature, encode_signature
 from machinery_py.worker.admission.intake import accept, peek
 from machinery_py.worker.running.execution import Execution
 from machinery_py.worker.running.hooks import WorkerHooks
@@ -52,19 +57,23 @@ class LostWorker:
 
     def claim(self) -> Execution:
         """Claim the one waiting task."""
-        found: list[Any] = []
+        [delivery] = self.claim_all()
+        app = self.app.server.app
+        execution = Execution(app, WorkerHooks(), delivery, "lost", session=self.session)
+        self.executions.append(execution)
+        assert peek(execution)
+        assert accept(execution, revoked_among(app, [execution.signature]))
+        return execution
+
+    def claim_all(self) -> list[Delivery]:
+        found: list[Delivery] = []
 
         def has_claimed() -> bool:
             found.extend(self.session.receive(1, 0.1))
             return bool(found)
 
         wait_until(has_claimed, what="the message")
-        app = self.app.server.app
-        execution = Execution(app, WorkerHooks(), found[0], "lost", session=self.session)
-        self.executions.append(execution)
-        assert peek(execution)
-        assert accept(execution, revoked_among(app, [execution.signature]))
-        return execution
+        return found
 
     def run(self, execution: Execution) -> Any:
         """Run it, and return its outcome's state."""
@@ -300,9 +309,7 @@ class StepConformance(AppCase):
         assert lost.run(theirs[0]).state is State.FAILURE  # of its assertion: nothing is lost now
         assert len(idle.server.backend.checkpoints(result.uuid)) == 2
 
-    def test_strikes_and_tries_begin_anew_with_a_checkpoint(
-        self, idle: App, lost: LostWorker
-    ) -> None:
+    def test_tries_begin_anew_with_a_checkpoint(self, idle: App) -> None:
         @idle.server.task(retries=1, backoff=[0.0])
         def flow() -> int:
             task = current_task()
@@ -315,6 +322,46 @@ class StepConformance(AppCase):
         with idle.running():
             assert flow.send().get(timeout=HANG) == 5
         assert len(idle.calls) == 5
+
+    def test_strikes_begin_anew_with_a_checkpoint(self, idle: App, lost: LostWorker) -> None:
+        @idle.server.task
+        def flow() -> None:
+            for number in range(len(lost.executions)):
+                current_task().step("count", _noted, idle, number)
+
+        flow.send()
+        for strikes in (1, 2, 3):  # the limit is 3: each run before the last has kept a step
+            execution = lost.claim()
+            struck = msgspec.structs.replace(execution.delivery, strikes=strikes)
+            execution.delivery = struck
+            lost.run(execution)
+            lost.lose()
+        assert len(idle.calls) == 3
+        for strikes, is_run in (5, True), (6, False):
+            execution = lost.claim()
+            execution.delivery = msgspec.structs.replace(execution.delivery, strikes=strikes)
+            assert accept(execution, {}) is is_run
+            if is_run:
+                lost.lose()
+        assert execution.settlement is not None
+        assert execution.settlement.reason == "poison"
+
+    def test_task_waits_while_its_checkpoints_cannot_be_read(
+        self, idle: App, lost: LostWorker, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def away(uuid: str) -> dict[str, bytes]:
+            raise BackendUnavailable(f"away, asked for {uuid}")
+
+        idle.echo.send(1)
+        execution = lost.claim()
+        execution.delivery = msgspec.structs.replace(execution.delivery, strikes=9)
+        monkeypatch.setattr(idle.server.backend, "checkpoints", away)
+
+        assert not accept(execution, {})
+
+        assert execution.settlement is not None
+        assert execution.settlement.fate is Fate.LATER
+        assert execution.settlement.states == ()
 
     def test_tries_without_a_checkpoint_count(self, app: App) -> None:
         @app.server.task(retries=3, backoff=[0.0])
@@ -442,6 +489,58 @@ class StepConformance(AppCase):
 
         wait_until(result.touch, what="the result of the replay")
         assert app.calls == [("first", 7)]
+
+    def test_task_without_its_checkpoints_is_sent_from_its_start(self, app: App) -> None:
+        @app.server.task
+        def flow() -> None:
+            current_task().step("first", _keyed_once, app)
+            raise OSError("broken")
+
+        result = flow.send()
+        with pytest.raises(TaskFailed):
+            result.get(timeout=HANG)
+        app.server.backend.end_checkpoints(result.uuid, 0)
+
+        with pytest.raises(StepRefused, match="0 of its 1 checkpoints are there.*from_start=True"):
+            app.server.inspect.retry([result.uuid])
+        assert app.server.inspect.retry([result.uuid], from_start=True) == [result.uuid]
+
+        wait_until(lambda: len(app.calls) == 2, what="the step is made again")
+        app.wait_until_idle()
+        assert app.calls == [(f"{result.uuid}:{number}:first",) for number in range(2)]
+
+    def test_expiry_bounds_the_first_start_only(self, idle: App, lost: LostWorker) -> None:
+        @idle.server.task
+        def flow() -> int:
+            value: int = current_task().step("first", _noted, idle, "first", 7)
+            return value
+
+        result = flow.options(expires=HANG).send()
+        lost.run(lost.claim())
+        lost.lose()
+        late = decode_signature(lost.claim_all()[0].body).with_headers(
+            machinery_expires="1"
+        )  # long ago
+        [delivery] = _again(lost, late)
+        execution = Execution(
+            idle.server.app, WorkerHooks(), delivery, "lost", session=lost.session
+        )
+
+        assert peek(execution)
+        assert accept(execution, {})
+        assert lost.run(execution).state is State.SUCCESS
+        assert (idle.calls, result.uuid) == ([("first", 7)], execution.signature.uuid)
+
+
+def _again(lost: LostWorker, signature: Any) -> list[Delivery]:
+    """Give the one message back, and return its next delivery, with another signature."""
+    lost.lose()
+    found = lost.claim_all()
+    return [msgspec.structs.replace(one, body=encode_signature(signature)) for one in found]
+
+
+def _keyed_once(app: App) -> None:
+    app.calls.append((current_task().step_key,))
 
 
 def _context(lost: LostWorker) -> Any:

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from machinery_py.brokers.base import Fate
-from machinery_py.errors import ArgumentError, DecodeError, NameRefused
+from machinery_py.brokers.base import WAITING, Fate
+from machinery_py.errors import ArgumentError, DecodeError, MachineryError, NameRefused
 from machinery_py.names import REASON as REASON_NAME
 from machinery_py.names import check_call, check_message, is_made
 from machinery_py.registry.outcomes import Failed, Succeeded
@@ -108,12 +108,20 @@ def accept(execution: Execution, revoked: Mapping[str, bool]) -> bool:
     if delivery.count > 1 and execution.runs_once and end_if_begun(execution):
         return False
     headers, limit = signature.headers, execution.app.config.max_strikes
-    is_struck = (headers or delivery.strikes) and execution.strikes >= limit
-    if is_struck and strikes_since(execution) >= limit:
+    is_struck = bool(headers or delivery.strikes) and execution.strikes >= limit
+    is_late = bool(headers) and _is_expired(signature, execution.app.now())
+    if is_struck or is_late:
+        try:
+            is_struck = is_struck and strikes_since(execution) >= limit
+            is_late = is_late and not has_kept(execution)
+        except MachineryError as error:
+            _wait_for_store(execution, error)
+            return False
+    if is_struck:
         _poison(execution)
     elif signature.uuid in revoked:
         execution.withdraw(is_over=revoked[signature.uuid])
-    elif headers and _is_expired(signature, execution.app.now()) and not has_kept(execution):
+    elif is_late:
         execution.finish(
             Failed(error="expired before it was started", error_type="Expired", retryable=False)
         )
@@ -127,6 +135,15 @@ def accept(execution: Execution, revoked: Mapping[str, bool]) -> bool:
         execution.phase = RECEIVED
         return True
     return False
+
+
+def _wait_for_store(execution: Execution, error: MachineryError) -> None:
+    """Give back a task of which nobody knows whether it has checkpoints."""
+    logger.warning(
+        "whether task %s has checkpoints is unknown: %s", execution.signature.uuid, error
+    )
+    eta = execution.app.now() + dt.timedelta(seconds=FIRST_PAUSE)
+    execution.settle(execution.end_of_delivery(Fate.LATER, eta=eta, reason=WAITING))
 
 
 def _join(execution: Execution) -> None:
