@@ -35,8 +35,8 @@ from machinery_py.tasks.signature import HEADER_REST, HEADER_UNIQUE_START
 from machinery_py.texts import get_logger
 from machinery_py.unique import start
 from machinery_py.wire.long_chains import with_rest
+from machinery_py.worker.admission.at_most_once import begin_once
 from machinery_py.worker.admission.claim_order import ClaimOrder
-from machinery_py.worker.admission.once import begin_once
 from machinery_py.worker.running.execution import Execution
 
 logger = get_logger(__name__)
