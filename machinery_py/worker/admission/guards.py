@@ -66,7 +66,7 @@ class ExecutionGuard:
     def enter(self, one: Execution, on_lost: Callable[[], object]) -> bool:
         """Let the task run, in the thread that runs it, with all that follows it in its signature.
 
-        False: it is settled. An early start (once.py) is committed here.
+        False: it is settled. An early start (at_most_once.py) is committed here.
 
         Args:
             on_lost: called when its lock or a slot is lost while it runs.
