@@ -27,7 +27,6 @@ from machinery_py.limits.limiter import Limiter
 from machinery_py.limits.settings import LimiterOptions
 from machinery_py.locks.base import Lock
 from machinery_py.locks.named import NamedLock
-from machinery_py.notices import SendingNotices
 from machinery_py.queues import Queues
 from machinery_py.registry.calls import needs_check
 from machinery_py.registry.options import TaskOptions
@@ -52,6 +51,7 @@ from machinery_py.tasks.states import GroupMeta
 from machinery_py.tasks.workflow import Group, chain, chord, group
 from machinery_py.transactions import Block, current, entered
 from machinery_py.unique import send_unique
+from machinery_py.usage_warnings import UsageWarnings
 from machinery_py.wire.long_chains import link_any
 from machinery_py.worker.loops.chords import settle_ready_groups
 from machinery_py.workflows.workflow import Workflow, find_workflow
@@ -123,7 +123,7 @@ class Server(TaskRegistrar):
             Fleet(self.app, self.inspect, self.schedules, self.control)
         )
         self._waiters: AsyncWaiters | None = None
-        self._notes = SendingNotices()
+        self._usage = UsageWarnings()
         self._inline: Inline | None = None
         self._inline_lock = threading.Lock()
         self.app.attach(self._drain)
@@ -304,7 +304,7 @@ class Server(TaskRegistrar):
         plan = link_any(chain, now=self.now(), are_kept=keeps, queue=queue)
         self.app.registry.check(plan.first)
         if any(step.is_group for step in plan.steps[:-1]):
-            self._notes.sent_chord(self.backend.features)
+            self._usage.sent_chord(self.backend.features)
         self.app.submit(plan.first, plan.groups, plan.awaited)
         return result_of(plan, self, queue)
 
@@ -346,7 +346,7 @@ class Server(TaskRegistrar):
     def _note_loop(self) -> None:
         loop = getattr(sys.modules.get("asyncio"), "_get_running_loop", None)  # as far as loaded
         if loop is not None and loop() is not None:
-            self._notes.sent_in_loop()
+            self._usage.sent_in_loop()
 
     # Results
 

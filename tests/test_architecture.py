@@ -30,7 +30,7 @@ ROWS: tuple[str, ...] = (
     "rows",
     "brokers backends locks limits",
     "stores transactions",
-    "results notices",
+    "results usage_warnings",
     "registry",
     "control",
     "app",

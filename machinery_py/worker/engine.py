@@ -34,6 +34,7 @@ from machinery_py.worker.control.agent import Agent
 from machinery_py.worker.control.signs import signs_for
 from machinery_py.worker.control.steering import Steering
 from machinery_py.worker.lease import WorkerLease
+from machinery_py.worker.lifespans import Lifespans
 from machinery_py.worker.loops.chords import settle_ready_groups
 from machinery_py.worker.loops.go_groups import GoGroupPoller
 from machinery_py.worker.loops.maintenance import Maintenance
@@ -47,7 +48,6 @@ from machinery_py.worker.reconnect import Reconnect, open_patiently
 from machinery_py.worker.running.executors import Executors
 from machinery_py.worker.running.hooks import HandlerSetters
 from machinery_py.worker.stopping import StopRequest
-from machinery_py.worker.surroundings import Surroundings
 
 logger = get_logger(__name__)
 
@@ -126,7 +126,7 @@ class Engine(HandlerSetters):
         """Return its own parts and those added, as they are started and stopped."""
         own = [
             Part("events", stop=self._go_offline),
-            Part("lifespan", ("events",), self._enter, lambda: self._surroundings.leave(LOOP_WAIT)),
+            Part("lifespan", ("events",), self._enter, lambda: self._lifespans.leave(LOOP_WAIT)),
             Part("broker", ("lifespan",), self._connect, self._disconnect),  # and its beats
             Part("control", ("broker",), lambda: self._agent.start(self._live.steering.handlers())),
             Part("timer", ("broker",), self._timer.start, lambda: self._timer.close(LOOP_WAIT)),
@@ -140,8 +140,8 @@ class Engine(HandlerSetters):
         return own + [added(one, self, self._hooks) for one in given]
 
     def _enter(self) -> None:
-        self._surroundings = Surroundings(self.app, self._hooks, name=self.name)
-        self._surroundings.enter(self._stop_request)
+        self._lifespans = Lifespans(self.app, self._hooks, name=self.name)
+        self._lifespans.enter(self._stop_request)
 
     def _connect(self) -> None:
         if self._is_patient:
@@ -199,7 +199,7 @@ class Engine(HandlerSetters):
             on_done=settler.put,
             on_mark=settler.mark,
             processes=self._processes,
-            loop=self._surroundings.loop,
+            loop=self._lifespans.loop,
         )
         receiver = Receiver(
             app,
@@ -288,7 +288,7 @@ class Engine(HandlerSetters):
     def _close_settler(self) -> None:
         if not self._live.settler.close(timeout=max(5.0, self.shutdown_timeout)):
             logger.error("some results could not be stored; their tasks will run again")
-        self._surroundings.call_ends(LOOP_WAIT)  # before what they may need is stopped
+        self._lifespans.call_ends(LOOP_WAIT)  # before what they may need is stopped
 
     def _close_pool(self) -> None:
         self._live.executors.close()

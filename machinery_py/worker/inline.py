@@ -13,6 +13,7 @@ from machinery_py.stores.base import Session
 from machinery_py.tasks.context import RUNNING
 from machinery_py.worker.admission.batches import Batches
 from machinery_py.worker.admission.intake import accept, peek
+from machinery_py.worker.lifespans import lifespans
 from machinery_py.worker.loops import task_log
 from machinery_py.worker.loops.chords import settle_ready_groups
 from machinery_py.worker.loops.settler import release, report_end
@@ -21,7 +22,6 @@ from machinery_py.worker.running.event_loop import EventLoopThread
 from machinery_py.worker.running.execution import Execution
 from machinery_py.worker.running.hooks import WorkerHooks
 from machinery_py.worker.running.runner import Run, run_async, run_here
-from machinery_py.worker.surroundings import lifespans
 
 
 class Inline:

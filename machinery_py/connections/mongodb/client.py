@@ -97,7 +97,7 @@ class MongoDriver:
             and doing it twice does no harm.
     """
 
-    intent_age: ClassVar[float] = 5.0
+    intent_age: float = 5.0
 
     def __init__(
         self,

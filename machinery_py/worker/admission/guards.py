@@ -33,12 +33,12 @@ from machinery_py.tasks.signature import HEADER_REST, HEADER_UNIQUE_START
 from machinery_py.texts import get_logger
 from machinery_py.unique import start
 from machinery_py.wire.long_chains import with_rest
-from machinery_py.worker.admission.asking import AskingOrder
-from machinery_py.worker.admission.once import begin_once
+from machinery_py.worker.admission.at_most_once import begin_once
+from machinery_py.worker.admission.claim_order import ClaimOrder
 from machinery_py.worker.running.execution import Execution
 
 logger = get_logger(__name__)
-_order = AskingOrder()
+_order = ClaimOrder()
 
 # Seconds to the next try where the lock is another task's or `server.lock`'s, at first and at most.
 WAITS = 0.05, 2.0
@@ -64,7 +64,7 @@ class ExecutionGuard:
     def enter(self, one: Execution, on_lost: Callable[[], object]) -> bool:
         """Let the task run, in the thread that runs it, with all that follows it in its signature.
 
-        False: it is settled. An early start (once.py) is committed here.
+        False: it is settled. An early start (at_most_once.py) is committed here.
 
         Args:
             on_lost: called when its lock or a slot is lost while it runs.

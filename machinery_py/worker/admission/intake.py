@@ -23,7 +23,7 @@ from machinery_py.tasks.states import RECEIVED
 from machinery_py.tasks.workflow import JOIN, chord_callback
 from machinery_py.texts import cut, get_logger
 from machinery_py.wire.signatures import decode_signature
-from machinery_py.worker.admission.once import end_if_begun
+from machinery_py.worker.admission.at_most_once import end_if_begun
 from machinery_py.worker.running.execution import CLAIMED, Execution
 from machinery_py.worker.running.keeping import has_kept, strikes_since
 

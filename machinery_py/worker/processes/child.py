@@ -40,6 +40,7 @@ from machinery_py.tasks.context import NO_STATE
 from machinery_py.texts import get_logger
 from machinery_py.wire.signatures import decode_signature
 from machinery_py.worker.admission.batches import BatchRun
+from machinery_py.worker.lifespans import lifespans
 from machinery_py.worker.processes.frames import (
     TIME_IS_UP,
     Done,
@@ -59,7 +60,6 @@ from machinery_py.worker.running.execution import Execution
 from machinery_py.worker.running.hooks import WorkerHooks, text_of, type_name_of
 from machinery_py.worker.running.interrupts import is_boundary, may_interrupt
 from machinery_py.worker.running.runner import Run, outcome_of, outcome_of_async, over_limit
-from machinery_py.worker.surroundings import lifespans
 
 if TYPE_CHECKING:
     import asyncio

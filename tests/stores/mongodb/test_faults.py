@@ -214,7 +214,7 @@ def test_a_claim_shows_its_task_although_its_sender_stands_still(
     store.backend.release([("a", b"started")])
     assert store.backend.claims(["a"]) == [None]
 
-    monkeypatch.setattr(MongoDriver, "intent_age", 0.0)
+    store.driver.intent_age = 0.0
     store.tend()
     sent = (
         [key for key, _ in store.backend.unsent(9, older_than=0.0)] if beside else drain(store, "q")
@@ -267,7 +267,7 @@ def test_change_cut_off_between_writes_is_finished_by_another(
     with pytest.raises(BrokerUnavailable):
         session.settle([end])
     monkeypatch.undo()
-    monkeypatch.setattr(MongoDriver, "intent_age", 0.0)
+    store.driver.intent_age = 0.0
 
     heir = MongoStore(MongoBroker(store.driver), MongoBackend(store.driver))
     heir.tend()
@@ -294,7 +294,7 @@ def test_effects_of_a_change_are_finished_once_by_another(
     assert backend.get_states(["c"]) == {}
 
     if by == "tend":
-        monkeypatch.setattr(MongoDriver, "intent_age", 0.0)
+        driver.intent_age = 0.0
         heir.tend()
     elif by == "repeat":
         assert heir.apply([retry]) == [ALREADY]
@@ -309,7 +309,7 @@ def test_effects_of_a_change_are_finished_once_by_another(
         is None
     )
     backend.purge_state("c")
-    monkeypatch.setattr(MongoDriver, "intent_age", 0.0)
+    driver.intent_age = 0.0
     heir.tend()
     assert backend.get_states(["c"]) == {}
 
@@ -363,7 +363,7 @@ def test_uncounted_member_does_not_block_its_chord(
     for uuid in "bc"[:late]:
         heir.apply([ended(uuid)])
         assert heir.ready_groups(9) == []
-    monkeypatch.setattr(MongoDriver, "intent_age", 0.0)
+    driver.intent_age = 0.0
     heir.tend()
     for uuid in "bc"[late:]:
         assert heir.ready_groups(9) == []

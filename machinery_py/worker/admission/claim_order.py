@@ -1,4 +1,4 @@
-"""Order of asking: threads of one worker ask for the runs of one key in the order of their claims.
+"""Order of claims: threads of one worker ask for the runs of one key in the order of their claims.
 
 The executor's threads take executions in order, and may be switched before they ask the store,
 which gives the first turn to the first to ask. So the receiver hands out tickets. Whoever has one
@@ -20,7 +20,7 @@ PATIENCE = 1.0  # seconds for a ticket whose execution ended elsewhere, in case 
 class Ticket:
     """Place of one execution."""
 
-    def __init__(self, order: AskingOrder, before: Ticket | None) -> None:
+    def __init__(self, order: ClaimOrder, before: Ticket | None) -> None:
         self._order = order
         self._before = before
         self._known = threading.Event()
@@ -49,7 +49,7 @@ class Ticket:
         self._asked.set()
 
 
-class AskingOrder:
+class ClaimOrder:
     """Tickets of one process. May be used from any thread."""
 
     def __init__(self) -> None:

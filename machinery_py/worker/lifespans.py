@@ -1,4 +1,4 @@
-"""Surroundings of the tasks of a process: lifespans, event loop, handlers of ended tasks.
+"""Lifespans of a process that runs tasks, with its event loop and the handlers of ended tasks.
 
 Lifespans are entered in the order of registration, before the first task, and left in reverse after
 the last, in the same thread; an async one is entered and left in one task of the event loop.
@@ -97,7 +97,7 @@ def _async_held(function: Lifespan, run: RunCoroutine) -> Iterator[Any]:
         run(end(leave, task))
 
 
-class Surroundings:
+class Lifespans:
     """The event loop of a worker, the app's lifespans, and its handlers of ended tasks.
 
     Lifespans are entered and left in one thread, which lives as long as they do.

@@ -14,8 +14,8 @@ from machinery_py.brokers.base import Delivery, Disposal, Fate
 from machinery_py.stores.base import Mark, Session, Settlement
 from machinery_py.testing.flaky import FlakyBackend, FlakyStore
 from machinery_py.testing.waiting import HANG, wait_until
+from machinery_py.worker.admission.at_most_once import EarlyStarts, begin_once
 from machinery_py.worker.admission.intake import accept, peek
-from machinery_py.worker.admission.once import EarlyStarts, begin_once
 from machinery_py.worker.running.execution import Execution
 from machinery_py.worker.running.hooks import WorkerHooks
 from machinery_py.worker.running.runner import Run, run_here

@@ -1,4 +1,4 @@
-"""Notices to a programmer on how calls are sent; each is logged once."""
+"""Warnings to a programmer about how calls are sent; each is logged once."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from machinery_py.texts import get_logger
 logger = get_logger("machinery_py.server")  # under which they always were
 
 
-class SendingNotices:
-    """Notices of one Server."""
+class UsageWarnings:
+    """Warnings of one Server."""
 
     def __init__(self) -> None:
         self._noted_loop = self._noted_chord = False
