@@ -17,13 +17,12 @@ from machinery_py import (
     MachineryError,
     NoRetry,
     State,
-    StepRefused,
     TaskFailed,
     current_task,
 )
 from machinery_py.bounds import CHECKPOINT_BYTES
 from machinery_py.brokers.base import Delivery, Fate
-from machinery_py.errors import StepFailed, StepLost
+from machinery_py.errors import StepFailed, StepLost, StepRefused
 from machinery_py.revocation import revoked_among
 from machinery_py.stores.base import Session
 from machinery_py.testing.conformance.application import App, AppCase
