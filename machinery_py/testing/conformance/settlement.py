@@ -90,7 +90,7 @@ class SettlementConformance(FencingConformance, BoundsConformance):
         assert session.receive(9, 0) == []
         clock.advance(5.5)
         store.tend()
-        assert [uuid_of(delivery) for delivery in session.receive(9, 0)] == ["a"]
+        assert [uuid_of(delivery) for delivery in session.receive(9, HANG)] == ["a"]
 
     def test_replay_starts_a_finished_task_anew(self, store: Store, session: Session) -> None:
         submit(store, "a")

@@ -26,6 +26,10 @@ class TestClusterClaims(InCluster, one.TestRedisClaims):
     pass
 
 
+class TestClusterCheckpoints(InCluster, one.TestRedisCheckpoints):
+    pass
+
+
 class TestClusterLock(InCluster, one.TestRedisLock):
     pass
 
