@@ -339,7 +339,7 @@ class Inspector:
 
         Raises:
             PublishRefused: all of some thousand were refused for good, or the broker is away.
-            StepRefused: checkpoints of one are gone; nothing was sent.
+            StepRefused: checkpoints of each are gone; nothing was sent (of some: they are logged).
         """
         if uuids:
             found = list(self._app.store.backend.get_states(list(uuids)).values())

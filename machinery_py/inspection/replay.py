@@ -66,14 +66,29 @@ def replay(
         from_start: make the steps of the tasks again that have checkpoints.
 
     Raises:
-        StepRefused: checkpoints of one are gone; nothing was sent.
+        StepRefused: checkpoints of each are gone; nothing was sent.
     """
     if app.store.backend.features.checkpoints:
-        pairs = [_behind_steps(app, pair, from_start=from_start) for pair in pairs]
+        pairs = _all_behind_steps(app, pairs, from_start=from_start)
     sent: list[str] = []
     for start in range(0, len(pairs), 1000):
         sent += _replay_batch(app, pairs[start : start + 1000], () if start else mended)
     return sent
+
+
+def _all_behind_steps(app: Application, pairs: Sequence[Sent], *, from_start: bool) -> list[Sent]:
+    """Return those that can go on behind their checkpoints."""
+    found: list[Sent] = []
+    refused: StepRefused | None = None
+    for pair in pairs:
+        try:
+            found.append(_behind_steps(app, pair, from_start=from_start))
+        except StepRefused as error:
+            logger.error("%s", error, extra={"task_uuid": pair[0].uuid})
+            refused = error
+    if refused is not None and not found:
+        raise refused
+    return found
 
 
 def _behind_steps(app: Application, pair: Sent, *, from_start: bool) -> Sent:

@@ -502,6 +502,10 @@ class StepConformance(AppCase):
 
         with pytest.raises(StepRefused, match="0 of its 1 checkpoints are there.*from_start=True"):
             app.server.inspect.retry([result.uuid])
+        other = app.server.task("plain")(_broken).send()  # others are sent all the same
+        with pytest.raises(TaskFailed):
+            other.get(timeout=HANG)
+        assert app.server.inspect.retry([result.uuid, other.uuid]) == [other.uuid]
         assert app.server.inspect.retry([result.uuid], from_start=True) == [result.uuid]
 
         wait_until(lambda: len(app.calls) == 2, what="the step is made again")
@@ -536,6 +540,10 @@ def _again(lost: LostWorker, signature: Any) -> list[Delivery]:
     lost.lose()
     found = lost.claim_all()
     return [msgspec.structs.replace(one, body=encode_signature(signature)) for one in found]
+
+
+def _broken() -> None:
+    raise OSError("broken")
 
 
 def _keyed_once(app: App) -> None:
