@@ -83,9 +83,12 @@ OFFLINE: dict[type, set[str]] = {
         "set_pre_publish_handler",
         "task",
         "transaction",
+        "why",  # for results, which have twins of their own; so has `inspect.why`
         "worker_hint",  # for results, which ask in a thread
     },
-    Task: {"limit_also", "chunks", "map", "options", "partial", "signature", "starmap"},
+    Task: {
+        *("limit_also", "chunks", "map", "options", "partial", "rules_of", "signature", "starmap"),
+    },
     Chain: {"catch", "then"},
     Group: {"catch", "replace", "then"},
     Signature: {

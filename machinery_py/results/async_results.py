@@ -332,7 +332,7 @@ class Wait:
             reasons = self._waitable.why(ask=False).reasons
         except MachineryError:  # its store is away, or forgot it: the timeout is what is raised
             return ""
-        return "".join(f", {one.text}" for one in reasons[:2])
+        return f", {reasons[0].text}" if reasons else ""
 
 
 class PartialChain(Protocol):

@@ -269,7 +269,8 @@ class Context:
             StepLost: this run is not the task's any more.
             Unsupported: neither these stores nor such a task can have steps.
         """
-        return self._steps().call(name, function, args, kwargs)  # type: ignore[no-any-return]
+        value: T = self._steps().call(name, function, args, kwargs)
+        return value
 
     def step_async(
         self,

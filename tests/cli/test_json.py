@@ -53,7 +53,13 @@ CHANGING = {
     *("periodic pause", "periodic resume", "periodic run", "periodic change", "periodic remove"),
 }
 #: What follows the app.
-WORDS = {"result": "{failed}", "show": "{failed}", "flow": "{flow}", "dead show": "{letter}"}
+WORDS = {
+    "result": "{failed}",
+    "show": "{failed}",
+    "why": "{failed}",
+    "flow": "{flow}",
+    "dead show": "{letter}",
+}
 WORDS |= {"top": "--once --every 100ms", "events": "--since 1h --limit 1"}
 
 APP = """

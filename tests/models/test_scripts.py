@@ -104,6 +104,7 @@ def test_each_lua_file_is_a_script_or_included() -> None:
 #: Steps of large submissions: tests/stores/redis/test_steps.py compares them with SUBMIT.
 #: What is too large for one step: tests/stores/redis/test_bounds.py goes on with it.
 #: NEW: tests/stores/redis/test_new.py compares it with SUBMIT.
+#: KEEP: CheckpointConformance, which tries each verdict.
 #: Limits: tests/limits/test_rules.py holds them against the pure rules.
 WITHOUT_MODEL = {
     "broker": {
@@ -120,8 +121,8 @@ WITHOUT_MODEL = {
         ),
         *("PURGE", "REMOVE", "STATS", "TAKE_DEAD", "UNPARK", "WAITING", "WORKERS"),
     },
-    "backend": {"BOXES", "LOOSEN", "RECORDS", "RELEASE"},
-    "settlement": {"NEW"},
+    "backend": {"BOXES", "KEEP", "LOOSEN", "RECORDS", "RELEASE"},
+    "settlement": {"KEEP", "NEW"},
     "steps": {"CARRY", "COMMIT", "STAGE"},
     "limits": {"ENTER", "LEAVE", "READ", "RENEW"},
     "locks": {"ACQUIRE", "RELEASE", "RENEW"},
@@ -208,6 +209,7 @@ DISPOSALS = [
 RULES = [("rate", "", 5, 200_000, 0), ("running", "", 1, 0, 0)]
 SLOTS = [("task add", "running:", "task_1", "token")]
 
+KEPT = [raw(b"first"), raw(b"a value")]
 CALLS: dict[str, tuple[Any, ...]] = {
     "limits ENTER": (NOW, [("task add", "task_1", "token", 10_000_000, 0, RULES, 0)]),
     "limits RENEW": (NOW, 10_000_000, SLOTS),
@@ -256,6 +258,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "backend BOXES": (["mpy:o:{task_1}"],),
     "backend UNSENT": (NOW, 0, 10, 0),
     "backend CLEAR": ([("task_2", raw(b"out")), ("task_1", raw(b"out"))],),
+    "backend KEEP": ("task_1", "mark", FENCE, raw(b"mpy:kept:{task_1}"), 60, KEPT),
     "backend FIND": (["mpy:open", "mpy:done"], "", "", 0, 10, 10, ["PENDING"], '"add"'),
     "backend RATES": (NOW, START // 1_000_000, 60, "mpy:rate:"),
     "backend DELETE": ([("task_1", 60), ("task_2", 60)], "mpy:done"),
@@ -264,6 +267,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "backend FORGET_TASK": (["task_2", "task_1"], []),
     "backend FORGET_GROUP": ([], ["group_1"]),
     "backend TEND": (str(START + 4_000_000_000), 3600),
+    "settlement KEEP": ("s1", QUEUES[0][1], "1", raw(b"mpy:kept:{task_1}"), 60, KEPT),
     "settlement NEW": (NOW, 3600, "token", QUEUES[0], 1, 1),
     "settlement SUBMIT": (NOW, 3600, "token", LIMITS, QUEUES, FULL, *changes(riders=RIDERS)),
     "settlement SETTLE": (
@@ -520,6 +524,7 @@ NEEDS_ROOM = {
     "steps COMMIT",
     "steps STAGE",
     "settlement SUBMIT",
+    "settlement KEEP",
     "locks ACQUIRE",
     "backend AMEND",
     "settlement AMEND",

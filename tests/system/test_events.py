@@ -89,7 +89,7 @@ class TestEvents:
             server.app.publisher.close()
 
             assert [one.uuid for one in until(stream, lambda _: True)] == [last]
-            assert stream.missed >= TOPIC_LENGTH // 2
+            assert stream.missed > 0  # how many RabbitMQ had sent to it before, is its choice
 
 
 def _add(a: int, b: int) -> int:

@@ -295,7 +295,7 @@ class StepConformance(AppCase):
             return 1
 
         theirs: list[Execution] = []
-        lost.on_step = lose  # type: ignore[attr-defined]
+        lost.on_step = lose  # type: ignore[attr-defined]  # of this test alone
         result = flow.send()
         mine = lost.claim()
 
@@ -304,7 +304,7 @@ class StepConformance(AppCase):
         assert (state.state, state.error_type) == (State.FAILURE, "machinery_py.errors.StepLost")
         assert not idle.server.backend.checkpoints(result.uuid)
         assert idle.calls == []
-        lost.on_step = lambda: 2  # type: ignore[attr-defined]
+        lost.on_step = lambda: 2  # type: ignore[attr-defined]  # of this test alone
         assert lost.run(theirs[0]).state is State.FAILURE  # of its assertion: nothing is lost now
         assert len(idle.server.backend.checkpoints(result.uuid)) == 2
 
@@ -586,7 +586,7 @@ def _nothing() -> None:
     return None
 
 
-def _untyped():  # type: ignore[no-untyped-def]
+def _untyped():  # type: ignore[no-untyped-def]  # that is what is tried
     return [1, {"a": (2,)}]
 
 
