@@ -302,13 +302,13 @@ class RedisDriver:
         lost: type[MachineryError] | None = None,
     ) -> Any:
         """Run a script as `run`, with values that are packed."""
-        script, guards = self.adapted(script), self._guards
+        adapted, guards = self.adapted(script), self._guards
         arguments = (b"%d" % len(guards), *guards, argument, *more)
-        packet = command(b"EVALSHA", script.sha, *arguments)
+        packet = command(b"EVALSHA", adapted.sha, *arguments)
 
         def ask(link: RedisConnection) -> Any:
             link.send(packet)
-            return _read_script(link, script, arguments)
+            return _read_script(link, adapted, arguments)
 
         try:
             return self._attempt(ask, doing=script.doing, away=script.away, again=again, lost=lost)

@@ -6,9 +6,11 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
+from redis import ResponseError
 
 from machinery_py import Config, Server, State
 from machinery_py.backends.redis.backend import RedisBackend
@@ -16,8 +18,9 @@ from machinery_py.brokers.base import Message
 from machinery_py.brokers.redis.broker import RedisBroker
 from machinery_py.config.sections import RedisConfig
 from machinery_py.connections.redis.client import RedisDriver
-from machinery_py.connections.redis.cluster import ClusterDriver
+from machinery_py.connections.redis.cluster import ClusterDriver, is_refused_for_now
 from machinery_py.connections.redis.pool import PoolLimits
+from machinery_py.connections.redis.tags import GUARD
 from machinery_py.errors import (
     BackendUnavailable,
     BrokerUnavailable,
@@ -26,13 +29,14 @@ from machinery_py.errors import (
     PublishUnknown,
     StoreUnusable,
 )
+from machinery_py.locks.redis import RedisLock
 from machinery_py.stores.redis import RedisStore
 from machinery_py.tasks.signature import Signature
 from machinery_py.testing.conformance.fencing import body_of, submit
 from machinery_py.testing.conformance.leases import put
 from machinery_py.testing.waiting import HANG, together, wait_until
+from tests.support.servers import HOST, RedisServer, ReplyError
 from tests.support.servers import RedisCluster as ClusterServers
-from tests.support.servers import RedisServer, ReplyError
 
 GOOD = {"appendonly": "yes", "maxmemory-policy": "noeviction"}
 AS_IT_WAS = {"appendonly": "no", "maxmemory-policy": "noeviction"}
@@ -71,6 +75,21 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def message(body: bytes, queue: str = "q") -> Message:
     return Message(uuid="", name="", queue=queue, body=body)
+
+
+@contextmanager
+def moving(cluster: ClusterServers) -> Iterator[tuple[RedisServer, RedisServer]]:
+    """Let the slot of the tag begin to move; yield its source and its target."""
+    source = cluster.node_of(TAG)
+    target = next(node for node in cluster.masters if node is not source)
+    slot = int(str(source.cli("CLUSTER", "KEYSLOT", TAG)))
+    target.cli("CLUSTER", "SETSLOT", slot, "IMPORTING", str(source.cli("CLUSTER", "MYID")))
+    source.cli("CLUSTER", "SETSLOT", slot, "MIGRATING", str(target.cli("CLUSTER", "MYID")))
+    try:
+        yield source, target
+    finally:
+        for node in (source, target):
+            node.cli("CLUSTER", "SETSLOT", slot, "STABLE")
 
 
 # The tag
@@ -135,6 +154,64 @@ def test_key_that_holds_something_else_is_named(empty_cluster: ClusterServers) -
     driver.close()
 
 
+SPOILT: dict[str, tuple[str, Callable[[RedisDriver], object]]] = {
+    "waiting": ("q", lambda driver: RedisBroker(driver).waiting("q")),
+    "pending": ("q", lambda driver: RedisBroker(driver).pending("q", 9)),
+    "acquire": ("mpy:lock:{q}", lambda driver: RedisLock(driver).acquire("q", ttl=5.0)),
+    "records": ("mpy:records", lambda driver: RedisBackend(driver).records()),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_spoilt_key_is_told_as_one_redis_would(
+    empty_cluster: ClusterServers, empty_redis: RedisServer, name: str
+) -> None:
+    key, call = SPOILT[name]
+    owner = empty_cluster.node_of(TAG)
+    told: list[tuple[object, str]] = []
+    for node, prefix, driver in (
+        (empty_redis, "", RedisDriver(empty_redis.url)),
+        (owner, TAG, ClusterDriver(empty_cluster.url)),
+    ):
+        node.cli("RPUSH" if name == "acquire" else "SET", prefix + key, "a text")
+        with pytest.raises(MachineryError) as caught:
+            call(driver)
+        text = str(caught.value).replace(f":{node.port}", "")
+        told.append((caught.type, text))
+        assert node.cli("KEYS", "*") == [prefix + key]
+        driver.close()
+
+    assert told[0] == told[1]
+
+
+def test_the_guard_is_no_name_that_a_program_may_choose() -> None:
+    with pytest.raises(ConfigError, match="queue"):
+        Config(default_queue=GUARD.decode())
+
+
+def test_queue_named_by_a_digit_stands_still_with_its_slot(empty_cluster: ClusterServers) -> None:
+    driver = ClusterDriver(empty_cluster.url, timeout=0.3)
+    broker = RedisBroker(driver)
+    broker.put([message(b"1", "0")], token="first")
+    with moving(empty_cluster) as (source, target):
+        others = [key for key in source.cli("KEYS", f"{TAG}*") if key != f"{TAG}0"]  # type: ignore[union-attr]
+        source.cli("MIGRATE", HOST, target.port, "", 0, 5000, "KEYS", *others)
+
+        with pytest.raises(BrokerUnavailable, match="is on its way|has moved"):
+            broker.put([message(b"2", "0")], token="second")
+        assert source.cli("LRANGE", f"{TAG}0", 0, -1) == ["1"]
+    driver.close()
+
+
+def test_script_that_was_stopped_halfway_is_no_fault_of_the_program() -> None:
+    error = ResponseError("Script attempted to access a non local key in a cluster node script: 1")
+    driver = ClusterDriver(AWAY)
+
+    assert is_refused_for_now(error)
+    with pytest.raises(BrokerUnavailable, match="non local key"):
+        driver.fail(error, doing="publishing", away=BrokerUnavailable)
+
+
 # Nodes that refuse, or are away
 
 
@@ -142,13 +219,7 @@ def test_a_slot_that_is_on_its_way_stands_still(empty_cluster: ClusterServers) -
     driver = ClusterDriver(empty_cluster.url, timeout=0.3)
     broker = RedisBroker(driver)
     submit(RedisStore(broker, RedisBackend(driver)), "a")
-    source = empty_cluster.node_of(TAG)
-    target = next(node for node in empty_cluster.masters if node is not source)
-    slot = int(str(source.cli("CLUSTER", "KEYSLOT", TAG)))
-    target.cli("CLUSTER", "SETSLOT", slot, "IMPORTING", str(source.cli("CLUSTER", "MYID")))
-    source.cli("CLUSTER", "SETSLOT", slot, "MIGRATING", str(target.cli("CLUSTER", "MYID")))
-
-    try:
+    with moving(empty_cluster) as (source, _):
         with pytest.raises(BrokerUnavailable, match="is on its way|has moved"):
             broker.put([message(b"x")], token="t")
         assert (source.cli("LLEN", f"{TAG}q"), source.cli("KEYS", f"{TAG}mpy:p:t")) == (1, [])
@@ -157,9 +228,6 @@ def test_a_slot_that_is_on_its_way_stands_still(empty_cluster: ClusterServers) -
         with pytest.raises(ReplyError, match="non local key"):
             source.cli("EVAL", half, 1, f"{TAG}q")
         assert source.cli("RPOP", f"{TAG}q") == "half"
-    finally:
-        for node in (source, target):
-            node.cli("CLUSTER", "SETSLOT", slot, "STABLE")
 
     assert broker.put([message(b"x")], token="t")
     assert [one.body for one in broker.pending("q", 9)] == [body_of("a"), b"x"]
