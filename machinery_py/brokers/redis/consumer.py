@@ -455,7 +455,8 @@ class RedisConsumer(Consumer):
         # The last worker may have died of it. Noted in Redis, the run counts wherever this one
         # dies.
         try:
-            self._driver.run(scripts.BEGIN, file.key, self.keys[index][1], number)
+            prefix = self.keys[index][1]
+            self._driver.run(scripts.BEGIN, file.key, prefix, number, patient=False)
         except MachineryError:
             return  # if it kills this worker now, the next death counts
 
@@ -493,15 +494,15 @@ class RedisConsumer(Consumer):
             return
         self._closed = True
         self.wake()
-        self._give_up(scripts.CLOSED)
+        self._give_up(scripts.CLOSED, patient=False)
         link, self._link = self._link, None
         if link is not None and not self._asleep:
             link.close()
 
-    def _give_up(self, tombstone: int) -> None:
+    def _give_up(self, tombstone: int, *, patient: bool = True) -> None:
         """Leave the registries; what is still held goes back."""
         no_strikes = [()] * len(self.keys)
-        give_up(self._driver, self.session, self.keys, "", no_strikes, tombstone)
+        give_up(self._driver, self.session, self.keys, "", no_strikes, tombstone, patient=patient)
         self._file.end()
 
 
@@ -531,6 +532,8 @@ def give_up(
     beat: str,
     strikes: Sequence[Sequence[str]] | bool,
     tombstone: int,
+    *,
+    patient: bool = True,
 ) -> bool:
     """Condemn a session, and give back what it held, as condemn.lua says.
 
@@ -538,10 +541,11 @@ def give_up(
     leaves is given back by the next looks at its tombstone.
     """
     values = (driver.now(), session, keys, beat, strikes, tombstone)
-    held, to_wake, *more = driver.run(scripts.CONDEMN, *values)
+    held, to_wake, *more = driver.run(scripts.CONDEMN, *values, patient=patient)
     driver.unblock(to_wake)
     while more:
-        given, left, to_wake = driver.run(scripts.GIVE_BACK, driver.now(), session, keys)
+        now = driver.now()
+        given, left, to_wake = driver.run(scripts.GIVE_BACK, now, session, keys, patient=patient)
         driver.unblock(to_wake)
         if not given or not left:
             break

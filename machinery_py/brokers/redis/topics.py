@@ -10,6 +10,7 @@ packet, says how old the records are.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ class RedisSubscription(KeptSubscription):
         self._link: RedisConnection | None = None
         self._asleep = b""  # the number of the connection while it blocks
         self._reading = ForkLock()
+        self._failing_since = math.inf  # monotonic second of the first look that did
         self._after = b"0-0"
         self._next = 1
         if last := self._ask_once(*self._last()):
@@ -68,7 +70,11 @@ class RedisSubscription(KeptSubscription):
                 self._drop_link()
                 if isinstance(error, MachineryError):
                     raise
+                self._failing_since = min(self._failing_since, time.monotonic())
+                if self._driver.waits(error, self._failing_since):
+                    return []
                 self._driver.fail(error, doing=DOING, away=BrokerUnavailable)
+        self._failing_since = math.inf
         return (
             [(id, _number(id), _body(pairs, now)) for id, pairs in streams[0][1]] if streams else []
         )

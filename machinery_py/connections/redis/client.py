@@ -63,6 +63,7 @@ logger = get_logger(__name__)
 
 TIMEOUT = 5.0  # seconds for a reply, and for a connection
 OLDEST = (6, 2)  # LPOP with a count, BLMOVE, ZMSCORE
+HASTE = 0.2  # seconds in which a call is repeated that may as well fail
 SKEW = 5.0  # seconds between this clock and the server's that are worth a warning
 WAKE_TRIES = 20  # a wake may come before the sleep it is to end
 FRESH = 0.01  # seconds; a connection that was used since then is not looked at before its next use
@@ -283,6 +284,7 @@ class RedisDriver:
         more: Sequence[bytes] = (),
         again: bool = True,
         lost: type[MachineryError] | None = None,
+        patient: bool = True,
     ) -> Any:
         """Run a script with these values.
 
@@ -291,8 +293,11 @@ class RedisDriver:
             again: it may be carried out twice, so it is repeated once if the connection is lost.
             lost: raised when it may have been carried out; `script.away`, if not given, which is
                 raised when nothing was written.
+            patient: in a cluster it is repeated until the timeout while its slot has no master.
         """
-        return self.run_packed(script, pack(values), more=more, again=again, lost=lost)
+        return self.run_packed(
+            script, pack(values), more=more, again=again, lost=lost, patient=patient
+        )
 
     def run_packed(
         self,
@@ -302,23 +307,27 @@ class RedisDriver:
         more: Sequence[bytes] = (),
         again: bool = True,
         lost: type[MachineryError] | None = None,
+        patient: bool = True,
     ) -> Any:
         """Run a script as `run`, with values that are packed."""
-        script, guards = self.adapted(script), self._guards
+        adapted, guards = self.adapted(script), self._guards
         arguments = (b"%d" % len(guards), *guards, argument, *more)
-        packet = command(b"EVALSHA", script.sha, *arguments)
+        packet = command(b"EVALSHA", adapted.sha, *arguments)
 
         def ask(link: RedisConnection) -> Any:
             link.send(packet)
-            return _read_script(link, script, arguments)
+            return _read_script(link, adapted, arguments)
 
+        doing, away = script.doing, script.away
         try:
-            return self._attempt(ask, doing=script.doing, away=script.away, again=again, lost=lost)
+            return self._attempt(
+                ask, doing=doing, away=away, again=again, lost=lost, patient=patient
+            )
         except NameRefused as error:
             named = naming(script)
             if error.name or not again or named == script:
                 raise
-        return self.run_packed(named, argument, more=more, again=False)
+        return self.run_packed(named, argument, more=more, again=False, patient=patient)
 
     def adapted(self, script: Script) -> Script:
         """Return the script with the names of its keys as the server has them."""
@@ -330,12 +339,18 @@ class RedisDriver:
         return companion_key(uuid)
 
     def ask(
-        self, *parts: bytes, doing: str, away: type[MachineryError] = BackendUnavailable
+        self,
+        *parts: bytes,
+        doing: str,
+        away: type[MachineryError] = BackendUnavailable,
+        patient: bool = True,
     ) -> Any:
         """Send a command that may be carried out twice."""
         try:
             packet = self.command(*parts)
-            return self._attempt(lambda link: link.exchange(packet), doing=doing, away=away)
+            return self._attempt(
+                lambda link: link.exchange(packet), doing=doing, away=away, patient=patient
+            )
         except NameRefused as error:
             if error.name or len(parts) < 2:
                 raise
@@ -353,6 +368,7 @@ class RedisDriver:
         away: type[MachineryError],
         again: bool = True,
         lost: type[MachineryError] | None = None,
+        patient: bool = True,
     ) -> Any:
         unknown = False
         begin = time.monotonic()
@@ -373,19 +389,24 @@ class RedisDriver:
                 if unknown and not last and time.monotonic() - begin < self._timeout / 2:
                     last = True
                     continue
-                if (again or not unknown) and self._tries_again(error, begin):
+                until = begin + (self._timeout if patient else min(HASTE, self._timeout))
+                if (again or not unknown) and self._tries_again(error, until):
                     continue
                 self.fail(error, doing=doing, away=(lost or away) if unknown else away)
             self._give(link)
             return reply
 
-    def _tries_again(self, error: Exception, since: float) -> bool:
-        """Return, after a pause, whether a call that began then is repeated: it will pass."""
+    def _tries_again(self, error: Exception, until: float) -> bool:
+        """Return, after a pause, whether a call is repeated that has time until then."""
         return False
 
     def waits(self, error: Exception, since: float) -> bool:
         """Return, after a pause, whether what is refused since then will pass."""
         return False
+
+    def passes(self, error: Exception) -> bool:
+        """Whether a refusal is of a moment, or of this server: nothing is wrong with the call."""
+        return kind_of(str(error)) in TRANSIENT
 
     def after(self, error: Exception, link: RedisConnection | None) -> bool:
         """Put the connection away; whether the command may have been carried out."""
@@ -393,7 +414,8 @@ class RedisDriver:
 
         is_reply = isinstance(error, redis.ResponseError)
         kind = kind_of(str(error))
-        if is_reply and link is not None and kind not in (*TRANSIENT, ErrorKind.FATAL):
+        is_final = kind is not ErrorKind.FATAL and not self.passes(error)
+        if is_reply and link is not None and is_final:
             if "Protocol error" in str(error):  # behind which the server closes the connection
                 link.close()
             else:
@@ -401,7 +423,7 @@ class RedisDriver:
             return False
         if link is not None:
             link.close()
-            # Idle ones may be dead as well: the server was restarted, or went away.
+            # Idle ones lead there as well: the server was restarted, went away, or is the old one.
             stale, self._idle = self._idle, []
             for one in stale:
                 one.close()
@@ -461,7 +483,7 @@ class RedisDriver:
             if not number:
                 return
             try:
-                if self.ask(b"CLIENT", b"UNBLOCK", number, doing=doing):
+                if self.ask(b"CLIENT", b"UNBLOCK", number, doing=doing, patient=False):
                     return
             except MachineryError:
                 return  # then it wakes by itself
@@ -480,13 +502,13 @@ class RedisDriver:
 
         if clients:
             with contextlib.suppress(MachineryError):
-                self._attempt(ask, doing="waking a worker", away=BackendUnavailable)
+                self._attempt(ask, doing="waking a worker", away=BackendUnavailable, patient=False)
 
     def end_block(self, link: RedisConnection) -> None:
         """Wake a connection of this thread, as far as that is possible."""
         if link.number:
             with contextlib.suppress(MachineryError):
-                self.ask(b"CLIENT", b"UNBLOCK", link.number, doing="waking a worker")
+                self.ask(b"CLIENT", b"UNBLOCK", link.number, doing="waking a worker", patient=False)
 
     def close(self) -> None:
         """Close what is idle. May be called twice; the next use opens anew."""

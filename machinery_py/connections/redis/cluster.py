@@ -30,7 +30,7 @@ from machinery_py.connections.redis.discovery import (
 )
 from machinery_py.connections.redis.errors import ErrorKind, kind_of
 from machinery_py.connections.redis.keys import companion_key
-from machinery_py.connections.redis.pool import NO_LIMITS, PoolLimits
+from machinery_py.connections.redis.pool import NO_LIMITS, PoolLimits, too_many_connections
 from machinery_py.connections.redis.scripts import Script
 from machinery_py.connections.redis.tags import (
     DEFAULT,
@@ -64,10 +64,12 @@ class ClusterServers(Servers):
         (self._url,) = self._parsed.values()
         self.tag = f"{{{self._url.tag or DEFAULT}}}"
         self._slot = slot_of(self.tag.encode())
-        self._nodes = self._url.hosts  # those that may be asked; who answered last comes first
+        self._nodes = self._url.hosts  # those that may be asked, in this order
         self._owner: Address | None = None
+        self._teller: Address | None = None  # who has told that
+        self._named: Address | None = None  # the owner in the last MOVED
         self._is_doubtful = True  # whether the nodes are asked before the next connection
-        self._failure: Exception | str = ""
+        self._failure = ""
         self._looked_at = -math.inf
         self._looking = ForkLock()
 
@@ -79,18 +81,36 @@ class ClusterServers(Servers):
 
     def look(self) -> None:
         owner = self._owner
-        if self._address and owner is not None and owner != self._address:
-            self.number += 1
-            logger.warning(
-                "the keys %s… are at another master of the cluster: %s:%d, before %s",
-                self.tag,
-                *owner,
-                self.place,
-            )
-            self._address = owner
+        with self._changing:
+            if self._address and owner is not None and owner != self._address:
+                self.number += 1
+                logger.warning(
+                    "the keys %s… are at another master of the cluster: %s:%d, before %s",
+                    self.tag,
+                    *owner,
+                    self.place,
+                )
+                self._address = owner
 
-    def find(self) -> None:
+    def doubt(self, error: BaseException) -> None:
+        """Ask the nodes before the next connection, because of what the owner said, or did not say.
+
+        The node that MOVED names is asked first, and who named the old owner last: it may be cut
+        off from the others, and would name it for ever.
+        """
+        named = _named_by(error)
+        if named is not None and named == self._owner:
+            return  # the error is of an older connection
+        self._named = named or self._named
+        if teller := self._teller:
+            self._nodes = (*(one for one in self._nodes if one != teller), teller)
+        self._is_doubtful = True
+
+    def find(self, patience: float = math.inf) -> None:
         """Ask one node after the other who has the slot, not more often than every LOOK_PAUSE.
+
+        Args:
+            patience: seconds, about, until the next node is left for another time.
 
         Raises:
             StoreUnusable: a password, user or certificate is wrong, or this is no cluster.
@@ -98,11 +118,13 @@ class ClusterServers(Servers):
         """
         with self._looking:
             if time.monotonic() - self._looked_at >= LOOK_PAUSE:
+                self._is_doubtful = False  # another thread may doubt meanwhile
                 try:
-                    self._failure = self._find()
+                    self._failure = "it was not asked to the end"
+                    self._failure = self._find(min(patience, self.timeout))
                 finally:
                     self._looked_at = time.monotonic()
-                self._is_doubtful = bool(self._failure)
+                    self._is_doubtful = self._is_doubtful or bool(self._failure)
             failure = self._failure  # of another thread, perhaps, a moment ago
         if failure:
             import redis
@@ -112,39 +134,63 @@ class ClusterServers(Servers):
                 f"{failure}"
             )
 
-    def _find(self) -> Exception | str:
+    def _find(self, patience: float) -> str:
         """Return why nothing was learned."""
-        failure: Exception | str = ""
-        nodes = dict.fromkeys((*self._nodes, *self._url.hosts))
-        for node in nodes:
+        deadline = time.monotonic() + patience
+        named, self._named = self._named, None
+        first = () if named is None else (named,)
+        nodes = tuple(dict.fromkeys((*first, *self._nodes, *self._url.hosts)))
+        fault: Exception | None = None
+        for asked, node in enumerate(nodes, 1):
             try:
-                ranges = self._slots_of(node, max(SHORTEST, self.timeout / len(nodes)))
-            except StoreUnusable:
-                raise
-            except Exception as error:  # redis-py's
-                if fatal(error):
-                    raise
-                if "cluster support disabled" in str(error):
-                    raise StoreUnusable(
-                        "Redis at {}:{} is no node of a cluster (expected redis://host/0, one "
-                        "host, without redis.cluster_mode)".format(*node)
-                    ) from error
+                ranges = self._slots_of(node, max(SHORTEST, patience / len(nodes)))
+            except Exception as error:  # redis-py's, or ours
                 failure = said_by(error)
-                continue
-            known = {node: None}
-            for first, last, *members in ranges:
-                # A node that does not know its own name is the one that was asked.
-                found = [((one[0] or b"").decode() or node[0], int(one[1])) for one in members]
-                known.update(dict.fromkeys(found))
-                if first <= self._slot <= last:
-                    self._owner, failure = found[0], ""
-                    break
+                fault = fault or self._fault_of(node, error)
             else:
+                members, owner = self._read(ranges, node)
+                if owner is not None:
+                    self._owner, self._teller = owner, node
+                    known = {*members, *self._url.hosts}
+                    order = dict.fromkeys((*nodes[asked - 1 :], *nodes[: asked - 1], *members))
+                    self._nodes = tuple(one for one in order if one in known)
+                    return ""
                 failure = f"CLUSTERDOWN no node has slot {self._slot}"
-                continue
-            self._nodes = tuple(dict.fromkeys((*known, *nodes)))
-            return ""
+            if time.monotonic() > deadline:
+                break
+        else:
+            if fault is not None:
+                raise fault
+        self._nodes = (*nodes[asked:], *nodes[:asked])
         return failure
+
+    def _read(self, ranges: list[Any], asked: Address) -> tuple[list[Address], Address | None]:
+        """Return the nodes in the reply to CLUSTER SLOTS, and the master that has our slot."""
+        nodes: list[Address] = []
+        owner: Address | None = None
+        for first, last, *members in ranges:
+            found = [_address_of(member, asked) for member in members]
+            nodes += found
+            if first <= self._slot <= last:
+                owner = found[0]
+        return nodes, owner
+
+    def _fault_of(self, node: Address, error: Exception) -> Exception | None:
+        """Return what somebody must change, if nothing else helps.
+
+        Only at the nodes of the URL: the address of one that was learned may be another program's
+        by now.
+        """
+        if node not in self._url.hosts:
+            return None
+        if "cluster support disabled" in str(error):
+            fault = StoreUnusable(
+                "Redis at {}:{} is no node of a cluster (expected redis://host/0, one "
+                "host, without redis.cluster_mode)".format(*node)
+            )
+            fault.__cause__ = error
+            return fault
+        return error if isinstance(error, StoreUnusable) or fatal(error) else None
 
     def _slots_of(self, node: Address, patience: float) -> list[Any]:
         connection = connected(self._connection(self._url, node, patience))
@@ -157,22 +203,20 @@ class ClusterServers(Servers):
     def _reach(self, url: RedisUrl, patience: float) -> tuple[Address, Any]:
         owner = self._owner
         if owner is None or self._is_doubtful:
-            self.find()
+            self.find(patience)
             owner = self._owner
             assert owner is not None, "find raises if no node knows"
         try:
             connection = connected(self._connection(url, owner, patience))
             must_be_master(connection, owner)
-        except BaseException:
-            self._is_doubtful = True
+        except BaseException as error:
+            self.doubt(error)
             raise
         return owner, connection
 
 
 class ClusterDriver(RedisDriver):
     """A driver whose keys all have the tag of the URL."""
-
-    servers: ClusterServers
 
     def __init__(
         self,
@@ -196,11 +240,12 @@ class ClusterDriver(RedisDriver):
         super().__init__(
             clock=clock, timeout=timeout, servers=servers, strict=strict, limits=limits
         )
+        self._cluster = servers
         self._tag = servers.tag.encode()
         self._guards = (self._tag + GUARD,)
 
     def adapted(self, script: Script) -> Script:
-        return tagged_script(super().adapted(script), self.servers.tag)
+        return tagged_script(super().adapted(script), self._cluster.tag)
 
     def command(self, *parts: bytes) -> bytes:
         return command(*tagged_command(self._tag, parts))
@@ -208,21 +253,25 @@ class ClusterDriver(RedisDriver):
     def channel(self, uuid: str) -> bytes:
         return self._tag + companion_key(uuid)
 
+    def passes(self, error: Exception) -> bool:
+        return super().passes(error) or is_refused_for_now(error)
+
     def waits(self, error: Exception, since: float) -> bool:
-        return is_refused_for_now(error) and self._looks_again(since)
+        return is_refused_for_now(error) and self._looks_again(error, since + self._timeout)
 
-    def _tries_again(self, error: Exception, since: float) -> bool:
-        passes = is_refused_for_now(error) or isinstance(error, _connection_errors())
-        return passes and not fatal(error) and self._looks_again(since)
+    def _tries_again(self, error: Exception, until: float) -> bool:
+        return _is_worth_a_repeat(error) and self._looks_again(error, until)
 
-    def _looks_again(self, since: float) -> bool:
+    def _looks_again(self, error: Exception, until: float) -> bool:
         """Ask who has the slot; return whether there is time for another attempt."""
-        is_over = time.monotonic() - since > self._timeout
+        self._cluster.doubt(error)
+        left = until - time.monotonic()
+        is_over = left < 0
         if not is_over:
             time.sleep(PAUSE)
         try:
             # The last time, too: the next call must not go to a master that hangs.
-            self.servers.find()
+            self._cluster.find(max(left, SHORTEST))
         except MachineryError:
             raise
         except Exception as error:  # redis-py's: no node answers; the next attempt says so
@@ -230,6 +279,8 @@ class ClusterDriver(RedisDriver):
         return not is_over
 
     def fail(self, error: Exception, *, doing: str, away: type[MachineryError]) -> NoReturn:
+        if _is_worth_a_repeat(error):
+            self._cluster.doubt(error)
         if is_refused_for_now(error):
             import redis
 
@@ -248,12 +299,48 @@ def is_refused_for_now(error: Exception) -> bool:
     text = str(error)
     return isinstance(error, redis.ResponseError | redis.ConnectionError) and (
         kind_of(text) in (ErrorKind.ROLE, ErrorKind.SLOT)
-        or text.startswith(("ASK ", "TRYAGAIN "))
-        or "MOVED " in text
+        or text.startswith("TRYAGAIN ")
+        or _REDIRECTION.search(text) is not None
     )
 
 
-_REDIRECTION = re.compile(r"(ASK|MOVED) (\d+) (\S+)")
+def _is_worth_a_repeat(error: Exception) -> bool:
+    """Whether another node may do it, or the same one later."""
+    if isinstance(error, too_many_connections()) or fatal(error):
+        return False
+    return is_refused_for_now(error) or isinstance(error, _connection_errors())
+
+
+def _named_by(error: BaseException) -> Address | None:
+    """Return the master that MOVED names."""
+    from redis.exceptions import MovedError
+
+    if isinstance(error, MovedError):
+        host, port = error.host, int(error.port)
+    elif (found := _REDIRECTION.search(str(error))) and found["kind"] == "MOVED":
+        host, _, digits = found["node"].rpartition(":")
+        port = int(digits)
+    else:
+        return None
+    return (host, port) if host not in _NAMELESS else None
+
+
+_NAMELESS = ("", "?")  # in place of a host: the node does not know, or was told not to say
+
+
+def _address_of(member: list[Any], asked: Address) -> Address:
+    """Return the address of a node in the reply to CLUSTER SLOTS."""
+    host = (member[0] or b"").decode()
+    if host in _NAMELESS and len(member) > 3:
+        # cluster-preferred-endpoint-type hostname, and this one announces none.
+        more = dict(zip(member[3][::2], member[3][1::2], strict=False))
+        host = more.get(b"ip", b"").decode()
+    # A node that does not know its own name is the one that was asked.
+    return (asked[0] if host in _NAMELESS else host), int(member[1])
+
+
+# At the beginning, or in what a script says that was refused.
+_REDIRECTION = re.compile(r"(?:\A|[ :]-?)(?P<kind>ASK|MOVED) (?P<slot>\d+) (?P<node>\S*:\d+)")
 
 
 def described(error: Exception) -> str:
@@ -263,7 +350,7 @@ def described(error: Exception) -> str:
     if isinstance(error, AskError):
         word = "has moved" if isinstance(error, MovedError) else "is on its way"
         return f"slot {error.slot_id} {word} to {error.host}:{error.port}"
-    if redirection := _REDIRECTION.fullmatch(str(error)):  # redis-py 5
+    if redirection := _REDIRECTION.match(str(error)):  # redis-py 5
         kind, slot, node = redirection.groups()
         return f"slot {slot} {'has moved' if kind == 'MOVED' else 'is on its way'} to {node}"
     return str(error) or type(error).__name__

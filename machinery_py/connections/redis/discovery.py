@@ -25,6 +25,7 @@ from machinery_py.config.server_urls import RedisUrl, parse_redis_url
 from machinery_py.config.urls import redact
 from machinery_py.connections import descriptors
 from machinery_py.connections.failover import Strategy, following, round_robin
+from machinery_py.connections.forks import ForkLock
 from machinery_py.connections.plain_words import plain
 from machinery_py.connections.redis.errors import ErrorKind, kind_of
 from machinery_py.errors import MachineryError, StoreUnusable
@@ -71,6 +72,7 @@ class Servers:
         self._strategy = strategy
         self._current = self.urls[0]
         self._address: tuple[str, int] | str = ""  # of the last connection
+        self._changing = ForkLock()  # the number and the address that it stands for
         self._look_at = 0.0
         # For each URL; the one that answered last comes first.
         self._sentinels: dict[str, list[tuple[str, int]]] = {}
@@ -121,9 +123,9 @@ class Servers:
                 raise redis.ConnectionError(
                     f"none of {len(self.urls)} servers can be used: {'; '.join(failures)}"
                 ) from error
-            self._moved(current, address)
+            number = self._moved(current, address)
             set_timeout(connection, timeout)
-            return connection, self.number
+            return connection, number
 
     def refused(self, text: str) -> None:
         """Begin the next connection with another server if this error says that it helps."""
@@ -148,12 +150,13 @@ class Servers:
             self._look_at = time.monotonic() + LOOK_PAUSE
             logger.debug("sentinels cannot be asked: %s", error)
             return
-        if address != self._address:
-            self.number += 1
-            logger.warning(
-                "the sentinels name another master: %s:%d, before %s", *address, self.place
-            )
-            self._address = address
+        with self._changing:
+            if address != self._address:
+                self.number += 1
+                logger.warning(
+                    "the sentinels name another master: %s:%d, before %s", *address, self.place
+                )
+                self._address = address
 
     # One round
 
@@ -178,14 +181,17 @@ class Servers:
             then,
         )
 
-    def _moved(self, url: str, address: tuple[str, int] | str) -> None:
-        if address != self._address:
-            if self._address:
-                self.number += 1
-                logger.warning("connected to another Redis server, before %s", self.place)
-            self._address = address
-        self._current = url
-        self.attempts = 0
+    def _moved(self, url: str, address: tuple[str, int] | str) -> int:
+        """Note where a connection leads to; return the number of that server."""
+        with self._changing:
+            if address != self._address:
+                if self._address:
+                    self.number += 1
+                    logger.warning("connected to another Redis server, before %s", self.place)
+                self._address = address
+            self._current = url
+            self.attempts = 0
+            return self.number
 
     # One server
 

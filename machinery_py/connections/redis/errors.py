@@ -45,7 +45,7 @@ _WORDS: tuple[tuple[ErrorKind, tuple[str, ...]], ...] = (
         "READONLY", "You can't write against a read only", "LOADING", "Redis is loading",
         "MASTERDOWN", "Link with MASTER",
     )),
-    (ErrorKind.SLOT, ("CLUSTERDOWN", "UNBLOCKED")),
+    (ErrorKind.SLOT, ("CLUSTERDOWN", "UNBLOCKED", "access a non local key")),
     (ErrorKind.AWAY, ("TRYAGAIN", "BUSY ", "Redis is busy", "NOREPLICAS", "max number of clients")),
     (ErrorKind.NEVER, (
         "one of the keys", "permissions to access a key", "invalid bulk length",

@@ -6,6 +6,7 @@ each thread that waits for results.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import time
@@ -43,6 +44,14 @@ class PoolLimits:
 NO_LIMITS = PoolLimits()
 
 
+@functools.cache
+def too_many_connections() -> type[Exception]:
+    """Return the class of the error that says so: no server was asked, and none can help."""
+    import redis
+
+    return type("TooManyConnections", (redis.ConnectionError,), {})
+
+
 class Quota:
     """Counts the connections of one process, and makes who wants one too many wait, or fail."""
 
@@ -59,7 +68,7 @@ class Quota:
             spare: finds such a connection, or closes one that leads elsewhere.
 
         Raises:
-            redis.ConnectionError: there are too many.
+            redis.ConnectionError: there are too many; its class is `too_many_connections()`.
         """
         if not self._most:
             return None
@@ -78,12 +87,10 @@ class Quota:
         return None
 
     def _refuse(self) -> None:
-        import redis
-
         hint = "raise it, or set redis.wait"
         if self._wait:
             hint = f"none came back in time, raise it above {self._most}"
-        raise redis.ConnectionError(
+        raise too_many_connections()(
             f"redis.max_active: {self._most} connections are in use ({hint})"
         )
 

@@ -18,7 +18,7 @@ from machinery_py.connections.redis.scripts import Folder, Script
 
 SLOTS = 16_384
 DEFAULT = "machinery"
-GUARD = b"0"  # behind the tag; no key of ours is called so
+GUARD = b"mpy:guard"  # behind the tag; no queue, task or lock may be called so
 
 # Which words of a command are keys, or channels.
 _NONE = frozenset(b"CLIENT CONFIG INFO PING TIME".split())

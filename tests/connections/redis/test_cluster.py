@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import itertools
 import logging
+import socketserver
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Self
 
 import pytest
+from redis import ResponseError
+from redis.exceptions import MovedError
 
 from machinery_py import Config, Server, State
 from machinery_py.backends.redis.backend import RedisBackend
 from machinery_py.brokers.base import Message
 from machinery_py.brokers.redis.broker import RedisBroker
 from machinery_py.config.sections import RedisConfig
+from machinery_py.connections.redis import discovery
 from machinery_py.connections.redis.client import RedisDriver
-from machinery_py.connections.redis.cluster import ClusterDriver
+from machinery_py.connections.redis.cluster import ClusterDriver, is_refused_for_now
+from machinery_py.connections.redis.discovery import set_timeout
 from machinery_py.connections.redis.pool import PoolLimits
+from machinery_py.connections.redis.tags import GUARD
 from machinery_py.errors import (
     BackendUnavailable,
     BrokerUnavailable,
@@ -26,13 +34,14 @@ from machinery_py.errors import (
     PublishUnknown,
     StoreUnusable,
 )
+from machinery_py.locks.redis import RedisLock
 from machinery_py.stores.redis import RedisStore
 from machinery_py.tasks.signature import Signature
 from machinery_py.testing.conformance.fencing import body_of, submit
 from machinery_py.testing.conformance.leases import put
 from machinery_py.testing.waiting import HANG, together, wait_until
+from tests.support.servers import HOST, RedisServer, ReplyError
 from tests.support.servers import RedisCluster as ClusterServers
-from tests.support.servers import RedisServer, ReplyError
 
 GOOD = {"appendonly": "yes", "maxmemory-policy": "noeviction"}
 AS_IT_WAS = {"appendonly": "no", "maxmemory-policy": "noeviction"}
@@ -71,6 +80,21 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def message(body: bytes, queue: str = "q") -> Message:
     return Message(uuid="", name="", queue=queue, body=body)
+
+
+@contextmanager
+def moving(cluster: ClusterServers) -> Iterator[tuple[RedisServer, RedisServer]]:
+    """Let the slot of the tag begin to move; yield its source and its target."""
+    source = cluster.node_of(TAG)
+    target = next(node for node in cluster.masters if node is not source)
+    slot = int(str(source.cli("CLUSTER", "KEYSLOT", TAG)))
+    target.cli("CLUSTER", "SETSLOT", slot, "IMPORTING", str(source.cli("CLUSTER", "MYID")))
+    source.cli("CLUSTER", "SETSLOT", slot, "MIGRATING", str(target.cli("CLUSTER", "MYID")))
+    try:
+        yield source, target
+    finally:
+        for node in (source, target):
+            node.cli("CLUSTER", "SETSLOT", slot, "STABLE")
 
 
 # The tag
@@ -135,6 +159,64 @@ def test_key_that_holds_something_else_is_named(empty_cluster: ClusterServers) -
     driver.close()
 
 
+SPOILT: dict[str, tuple[str, Callable[[RedisDriver], object]]] = {
+    "waiting": ("q", lambda driver: RedisBroker(driver).waiting("q")),
+    "pending": ("q", lambda driver: RedisBroker(driver).pending("q", 9)),
+    "acquire": ("mpy:lock:{q}", lambda driver: RedisLock(driver).acquire("q", ttl=5.0)),
+    "records": ("mpy:records", lambda driver: RedisBackend(driver).records()),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_spoilt_key_is_told_as_one_redis_would(
+    empty_cluster: ClusterServers, empty_redis: RedisServer, name: str
+) -> None:
+    key, call = SPOILT[name]
+    owner = empty_cluster.node_of(TAG)
+    told: list[tuple[object, str]] = []
+    for node, prefix, driver in (
+        (empty_redis, "", RedisDriver(empty_redis.url)),
+        (owner, TAG, ClusterDriver(empty_cluster.url)),
+    ):
+        node.cli("RPUSH" if name == "acquire" else "SET", prefix + key, "a text")
+        with pytest.raises(MachineryError) as caught:
+            call(driver)
+        text = str(caught.value).replace(f":{node.port}", "")
+        told.append((caught.type, text))
+        assert node.cli("KEYS", "*") == [prefix + key]
+        driver.close()
+
+    assert told[0] == told[1]
+
+
+def test_the_guard_is_no_name_that_a_program_may_choose() -> None:
+    with pytest.raises(ConfigError, match="queue"):
+        Config(default_queue=GUARD.decode())
+
+
+def test_queue_named_by_a_digit_stands_still_with_its_slot(empty_cluster: ClusterServers) -> None:
+    driver = ClusterDriver(empty_cluster.url, timeout=0.3)
+    broker = RedisBroker(driver)
+    broker.put([message(b"1", "0")], token="first")
+    with moving(empty_cluster) as (source, target):
+        others = [key for key in source.cli("KEYS", f"{TAG}*") if key != f"{TAG}0"]  # type: ignore[union-attr]
+        source.cli("MIGRATE", HOST, target.port, "", 0, 5000, "KEYS", *others)
+
+        with pytest.raises(BrokerUnavailable, match="is on its way|has moved"):
+            broker.put([message(b"2", "0")], token="second")
+        assert source.cli("LRANGE", f"{TAG}0", 0, -1) == ["1"]
+    driver.close()
+
+
+def test_script_that_was_stopped_halfway_is_no_fault_of_the_program() -> None:
+    error = ResponseError("Script attempted to access a non local key in a cluster node script: 1")
+    driver = ClusterDriver(AWAY)
+
+    assert is_refused_for_now(error)
+    with pytest.raises(BrokerUnavailable, match="non local key"):
+        driver.fail(error, doing="publishing", away=BrokerUnavailable)
+
+
 # Nodes that refuse, or are away
 
 
@@ -142,13 +224,7 @@ def test_a_slot_that_is_on_its_way_stands_still(empty_cluster: ClusterServers) -
     driver = ClusterDriver(empty_cluster.url, timeout=0.3)
     broker = RedisBroker(driver)
     submit(RedisStore(broker, RedisBackend(driver)), "a")
-    source = empty_cluster.node_of(TAG)
-    target = next(node for node in empty_cluster.masters if node is not source)
-    slot = int(str(source.cli("CLUSTER", "KEYSLOT", TAG)))
-    target.cli("CLUSTER", "SETSLOT", slot, "IMPORTING", str(source.cli("CLUSTER", "MYID")))
-    source.cli("CLUSTER", "SETSLOT", slot, "MIGRATING", str(target.cli("CLUSTER", "MYID")))
-
-    try:
+    with moving(empty_cluster) as (source, _):
         with pytest.raises(BrokerUnavailable, match="is on its way|has moved"):
             broker.put([message(b"x")], token="t")
         assert (source.cli("LLEN", f"{TAG}q"), source.cli("KEYS", f"{TAG}mpy:p:t")) == (1, [])
@@ -157,9 +233,6 @@ def test_a_slot_that_is_on_its_way_stands_still(empty_cluster: ClusterServers) -
         with pytest.raises(ReplyError, match="non local key"):
             source.cli("EVAL", half, 1, f"{TAG}q")
         assert source.cli("RPOP", f"{TAG}q") == "half"
-    finally:
-        for node in (source, target):
-            node.cli("CLUSTER", "SETSLOT", slot, "STABLE")
 
     assert broker.put([message(b"x")], token="t")
     assert [one.body for one in broker.pending("q", 9)] == [body_of("a"), b"x"]
@@ -206,6 +279,198 @@ def test_idle_consumer_follows_a_slot_that_moves_away(empty_cluster: ClusterServ
         empty_cluster.move(TAG, source)
     broker.driver.close()
     sender.driver.close()
+
+
+def test_reader_of_a_topic_follows_a_slot_that_moved(empty_cluster: ClusterServers) -> None:
+    reader, writer = (RedisBroker(ClusterDriver(empty_cluster.url)) for _ in range(2))
+    source = empty_cluster.node_of(TAG)
+    target = next(node for node in empty_cluster.masters if node is not source)
+    subscription = reader.subscribe("t")
+    assert subscription.read(0.0) == []
+
+    empty_cluster.move(TAG, target)
+    try:
+        writer.append_records("t", [b"1"], 60.0)
+
+        assert subscription.read(HANG) == [b"1"]
+    finally:
+        empty_cluster.move(TAG, source)
+    subscription.close()
+    reader.driver.close()
+    writer.driver.close()
+
+
+class FakeNode(socketserver.ThreadingTCPServer):
+    """A node that answers CLUSTER SLOTS with `members` as the nodes of all slots, and OK else."""
+
+    daemon_threads = True
+
+    def __init__(self, *members: tuple[object, ...]) -> None:
+        super().__init__((HOST, 0), FakeConnection)
+        self.members = members
+
+    @property
+    def address(self) -> str:
+        return f"{HOST}:{self.server_address[1]}"
+
+    def __enter__(self) -> Self:
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.01,))
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self._thread.join(HANG)
+        self.server_close()
+
+
+class FakeConnection(socketserver.StreamRequestHandler):
+    def handle(self) -> None:
+        while line := self.rfile.readline():
+            words = []
+            for _ in range(int(line[1:])):
+                size = int(self.rfile.readline()[1:])
+                words.append(self.rfile.read(size + 2)[:-2])
+            assert isinstance(self.server, FakeNode)
+            slots = [(0, 16383, *self.server.members)]
+            self.wfile.write(encoded(slots) if words[0] == b"CLUSTER" else b"+OK\r\n")
+
+
+def encoded(value: object) -> bytes:
+    if isinstance(value, list | tuple):
+        return b"*%d\r\n" % len(value) + b"".join(map(encoded, value))
+    if isinstance(value, str):
+        return b"$%d\r\n%b\r\n" % (len(value), value.encode())
+    return b"$-1\r\n" if value is None else b":%d\r\n" % value  # type: ignore[operator]
+
+
+def test_node_that_knows_the_old_master_only_is_not_believed_for_ever(
+    empty_cluster: ClusterServers,
+) -> None:
+    source = empty_cluster.node_of(TAG)
+    target = next(node for node in empty_cluster.masters if node is not source)
+    with FakeNode((HOST, source.port, "id")) as old:
+        url = f"redis://{old.address},{HOST}:{source.port},{HOST}:{target.port}"
+        broker = RedisBroker(ClusterDriver(url))
+        broker.put([message(b"1")], token="first")
+
+        empty_cluster.move(TAG, target)
+        try:
+            broker.put([message(b"2")], token="second")
+            assert [one.body for one in broker.pending("q", 9)] == [b"1", b"2"]
+        finally:
+            empty_cluster.move(TAG, source)
+        broker.driver.close()
+
+
+def test_nodes_take_turns_to_name_a_master_that_does_not_answer(
+    empty_cluster: ClusterServers,
+) -> None:
+    owner = empty_cluster.node_of(TAG)
+    with FakeNode((HOST, 1, "id")) as one, FakeNode((HOST, 1, "id")) as two:
+        url = f"redis://{one.address},{two.address},{HOST}:{owner.port}"
+        driver = ClusterDriver(url)
+
+        assert driver.ask(b"GET", b"x", doing="asking") is None
+        driver.close()
+
+
+def test_learned_node_that_is_no_node_any_more_is_left_out(
+    empty_cluster: ClusterServers, empty_redis: RedisServer
+) -> None:
+    owner = empty_cluster.node_of(TAG)
+    members = [(HOST, owner.port, "id"), (HOST, empty_redis.port, "id"), (HOST, owner.port, "id")]
+    with FakeNode(*members) as node:
+        driver = ClusterDriver(f"redis://{node.address}")
+        assert driver.ask(b"GET", b"x", doing="asking") is None
+        with pytest.raises(BackendUnavailable):
+            driver.fail(MovedError(f"1 {HOST}:1"), doing="asking", away=BackendUnavailable)
+    driver.close()  # the next call opens a connection, and asks the learned nodes
+
+    for _ in range(3):
+        assert driver.ask(b"GET", b"x", doing="asking") is None
+    driver.close()
+
+
+@pytest.mark.parametrize(
+    "member", [("", "id"), ("?", "id"), (None, "id"), ("?", "id", ["ip", HOST]), (HOST, "id", [])]
+)
+def test_node_without_a_name_is_found(
+    empty_cluster: ClusterServers, member: tuple[object, ...]
+) -> None:
+    name, *more = member
+    with FakeNode((name, empty_cluster.node_of(TAG).port, *more)) as node:
+        driver = ClusterDriver(f"redis://{node.address}")
+
+        assert driver.ask(b"GET", b"x", doing="asking") is None
+        driver.close()
+
+
+def test_connection_that_was_opened_while_the_slot_moved_is_not_kept(
+    empty_cluster: ClusterServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = ClusterDriver(empty_cluster.url)
+    source = empty_cluster.node_of(TAG)
+    target = next(node for node in empty_cluster.masters if node is not source)
+    driver.ask(b"GET", b"x", doing="asking")
+
+    def moved_meanwhile(connection: object, timeout: float) -> None:
+        set_timeout(connection, timeout)
+        if empty_cluster.node_of(TAG) is source:
+            empty_cluster.move(TAG, target)
+            other = threading.Thread(target=lambda: driver.ask(b"GET", b"x", doing="asking"))
+            other.start()
+            other.join(HANG)
+
+    monkeypatch.setattr(discovery, "set_timeout", moved_meanwhile)
+    try:
+        link = driver.open()
+        assert driver.is_stale(link)
+        link.close()
+        assert driver.ask(b"GET", b"x", doing="asking") is None
+    finally:
+        monkeypatch.undo()
+        empty_cluster.move(TAG, source)
+    driver.close()
+
+
+def test_connection_whose_node_refused_is_closed(empty_cluster: ClusterServers) -> None:
+    driver = ClusterDriver(empty_cluster.url)
+    link = driver.open()
+
+    driver.after(MovedError(f"1 {HOST}:1"), link)
+
+    assert driver._spare() is None
+    with pytest.raises(OSError):
+        link.exchange(driver.command(b"PING"))
+
+
+def test_calls_that_may_fail_do_not_wait_for_a_master() -> None:
+    driver = ClusterDriver(AWAY, timeout=HANG)
+    began = time.monotonic()
+
+    driver.unblock([b"1.life"])
+    driver.unblock_while(lambda: b"1", doing="waking")
+    with pytest.raises(BackendUnavailable):
+        driver.ask(b"PING", doing="asking", patient=False)
+
+    assert time.monotonic() - began < HANG
+
+
+@pytest.mark.parametrize(
+    ("text", "is_refused"),
+    [
+        ("MOVED 12 host:7000", True),
+        ("ASK 12 host:7000", True),
+        ("MOVED 12 :7000", True),
+        ("Error running script (call to f_1): @user_script:6: -MOVED 12 host:7000", True),
+        ("TRYAGAIN Multiple keys request during rehashing of slot", True),
+        ("user_script:1: the house has MOVED somewhere", False),
+        ("no such key: TASK 12 x", False),
+    ],
+)
+def test_refusals_are_told_from_other_errors(text: str, is_refused: bool) -> None:
+    assert is_refused_for_now(ResponseError(text)) is is_refused
 
 
 def test_a_cluster_that_is_away_is_told_as_one_redis_would() -> None:
@@ -342,6 +607,19 @@ def test_connections_are_counted_together(empty_cluster: ClusterServers) -> None
     for link in links:
         link.close()
     driver.ask(b"EXISTS", b"q", doing="asking")
+    driver.close()
+
+
+def test_one_connection_too_many_is_refused_at_once(empty_cluster: ClusterServers) -> None:
+    driver = ClusterDriver(empty_cluster.url, timeout=HANG, limits=PoolLimits(max_active=1))
+    link = driver.open()
+    began = time.monotonic()
+
+    with pytest.raises(BackendUnavailable, match="1 connections are in use"):
+        driver.ask(b"EXISTS", b"q", doing="asking")
+
+    assert time.monotonic() - began < HANG
+    link.close()
     driver.close()
 
 
