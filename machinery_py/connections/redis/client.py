@@ -77,9 +77,6 @@ def raw(data: bytes) -> msgspec.Raw:
 class RedisDriver:
     """Opens connections when they are needed, and keeps them. May be used from any thread."""
 
-    #: Encodes a command with the names of its keys as the server has them.
-    command = staticmethod(command)
-
     def __init__(
         self,
         url: str = "",
@@ -333,6 +330,10 @@ class RedisDriver:
         """Return the script with the names of its keys as the server has them."""
         key = self.limits.delayed_key
         return script if key == DELAYED else with_delayed_key(script, key)
+
+    def command(self, *parts: bytes) -> bytes:
+        """Encode a command, with the names of its keys as the server has them."""
+        return command(*parts)
 
     def channel(self, uuid: str) -> bytes:
         """Return the channel on which the end of a task is announced."""

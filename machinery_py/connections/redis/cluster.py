@@ -62,7 +62,7 @@ class ClusterServers(Servers):
         super().__init__([url], timeout=timeout, client_name=client_name)
         self.may_move = True
         (self._url,) = self._parsed.values()
-        self.tag = f"{{{self._url.tag or DEFAULT}}}"
+        self.tag: str = f"{{{self._url.tag or DEFAULT}}}"
         self._slot = slot_of(self.tag.encode())
         self._nodes = self._url.hosts  # those that may be asked, in this order
         self._owner: Address | None = None
@@ -83,14 +83,13 @@ class ClusterServers(Servers):
         owner = self._owner
         with self._changing:
             if self._address and owner is not None and owner != self._address:
-                self.number += 1
                 logger.warning(
                     "the keys %s… are at another master of the cluster: %s:%d, before %s",
                     self.tag,
                     *owner,
                     self.place,
                 )
-                self._address = owner
+                self._has_changed(owner)
 
     def doubt(self, error: BaseException) -> None:
         """Ask the nodes before the next connection, because of what the owner said, or did not say.
@@ -141,6 +140,7 @@ class ClusterServers(Servers):
         first = () if named is None else (named,)
         nodes = tuple(dict.fromkeys((*first, *self._nodes, *self._url.hosts)))
         fault: Exception | None = None
+        asked, failure = 0, "no node is known"
         for asked, node in enumerate(nodes, 1):
             try:
                 ranges = self._slots_of(node, max(SHORTEST, patience / len(nodes)))

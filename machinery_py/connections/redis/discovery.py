@@ -152,11 +152,15 @@ class Servers:
             return
         with self._changing:
             if address != self._address:
-                self.number += 1
                 logger.warning(
                     "the sentinels name another master: %s:%d, before %s", *address, self.place
                 )
-                self._address = address
+                self._has_changed(address)
+
+    def _has_changed(self, address: tuple[str, int]) -> None:
+        """Note another server, under the lock: the connections before lead elsewhere."""
+        self.number += 1
+        self._address = address
 
     # One round
 
