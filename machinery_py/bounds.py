@@ -16,6 +16,7 @@ STEP_ITEMS = 1000  # messages, states, rows or names in one step; Redis needs so
 PURGE_STEP = 200  # messages of one step of `Broker.purge_each`, at most
 LISTING_STEP = 10_000  # states that one step of a listing looks at, where it decodes each
 CHECKPOINTS = 1000  # of one task
+CHECKPOINT_LIFE = 365 * 86400  # seconds, while their task is not over or is a dead letter
 CHECKPOINT_BYTES = 2**20  # of all checkpoints of one task: a store reads them in one step
 AT_ONCE = 8  # items that a script takes where their sizes are not known before
 

@@ -317,10 +317,15 @@ class RecordKeeper:
         Called before they are read by a delivery that is not the task's first.
         """
 
+    def drop_checkpoints(self, uuid: str, names: Sequence[str]) -> None:
+        """Delete these checkpoints of a task. Raises as `checkpoints`."""
+        raise self._keeps_no("checkpoints")
+
     def end_checkpoints(self, uuid: str, life: float) -> None:
         """Forget the checkpoints of a task so many seconds from now, 0: at once; or earlier.
 
-        Before that they are there as long as the task is, or its state. Raises as `checkpoints`.
+        A longer life than they have is given to them. Before that they are there as long as the
+        task is, or its state. Raises as `checkpoints`.
         """
         raise self._keeps_no("checkpoints")
 

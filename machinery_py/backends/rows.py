@@ -50,7 +50,7 @@ from machinery_py.backends.base import (
 )
 from machinery_py.backends.listings import Count, Listing, Place, counts_of
 from machinery_py.backends.transactional import decide, is_over
-from machinery_py.bounds import CHECKPOINTS
+from machinery_py.bounds import CHECKPOINTS, in_steps
 from machinery_py.clock import micros
 from machinery_py.fences import fence_after
 from machinery_py.rows.contract import NO_ROW, PAGE, Facts, Key, StoredRow, Write
@@ -71,7 +71,7 @@ SWEEP, SOON = 60.0, 0.05  # seconds between two looks for what has expired; if m
 SWEPT = 1000  # rows deleted in one step
 LOOKED = 200  # old groups in one step
 
-CHECKPOINT, CHECKPOINT_LIFE = "checkpoint", 600_000_000  # µs; then as long as the task's row
+CHECKPOINT, WITH_TASK = "checkpoint", 600_000_000  # µs; then as long as the task's row
 TASK, GROUP, OUTBOX, RECORD, CLAIM = "task", "group", "outbox", "record", "claim"
 CHORD, OPEN, READY = "chord", "chord open", "chord ready"
 RECORDS = Key("records", "")
@@ -314,7 +314,7 @@ class RowsBackend(Backend, OutboxBackend):
         for name, body in keeping.rows.items():
             key = _checkpoint(keeping.uuid, name)
             step.expect[key] = NO_ROW
-            step.write[key] = _kept_with_task(keeping.uuid, body, CHECKPOINT_LIFE)
+            step.write[key] = _kept_with_task(keeping.uuid, body, WITH_TASK)
 
     def keep_checkpoints(self, keeping: Keeping) -> Verdict:
         keys = [_checkpoint(keeping.uuid, name) for name in keeping.rows]
@@ -335,20 +335,29 @@ class RowsBackend(Backend, OutboxBackend):
         return {_name_of(row): row.body for row in self._checkpoints(uuid)}
 
     def _checkpoints(self, uuid: str) -> list[StoredRow]:
-        ids = self.rows.ids(CHECKPOINT, prefix=_checkpoint(uuid, "").id, items=CHECKPOINTS)
+        # Of two generations at most: a run drops those before its own.
+        ids = self.rows.ids(CHECKPOINT, prefix=_checkpoint(uuid, "").id, items=2 * CHECKPOINTS)
         found = self.rows.read([Key(CHECKPOINT, id) for id in ids]) if ids else ()
         return [row for row in found if row is not None]
 
+    def drop_checkpoints(self, uuid: str, names: Sequence[str]) -> None:
+        gone = (_checkpoint(uuid, name) for name in names)
+        self.rows.commit([MessageStep(write=dict.fromkeys(gone))])
+
     def end_checkpoints(self, uuid: str, life: float) -> None:
         expires_in = round(life * 1e6)
-        if 0 < expires_in <= CHECKPOINT_LIFE:
+        if 0 < expires_in <= WITH_TASK:
             return  # they go with the task's row
-        write: dict[Key, Write | None] = {
-            row.key: _kept_with_task(uuid, row.body, expires_in) if expires_in else None
-            for row in self._checkpoints(uuid)
-        }
-        if write:
-            self.rows.commit([MessageStep(write=write)])
+        steps: list[MessageStep] = []
+        for row in self._checkpoints(uuid):
+            if not expires_in:
+                steps.append(MessageStep(write={row.key: None}))
+                continue
+            # Another one may have dropped it since: it does not come back.
+            later: dict[Key, Write | None] = {row.key: _kept_with_task(uuid, row.body, expires_in)}
+            steps.append(MessageStep(expect={row.key: row.version}, write=later))
+        for some in in_steps(steps):
+            self.rows.commit(some)
 
     # Reading
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from machinery_py.app import Application
+from machinery_py.bounds import CHECKPOINT_LIFE
 from machinery_py.brokers.base import DeadLetter, Message
 from machinery_py.errors import MachineryError, PublishRefused, PublishUnknown, StepRefused
 from machinery_py.registry.outcomes import STEP_FAILED
@@ -68,22 +69,31 @@ def replay(
     Raises:
         StepRefused: checkpoints of each are gone; nothing was sent.
     """
-    if app.store.backend.features.checkpoints:
-        pairs = _all_behind_steps(app, pairs, from_start=from_start)
+    pairs = behind_steps(app, pairs, from_start=from_start)
     sent: list[str] = []
     for start in range(0, len(pairs), 1000):
         sent += _replay_batch(app, pairs[start : start + 1000], () if start else mended)
     return sent
 
 
-def _all_behind_steps(app: Application, pairs: Sequence[Sent], *, from_start: bool) -> list[Sent]:
-    """Return those that can go on behind their checkpoints."""
+def behind_steps(
+    app: Application, pairs: Sequence[Sent], *, from_start: bool = False, whole: bool = False
+) -> Sequence[Sent]:
+    """Return those that can go on behind their checkpoints; the others are logged.
+
+    Raises:
+        StepRefused: none can; or, with `whole`, one cannot.
+    """
+    if not app.store.backend.features.checkpoints:
+        return pairs
     found: list[Sent] = []
     refused: StepRefused | None = None
     for pair in pairs:
         try:
             found.append(_behind_steps(app, pair, from_start=from_start))
         except StepRefused as error:
+            if whole:
+                raise
             logger.error("%s", error, extra={"task_uuid": pair[0].uuid})
             refused = error
     if refused is not None and not found:
@@ -94,11 +104,13 @@ def _all_behind_steps(app: Application, pairs: Sequence[Sent], *, from_start: bo
 def _behind_steps(app: Application, pair: Sent, *, from_start: bool) -> Sent:
     """Return the task as it goes on behind its checkpoints, or makes its steps anew."""
     signature, body = pair
-    rows = app.store.backend.checkpoints(signature.uuid)
+    backend = app.store.backend
+    rows = backend.checkpoints(signature.uuid)
     kept, number = kept_of(signature), len(of_generation(rows, generation_of(signature)))
     if from_start:
         if not (kept or number):
             return pair
+        backend.end_checkpoints(signature.uuid, 0)
         signature = from_its_start(signature)
     elif kept is not None and number < kept.number:
         raise StepRefused(
@@ -109,6 +121,7 @@ def _behind_steps(app: Application, pair: Sent, *, from_start: bool) -> Sent:
     elif not number:
         return signature, body
     else:
+        backend.end_checkpoints(signature.uuid, CHECKPOINT_LIFE)  # until it has ended again
         signature = with_kept(signature, number, newly=False)
     return signature, encode_signature(signature)
 

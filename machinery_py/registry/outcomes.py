@@ -17,7 +17,7 @@ from machinery_py.errors import ArgumentError, NameRefused, WorkflowError
 from machinery_py.names import check_uuid
 from machinery_py.tasks.attempts import Attempt, with_attempt
 from machinery_py.tasks.backoff import MAX_DELAY, Backoff, delay_for
-from machinery_py.tasks.checkpoints import tried
+from machinery_py.tasks.checkpoints import next_generation, tried
 from machinery_py.tasks.lineage import Last, lasts_of
 from machinery_py.tasks.linking import link
 from machinery_py.tasks.signature import (
@@ -25,6 +25,8 @@ from machinery_py.tasks.signature import (
     FIRST_ATTEMPT,
     HEADER_ATTEMPT,
     HEADER_FAILED,
+    HEADER_GENERATION,
+    HEADER_KEPT,
     HEADER_LAST,
     HEADER_LOST,
     HEADER_LOST_HOW,
@@ -297,6 +299,8 @@ _OF_PLACE = (
 def _replaced(signature: Signature[Any], workflow: Step[Any], now: dt.datetime) -> FollowUp:
     """Let the last task of the workflow be the next run of this one."""
     headers = {key: value for key, value in signature.headers.items() if key in _OF_PLACE}
+    if HEADER_KEPT in signature.headers or HEADER_GENERATION in signature.headers:
+        headers[HEADER_GENERATION] = next_generation(signature)  # its steps are others
     role = signature.replace(headers={**headers, HEADER_RUN: str(signature.run + 1)})
     plan = link(Chain((workflow,)).catch(*signature.on_error), now=now, role=role)
     uuid, text = signature.uuid, f"replaced by {', '.join(task_names(workflow)) or 'nothing'}"

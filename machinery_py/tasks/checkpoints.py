@@ -8,7 +8,7 @@ front: docs/explanation/durable-functions.md.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -50,6 +50,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     strikes: int = 0
 
 
+MOST_DIGITS = 12  # of a number in a header
+
 encode: Final = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Checkpoint).decode
 _canonical = msgspec.json.Encoder(order="deterministic").encode
@@ -70,7 +72,18 @@ def decode(body: bytes) -> Checkpoint:
 def generation_of(signature: Signature[Any]) -> int:
     """Return how often the task was sent again from its start."""
     text = signature.headers.get(HEADER_GENERATION) if signature.headers else None
-    return int(text) if isinstance(text, str) and text.isdecimal() else 0
+    return _number(text) if isinstance(text, str) else 0
+
+
+def next_generation(signature: Signature[Any]) -> str:
+    """Return what its header says of a task whose steps are all made again, with other keys."""
+    return str(generation_of(signature) + 1)
+
+
+def _number(text: str) -> int:
+    """Return a number of a header; 0 if nobody of ours has written it."""
+    is_ours = text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS
+    return min(int(text), UNLIMITED) if is_ours else 0
 
 
 def stored_name(generation: int, step: str) -> str:
@@ -86,6 +99,11 @@ def of_generation(rows: Mapping[str, bytes], generation: int) -> dict[str, Check
         if name.startswith(before)
     ]
     return dict(sorted(found, key=lambda pair: pair[1].at))
+
+
+def before_generation(rows: Iterable[str], generation: int) -> list[str]:
+    """Return the names of those checkpoints that are of an earlier generation."""
+    return [name for name in rows if _number(name.partition(":")[0]) < generation]
 
 
 def digest_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -124,7 +142,7 @@ class KeptHeader(NamedTuple):
     """Content of a header: checkpoints of earlier runs.
 
     Attributes:
-        number: how many there are, at least.
+        number: how many there are, at least; 0: perhaps there are some.
         tries: that the task had after its first one, in all; 0: never counted.
         base: how many tries ended before the first one that counts since the last checkpoint.
     """
@@ -135,15 +153,12 @@ class KeptHeader(NamedTuple):
 
 
 def kept_of(signature: Signature[Any]) -> KeptHeader | None:
-    """Return what its header says; None: no run has kept a checkpoint, as far as known."""
+    """Return what its header says; None: no run has kept a checkpoint."""
     text = signature.headers.get(HEADER_KEPT) if signature.headers else None
     if not isinstance(text, str):
         return None
-    try:
-        number, tries, base = map(int, text.split(" "))
-    except ValueError:  # nobody of ours has written it
-        return KeptHeader(1)
-    return KeptHeader(max(1, number), max(0, tries), max(0, base))
+    words = text[: 3 * MOST_DIGITS].split(" ")
+    return KeptHeader(*map(_number, words)) if len(words) == 3 else KeptHeader(0)
 
 
 def tried(signature: Signature[Any]) -> AttemptNumber:
@@ -165,7 +180,7 @@ def with_kept(signature: Signature[Any], number: int, *, newly: bool) -> Signatu
     """Return the task with what its next run, or whoever sends it again, must know.
 
     Args:
-        number: of checkpoints.
+        number: of checkpoints; 0: perhaps there are some.
         newly: this run has kept one: tries and strikes begin anew, and it has no expiry any more.
     """
     tries, kept = all_tries(signature), kept_of(signature)
@@ -188,5 +203,5 @@ def uncounted(signature: Signature[Any]) -> Signature[Any]:
 def from_its_start(signature: Signature[Any]) -> Signature[Any]:
     """Return a task that makes all its steps again, with other keys."""
     headers = {key: value for key, value in signature.headers.items() if key != HEADER_KEPT}
-    headers[HEADER_GENERATION] = str(generation_of(signature) + 1)
+    headers[HEADER_GENERATION] = next_generation(signature)
     return signature.replace(headers=headers)

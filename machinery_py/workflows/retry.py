@@ -27,7 +27,7 @@ from machinery_py.backends.base import Change, Rider
 from machinery_py.backends.listings import COMPLETE
 from machinery_py.bounds import STEP_ITEMS, in_steps
 from machinery_py.errors import MachineryError, Unsupported, WorkflowError
-from machinery_py.inspection.replay import anew, mend, replay
+from machinery_py.inspection.replay import anew, behind_steps, mend, replay
 from machinery_py.registry.outcomes import CHORD_FAILED, STEP_FAILED, Arrived, followers
 from machinery_py.tasks.context import on_behalf_of
 from machinery_py.tasks.signature import Signature, new_uuid
@@ -114,7 +114,8 @@ def _retry(app: Application, uuid: str, states: Sequence[TaskState]) -> list[str
             f"workflow {uuid} cannot be retried: {last.task_name} {last.task_uuid} has failed "
             f"({last.error}), and no task that made it fail is known any more (send it anew)"
         )
-    pairs = [anew(one) for one in failed if not _went_on(app, one, gone)]
+    again = [anew(one) for one in failed if not _went_on(app, one, gone)]
+    pairs = behind_steps(app, again, whole=True)
     for one, _ in pairs:
         for arrival in _arrivals_after(app, one):
             _make_anew(app, arrival)

@@ -217,6 +217,9 @@ class MongoBackend(DriverUser, Backend, OutboxBackend):
             return FENCED
         return self.kept.keep(keeping, keeping.epoch)
 
+    def drop_checkpoints(self, uuid: str, names: Sequence[str]) -> None:
+        self.kept.drop(uuid, names)
+
     def end_checkpoints(self, uuid: str, life: float) -> None:
         self.kept.end(uuid, life)
 

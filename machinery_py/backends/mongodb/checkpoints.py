@@ -13,15 +13,16 @@ or was there before it was lost, as far as anybody can see.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pymongo.errors import DuplicateKeyError
 
 from machinery_py.backends.base import CONFLICT, FENCED, SETTLED, Keeping, Verdict
+from machinery_py.bounds import CHECKPOINT_LIFE
 from machinery_py.connections.mongodb.client import Document, DriverUser, Store, step
 from machinery_py.fences import Fence
 
-LIFE = 365 * 86400.0  # seconds from the last one, while their task is not over
 SWEEP = 100  # expired ones that one look deletes
 
 
@@ -35,7 +36,7 @@ class MongoCheckpoints(DriverUser):
         query: Document = {"_id": keeping.uuid, "fence": {"$lte": fence}}
         rows: Document = {_field(name): body for name, body in keeping.rows.items()}
         none = {field: {"$exists": False} for field in rows}
-        fields = {"fence": fence, "expires_at": self._until(LIFE), **rows}
+        fields = {"fence": fence, "expires_at": self._until(CHECKPOINT_LIFE), **rows}
         try:
             place.update_one({**query, **none}, {"$set": fields}, upsert=True)
         except DuplicateKeyError:
@@ -45,7 +46,7 @@ class MongoCheckpoints(DriverUser):
     @step("reading checkpoints")
     def leave_fence(self, store: Store, uuid: str, fence: Fence) -> None:
         """Let no earlier delivery keep anything from now on."""
-        update: Document = {"$max": {"fence": fence, "expires_at": self._until(LIFE)}}
+        update: Document = {"$max": {"fence": fence, "expires_at": self._until(CHECKPOINT_LIFE)}}
         store.machinery_checkpoints.update_one({"_id": uuid}, update, upsert=True)
 
     @step("reading checkpoints")
@@ -55,6 +56,11 @@ class MongoCheckpoints(DriverUser):
             return {}
         rows = found.get("rows") or {}
         return {bytes.fromhex(name).decode(): bytes(body) for name, body in rows.items()}
+
+    @step("forgetting checkpoints")
+    def drop(self, store: Store, uuid: str, names: Sequence[str]) -> None:
+        gone: Document = {_field(name): "" for name in names}
+        store.machinery_checkpoints.update_one({"_id": uuid}, {"$unset": gone})
 
     @step("forgetting checkpoints")
     def end(self, store: Store, uuid: str, life: float) -> None:

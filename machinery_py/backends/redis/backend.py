@@ -50,7 +50,7 @@ from machinery_py.backends.redis.documents import (
     state_of,
 )
 from machinery_py.backends.redis.listener import RedisListener
-from machinery_py.bounds import STEP_BYTES, STEP_ITEMS, in_steps, pieces
+from machinery_py.bounds import CHECKPOINT_LIFE, STEP_BYTES, STEP_ITEMS, in_steps, pieces
 from machinery_py.clock import micros
 from machinery_py.connections.durability import Concern
 from machinery_py.connections.redis import keys as redis_keys
@@ -68,7 +68,6 @@ logger = get_logger(__name__)
 EXPIRE_IN = 3600.0  # seconds that a finished task is kept
 SWEEP = 60.0  # seconds between two looks for groups that are over
 PATIENCE = 0.5  # seconds that one `tend` lets members of large groups expire
-CHECKPOINT_LIFE = 365 * 86400  # seconds from the last one, while their task is not over
 FEW = 4  # states that are read without a script
 WRITE = 2000  # changes in one script
 
@@ -316,6 +315,11 @@ class RedisBackend(Backend, OutboxBackend):
             scripts.KEEP, keeping.uuid, keeping.mark, keeping.epoch, *packed_checkpoints(keeping)
         )
         return VERDICTS[letters[0]]
+
+    def drop_checkpoints(self, uuid: str, names: Sequence[str]) -> None:
+        fields = (name.encode() for name in names)
+        key = redis_keys.checkpoints_key(uuid)
+        self.driver.ask(b"HDEL", key, *fields, doing="forgetting checkpoints")
 
     def end_checkpoints(self, uuid: str, life: float) -> None:
         key, seconds = redis_keys.checkpoints_key(uuid), math.ceil(life)

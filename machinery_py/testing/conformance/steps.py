@@ -16,12 +16,13 @@ from machinery_py import (
     BackendUnavailable,
     MachineryError,
     NoRetry,
+    Replace,
     State,
     TaskFailed,
     current_task,
 )
 from machinery_py.bounds import CHECKPOINT_BYTES
-from machinery_py.brokers.base import Delivery, Fate
+from machinery_py.brokers.base import Delivery, Fate, Message
 from machinery_py.errors import StepFailed, StepLost, StepRefused
 from machinery_py.revocation import revoked_among
 from machinery_py.stores.base import Session
@@ -280,6 +281,79 @@ class StepConformance(AppCase):
         with idle.running():
             assert result.get(timeout=HANG) == 7
         assert idle.calls == [("first", 7)]
+
+    def test_checkpoints_outlast_a_redelivery_that_makes_no_step(
+        self, idle: App, lost: LostWorker
+    ) -> None:
+        runs: list[int] = []
+
+        @idle.server.task(retries=3, backoff=[0.0])
+        def flow() -> int:
+            runs.append(1)
+            if len(runs) == 2:
+                raise OSError("before the first step")
+            value: int = current_task().step("first", _noted, idle, "first", 7)
+            return value
+
+        result = flow.send()
+        lost.run(lost.claim())
+        lost.lose()
+        with idle.running():
+            assert result.get(timeout=HANG) == 7
+        assert (len(runs), idle.calls) == (3, [("first", 7)])
+
+    def test_second_message_repeats_one_step_at_most(self, idle: App, lost: LostWorker) -> None:
+        @idle.server.task
+        def flow() -> None:
+            for name in "abc":
+                current_task().step(name, _noted, idle, name)
+
+        result = flow.send()
+        first = lost.claim()
+        lost.run(first)  # and it is never settled
+        queue = idle.server.config.default_queue
+        again = Message(uuid=result.uuid, name=flow.name, queue=queue, body=first.delivery.body)
+        idle.server.broker.put([again], token="")
+        with idle.running():
+            result.get(timeout=HANG)
+        assert idle.calls == [("a",), ("b",), ("c",), ("a",)]
+
+    def test_next_part_of_a_replaced_task_makes_its_own_steps(self, app: App) -> None:
+        @app.server.task
+        def flow(part: int) -> int:
+            value: int = current_task().step("count", _noted, app, part)
+            if part < 3:
+                raise Replace(flow.signature(part + 1))
+            left.append(sorted(app.server.backend.checkpoints(current_task().uuid)))
+            return value
+
+        left: list[list[str]] = []
+        assert flow.send(1).get(timeout=HANG) == 3
+        assert app.calls == [(1,), (2,), (3,)]
+        assert left == [["2:count"]]
+
+    def test_run_whose_checkpoints_are_gone_fails_the_task(self, app: App) -> None:
+        @app.server.task(retries=3, backoff=[0.0])
+        def flow() -> None:
+            task = current_task()
+            task.step("first", _noted, app, "first")
+            app.server.backend.end_checkpoints(task.uuid, 0)
+            raise OSError("again")
+
+        with pytest.raises(TaskFailed, match="0 of 1 checkpoints .* are there") as error:
+            flow.send().get(timeout=HANG)
+        assert error.value.error_type == "machinery_py.errors.StepRefused"
+        assert app.calls == [("first",)]
+
+    def test_function_that_is_no_coroutine_is_not_called_by_step_async(self, app: App) -> None:
+        @app.server.task(retries=3, backoff=[0.0])
+        async def flow() -> None:
+            step: Any = current_task().step_async
+            await step("first", _noted, app, "first")
+
+        with pytest.raises(TaskFailed, match="is no coroutine function"):
+            flow.send().get(timeout=HANG)
+        assert app.calls == []
 
     def test_zombie_keeps_nothing_and_its_run_ends(self, idle: App, lost: LostWorker) -> None:
         @idle.server.task

@@ -140,7 +140,12 @@ class Checkpoints:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Coroutine[Any, Any, Any]:
-        return self._call_async(self._begin(name, function, args, kwargs))
+        step = self._begin(name, function, args, kwargs)
+        if isinstance(function, FunctionType) and not step.value_of.is_async:
+            raise self._break(
+                f"step {name!r}: {step.value_of.name} is no coroutine function (call step)"
+            )
+        return self._call_async(step)
 
     async def _call_async(self, step: _StepCall) -> Any:
         rows = self._kept
@@ -267,8 +272,8 @@ class Checkpoints:
             wanted = {**more, step.name: new}
             try:
                 there = self._keeper.keep(wanted)
-            except StepLost as error:
-                self.broken = error
+            except MachineryError as error:
+                self.broken = error  # it may have been kept: no later step without it
                 raise
             rows.update(there or wanted)
             if step.name in rows:

@@ -45,7 +45,7 @@ from machinery_py.stores.base import (
     Settlement,
     StoreTransaction,
 )
-from machinery_py.tasks.checkpoints import with_kept
+from machinery_py.tasks.checkpoints import generation_of, kept_of, with_kept
 from machinery_py.tasks.context import NO_STATE, Context, notes_json, on_behalf_of
 from machinery_py.tasks.signature import (
     HEADER_ATTEMPTS,
@@ -152,6 +152,7 @@ class Execution:
     noted: dict[str, str] = field(default_factory=dict)  # as Context.noted, which it is
     kept: int = 0  # checkpoints of its task, as far as known here
     kept_newly: bool = False  # it has kept one, and its settlement does not say so yet
+    knows_kept: bool | None = None  # whether `kept` is all; None: no step of this run has asked
     settlement: Settlement | None = None
     sends: Sequence[Signature[Any]] = ()  # what the settlement publishes
     carried: int | None = None  # bytes, about, of its settlement; None: it is not packed
@@ -189,6 +190,18 @@ class Execution:
         self.task = task
         headers, settings = self.signature.headers, _PLAIN if task is None else task.settings
         self.settings = settings_of_call(settings, headers) if headers else settings
+
+    @property
+    def may_have_kept(self) -> bool:
+        """Whether there may be checkpoints of its task that it does not know of."""
+        if self.knows_kept is not None:
+            return not self.knows_kept
+        headers = self.signature.headers
+        if self.delivery.count > 1:
+            return self.app.store.backend.features.checkpoints
+        return bool(headers) and (
+            kept_of(self.signature) is not None or generation_of(self.signature) > 0
+        )
 
     @property
     def strikes(self) -> int:
@@ -355,7 +368,7 @@ def settlement_of(
 ) -> Ending:
     """Return the settlement of this outcome; of a failure if its follow-up cannot be sent."""
     try:
-        if execution.kept:
+        if execution.kept or execution.may_have_kept:
             _note_checkpoints(execution)
         now = execution.app.now()
         then = follow_up(
@@ -376,7 +389,9 @@ def settlement_of(
 def _note_checkpoints(execution: Execution) -> None:
     """Let what follows this run know of its checkpoints; after a new one tries begin anew."""
     newly, execution.kept_newly = execution.kept_newly, False
-    execution.signature = with_kept(execution.signature, execution.kept, newly=newly)
+    header = kept_of(execution.signature)
+    number = max(execution.kept, 0 if header is None else header.number)
+    execution.signature = with_kept(execution.signature, number, newly=newly)
 
 
 def _of_failure(execution: Execution, outcome: Failed, *, fate: Fate, reason: str) -> Ending:

@@ -8,11 +8,13 @@ from typing import Protocol
 import msgspec
 
 from machinery_py.backends.base import FENCED, SETTLED, Keeping, Verdict
+from machinery_py.bounds import CHECKPOINT_LIFE
 from machinery_py.brokers.base import Fate
 from machinery_py.clock import micros
-from machinery_py.errors import MachineryError, StepLost, Unsupported, for_good
+from machinery_py.errors import MachineryError, StepLost, StepRefused, Unsupported, for_good
 from machinery_py.tasks.checkpoints import (
     Checkpoint,
+    before_generation,
     encode,
     generation_of,
     kept_of,
@@ -25,7 +27,7 @@ from machinery_py.worker.running.execution import Execution
 
 logger = get_logger(__name__)
 
-LETTER_LIFE = 365 * 86400.0  # seconds that the checkpoints of a dead letter are kept
+MOST_CONFLICTS = 5  # of one step; more: another one writes under its names
 MARGIN = 60.0  # seconds that they outlive the state of their task
 
 
@@ -43,7 +45,7 @@ class StepKeeper(Protocol):
     def keep(self, new: Mapping[str, Checkpoint]) -> Mapping[str, Checkpoint]:
         """Keep new ones, all or none.
 
-        Returns those that were there before; then nothing was written.
+        Returns all that there are, if one of these is among them: then nothing was written.
 
         Raises:
             StepLost: the run has ended, or its delivery is another worker's.
@@ -59,18 +61,32 @@ class StoreKeeper:
         refuse(execution)
 
     def read(self) -> dict[str, Checkpoint]:
-        """As StepKeeper; of the first run of a first delivery there are none, and none is read."""
+        """As StepKeeper; of the first run of a first delivery there are none, and none is read.
+
+        Raises:
+            StepRefused: some are gone, of those that earlier runs have kept.
+        """
         one = self._execution
-        if one.delivery.count > 1 or kept_of(one.signature) is not None:
-            return self._read()
-        return {}
+        if not one.may_have_kept:
+            return {}
+        found, kept = self._read(), kept_of(one.signature)
+        if kept is not None and len(found) < kept.number:
+            raise StepRefused(
+                f"{len(found)} of {kept.number} checkpoints of task {one.signature.name} "
+                f"{one.signature.uuid} are there, and it would make the steps of the others again "
+                "(if that is wanted: machinery retry --from-start)"
+            )
+        return found
 
     def _read(self) -> dict[str, Checkpoint]:
         one = self._execution
         backend, uuid = one.app.store.backend, one.signature.uuid
         one.app.patiently(lambda: backend.fence_checkpoints(uuid, one.delivery.fence))
-        found = one.app.patiently(lambda: kept_in_store(one))
-        one.kept = max(one.kept, len(found))
+        rows = one.app.patiently(lambda: backend.checkpoints(uuid))
+        if old := before_generation(rows, generation_of(one.signature)):
+            one.app.patiently(lambda: backend.drop_checkpoints(uuid, old))
+        found = of_generation(rows, generation_of(one.signature))
+        one.kept, one.knows_kept = max(one.kept, len(found)), True
         return found
 
     def keep(self, new: Mapping[str, Checkpoint]) -> Mapping[str, Checkpoint]:
@@ -85,16 +101,19 @@ class StoreKeeper:
         }
         keeping, session = Keeping(uuid=signature.uuid, rows=rows), one.session
         assert session is not None
-        while not (one.is_over or session.consumer.is_lost(one.delivery)):
+        for _ in range(MOST_CONFLICTS):
+            if one.is_over or session.consumer.is_lost(one.delivery):
+                break
+            one.knows_kept = False  # until there is an answer
             verdict = one.app.patiently(lambda: session.keep(one.delivery, keeping))
             if verdict is SETTLED:
-                one.kept, one.kept_newly = one.kept + len(new), True
+                one.kept, one.kept_newly, one.knows_kept = one.kept + len(new), True, True
                 return {}
             if verdict is FENCED or not session.consumer.holds([one.delivery])[0]:
                 break
             there = self._read()
-            if found := {name: there[name] for name in new if name in there}:
-                return found
+            if not new.keys().isdisjoint(there):
+                return there
         raise StepLost(
             f"task {signature.name} {signature.uuid}: this run is not the task's any more, and "
             f"step {', '.join(map(repr, new))} is not kept (its lease was lost, or it is over)"
@@ -130,9 +149,12 @@ def kept_in_store(execution: Execution) -> dict[str, Checkpoint]:
 
 def has_kept(execution: Execution) -> bool:
     """Return whether the task has kept a checkpoint. Asks the store for a redelivery alone."""
-    if kept_of(execution.signature) is not None:
+    kept = kept_of(execution.signature)
+    if kept is not None and kept.number:
         return True
-    if execution.delivery.count == 1 or not execution.app.store.backend.features.checkpoints:
+    if (
+        kept is None and execution.delivery.count == 1
+    ) or not execution.app.store.backend.features.checkpoints:
         return False
     return bool(kept_in_store(execution))
 
@@ -157,9 +179,10 @@ def end_checkpoints(execution: Execution, verdict: Verdict) -> None:
     state = settlement.states[0] if settlement.states else None
     if state is None or state.state not in FINISHED:
         return
-    if execution.context is not None and not (execution.kept or kept_of(execution.signature)):
+    has_asked = execution.context is None or execution.knows_kept is not None
+    if not (has_asked or execution.delivery.count > 1 or kept_of(execution.signature) is not None):
         return  # it has run to its end, and made no step
-    life = LETTER_LIFE
+    life: float = CHECKPOINT_LIFE
     if settlement.fate is not Fate.DEAD:
         life = state.life(execution.app.config.results_expire_in) + MARGIN
     try:
