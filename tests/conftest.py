@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from machinery_py import Server
+from machinery_py.connections import session_files
 from machinery_py.connections.redis import errors as redis_errors
 from tests.support import private_mongo
 
@@ -88,6 +89,16 @@ def _no_files_in_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: objec
 def _spoilt_keys_are_named_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """A key that an earlier test has spoilt is logged once a minute."""
     monkeypatch.setattr(redis_errors, "_logged", {})
+
+
+@pytest.fixture(autouse=True)
+def _files_of_consumers_are_closed() -> Iterator[None]:
+    """Tests leave consumers that are lost, and each has two descriptors."""
+    before = set(session_files._own)
+    yield
+    for key in session_files._own.keys() - before:
+        if file := session_files._own.get(key):
+            file.abandon()
 
 
 @pytest.fixture(autouse=True)

@@ -112,7 +112,8 @@ class SessionFile:
 
     def begins(self, run: Run) -> None:
         """Note that this delivery is being run."""
-        if self._map is None:
+        slots = self._map
+        if slots is None:
             return
         if run in self._slots:
             self._again.append(run)
@@ -123,16 +124,16 @@ class SessionFile:
             return
         self._slots[run] = slot
         # The series last: a process that is killed in between leaves a free slot.
-        self._map[2 * slot], self._map[2 * slot + 1] = run
+        slots[2 * slot], slots[2 * slot + 1] = run
 
     def ends(self, run: Run) -> None:
         """Note that this delivery is run no more."""
         if self._again and run in self._again:
             self._again.remove(run)
             return
-        slot = self._slots.pop(run, None)
-        if slot is not None and self._map is not None:
-            self._map[2 * slot + 1] = 0
+        slot, slots = self._slots.pop(run, None), self._map
+        if slot is not None and slots is not None:
+            slots[2 * slot + 1] = 0
             self._free.append(slot)
 
     def running(self) -> set[Run] | None:
@@ -155,6 +156,7 @@ class SessionFile:
     def abandon(self) -> None:
         """Let go of the lock and leave the file, as a process does that dies."""
         if _own.pop(self.key, None) is not None and self.descriptor >= 0:
+            self._map = None  # it has a descriptor of its own
             os.close(self.descriptor)
 
 
