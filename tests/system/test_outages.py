@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -268,6 +270,28 @@ def test_worker_gives_up_after_its_number_of_attempts() -> None:
     with pytest.raises(BrokerUnavailable, match="after 3 attempts"):  # it may be launched again
         worker.launch(signals=False)
     server.close()
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://{}/0", "amqp://{}", "mongodb://{}/db", "postgresql://{}/db"]
+)
+def test_an_attempt_that_fails_leaves_no_file_open(url: str) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    server = Server(Config(broker=url.format(f"127.0.0.1:{free_port()}")))
+
+    with pytest.raises(MachineryError):
+        server.broker.consume(["q"], worker="w")
+
+    files = [name for name in set(os.listdir("/proc/self/fd")) - before if _is_of_a_session(name)]
+    server.close()
+    assert files == []
+
+
+def _is_of_a_session(descriptor: str) -> bool:
+    try:
+        return tempfile.gettempdir() in os.readlink(f"/proc/self/fd/{descriptor}")
+    except FileNotFoundError:
+        return False
 
 
 def test_without_retry_the_first_failure_is_the_last() -> None:

@@ -104,7 +104,11 @@ class MongoConsumer(DriverUser, Consumer):
             "beats": 0,
             "beat_at": self.driver.now(),
         }
-        self._register(document)
+        try:
+            self._register(document)
+        except BaseException:
+            file.end()
+            raise
         self.session: str = file.key
         self._file = file
 

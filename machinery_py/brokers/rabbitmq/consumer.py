@@ -98,7 +98,11 @@ class AMQPConsumer(Consumer):
         self._given_up = self._closed = False
         self._hold_for = consumer_timeout / 2
         self.info: WorkerInfo = new_worker(worker, self._queues, driver.clock.now())
-        self._open()
+        try:
+            self._open()
+        except BaseException:
+            self._file.end()
+            raise
 
     # Connection
 

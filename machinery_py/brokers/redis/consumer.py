@@ -128,7 +128,11 @@ class RedisConsumer(Consumer):
         file = host_file(KIND)
         session = file.key  # its name is that of the file
         self._record = own_record(self._worker, (), self._driver.clock)
-        self._register(session)
+        try:
+            self._register(session)
+        except BaseException:
+            file.end()
+            raise
         self.session: str = session
         self._file = file
 
