@@ -87,16 +87,27 @@ class Repeats:
         )
 
     def lost_unseen(self, uuid: str) -> set[int]:
-        """Return the runs that a worker ended for a lost process, which noted them or not."""
+        """Return the runs that a worker ended for a lost process, which noted them or not.
+
+        While its connections are broken it cannot settle what has ended.
+        """
         return {
             one.run
             for one in self._history.settled
             if one.uuid == uuid
             and any(
-                fault.kind == "child" and fault.start <= one.at <= fault.end + NOTICED
+                fault.kind == "child" and fault.start <= one.at <= self._settled_by(fault)
                 for fault in self.faults[one.worker]
             )
         }
+
+    def _settled_by(self, fault: Happened) -> float:
+        """Return until when a worker has settled what such a fault ended."""
+        until = fault.end + NOTICED
+        for broken in sorted(self._at(fault.worker), key=lambda one: one.start):
+            if broken.kind != "child" and broken.start <= until <= broken.end + NOTICED:
+                until = broken.end + NOTICED
+        return until
 
     def is_zombie(self, one: Run) -> bool:
         """Whether its process had just been out of reach.

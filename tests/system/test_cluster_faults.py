@@ -102,6 +102,12 @@ def hand_over(cluster: RedisCluster) -> None:
     asked_at = -HANG
 
     def is_done() -> bool:
+        try:
+            return ask()
+        except ConnectionError:  # a master that steps down may close connections
+            return False
+
+    def ask() -> bool:
         nonlocal asked_at
         if all(cluster._node_of(TAG, one) is not before for one in cluster.nodes):
             return True
