@@ -516,6 +516,20 @@ class StepLost(MachineryError):
     """The delivery of this run is another worker's by now, or is over: nothing of it is kept."""
 
 
+class Suspended(BaseException):
+    """Ends the run of a task that sleeps. The next one goes on behind its checkpoints.
+
+    Let it pass: a run that catches it ends all the same, and makes no further step.
+
+    Attributes:
+        until: when the task goes on.
+    """
+
+    def __init__(self, text: str, until: dt.datetime) -> None:
+        self.until = until
+        super().__init__(text)
+
+
 class TimeLimitExceeded(MachineryError):
     """The task ran past its time limit; also raised inside it, so that it can clean up."""
 

@@ -166,6 +166,20 @@ class TaskRetried(TaskEnded, frozen=True, kw_only=True):
     runtime: float = 0.0
 
 
+class TaskSuspended(TaskEnded, frozen=True, kw_only=True):
+    """A task sleeps, and goes on later: its next run begins behind its checkpoints.
+
+    Attributes:
+        delay: seconds until it is due.
+        reason: for what it waits.
+        runtime: seconds in the function.
+    """
+
+    reason: str
+    delay: float
+    runtime: float = 0.0
+
+
 class TaskFailed(TaskEnded, frozen=True, kw_only=True):
     """FAILURE was stored. `runtime`: as in TaskRetried."""
 

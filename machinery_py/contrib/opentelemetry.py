@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from machinery_py.errors import Ignore, Reject, Retry, RetryTaskLater, TimeLimitExceeded
+from machinery_py.errors import Ignore, Reject, Retry, RetryTaskLater, Suspended, TimeLimitExceeded
 from machinery_py.registry.hooks import NothingSent
 from machinery_py.server import Server
 from machinery_py.tasks.context import RUNNING, Context, current_task
@@ -303,7 +303,7 @@ def _text(value: object) -> str:
 
 def _failure(ctx: Context, error: BaseException) -> BaseException | None:
     """Return what has failed the try; None if it only asked to be run later, or ignored."""
-    if isinstance(error, (RetryTaskLater, Ignore)):
+    if isinstance(error, (RetryTaskLater, Ignore, Suspended)):
         return None
     if isinstance(error, Reject) and error.requeue:
         return None

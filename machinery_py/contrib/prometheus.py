@@ -33,6 +33,7 @@ from machinery_py.events import (
     TaskRetried,
     TaskSent,
     TaskSucceeded,
+    TaskSuspended,
     WorkerHeartbeat,
     WorkerOffline,
 )
@@ -99,6 +100,7 @@ class TaskMetrics:
             TaskReceived: self._on_received,
             TaskSucceeded: lambda event: self._end(event, "succeeded", event.runtime),
             TaskRetried: lambda event: self._end(event, "retried", event.runtime),
+            TaskSuspended: lambda event: self._end(event, "suspended", event.runtime),
             TaskFailed: self._on_failed,
             TaskFenced: lambda event: self._end(event, "fenced", 0.0),
             TaskRejected: self._on_rejected,

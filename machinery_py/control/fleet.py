@@ -19,6 +19,7 @@ from machinery_py.events import (
     TaskRetried,
     TaskStarted,
     TaskSucceeded,
+    TaskSuspended,
     WorkerEvent,
     WorkerHeartbeat,
     WorkerOffline,
@@ -36,7 +37,7 @@ SHOWN = 10  # of the slowest runs and the newest failures
 OTHERS = "…"
 
 _COUNTED = ("sent", "received", "succeeded", "failed", "retried", "revoked", "rejected")
-_ENDS = (TaskSucceeded, TaskFailed, TaskRetried, TaskFenced)
+_ENDS = (TaskSucceeded, TaskFailed, TaskRetried, TaskSuspended, TaskFenced)
 
 
 @dataclass(slots=True)

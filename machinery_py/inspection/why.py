@@ -22,6 +22,7 @@ from machinery_py.inspection.limits import rule_text
 from machinery_py.inspection.search import decoded
 from machinery_py.limits.base import Rule, UsageReport, stored_name
 from machinery_py.limits.settings import EXCLUSIVE, scope_of
+from machinery_py.registry.outcomes import SUSPENDED
 from machinery_py.registry.unique_keys import lock_name, owner
 from machinery_py.tasks.attempts import attempts_of
 from machinery_py.tasks.reasons import Reason, Why
@@ -315,7 +316,8 @@ class _Look:
             text = f"it is tried again {when}: try {last.number} failed, {error}"
             hint = self._hint("show", self._state.task_uuid)
             return Reason(cause="retried", text=text, hint=hint)
-        return Reason(cause="delayed", text=f"it is due {when}")
+        what = "it sleeps, and goes on" if self._state.error_type == SUSPENDED else "it is due"
+        return Reason(cause="delayed", text=f"{what} {when}")
 
     # Limits and locks
 

@@ -117,6 +117,13 @@ class Retried(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=True):
     retries: int | None = None
 
 
+class Sleeping(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=True):
+    """The task sleeps (`Context.sleep`): its next run begins then, and is no further try."""
+
+    error: str
+    until: dt.datetime
+
+
 class Rejected(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=True):
     """The task put its message back (`Reject` with requeue): again, and not counted as a try."""
 
@@ -147,16 +154,19 @@ def replaced_by(workflow: Step[Any]) -> Outcome:
 class Batched(msgspec.Struct, frozen=True, gc=False, tag=True):
     """The calls of a batch have ended, each with an outcome of its own."""
 
-    outcomes: Sequence[Succeeded | Failed | Postponed | Retried | Rejected | Lost | Replaced]
+    outcomes: Sequence[
+        Succeeded | Failed | Postponed | Retried | Sleeping | Rejected | Lost | Replaced
+    ]
 
 
 # Tagged, since what a task process replies holds one of them (worker/processes/frames.py).
-Outcome = Succeeded | Failed | Postponed | Retried | Rejected | Lost | Batched | Replaced
+Outcome = Succeeded | Failed | Postponed | Retried | Sleeping | Rejected | Lost | Batched | Replaced
 
 MAX_REPLACED = 1000  # bytes of the names in the state of a task that was replaced
 WORKER_LOST = "WorkerLost"  # error type of a lost run; errors.WorkerLost
 POSTPONED = "machinery_py.errors.RetryTaskLater"  # error type at its limit
 REVOKED = Failed(error="revoked", error_type="Revoked", retryable=False)
+SUSPENDED = "Suspended"  # error type of a run after which the task sleeps
 REJECTED = "Rejected"  # error type of what ended in Reject; its message is a dead letter
 IGNORED = "Ignored"  # error type of what ended in Ignore
 #: Somebody ended it, or it ended as it was asked to, or asked that nobody looks.
@@ -217,7 +227,7 @@ def follow_up(
         started_at, worker: of this try, for those who look at the next.
     """
     then = _next(signature, outcome, now=now, backoff=backoff)
-    if then.retry is None:
+    if then.retry is None or type(outcome) is Sleeping:
         return then
     ended = Attempt(signature.attempt, started_at, now, worker, then.error_type, then.error)
     return msgspec.structs.replace(then, retry=with_attempt(then.retry, ended))
@@ -243,6 +253,9 @@ def _next(
             return FollowUp(
                 state=RETRY, error=error, retry=_postponed(signature, now=now, delay=delay)
             )
+        case Sleeping(error=error, until=until):
+            again = _again(signature, now=now, delay=0.0).replace(eta=until)
+            return FollowUp(state=RETRY, error=error, error_type=SUSPENDED, retry=again)
         case Retried(failed=failed):
             if (left := tries_left(signature, outcome.retries)) <= 0:
                 return _failure(signature, failed)

@@ -23,6 +23,7 @@ from typing import Any, Final, ParamSpec, Protocol, TypeVar
 
 import msgspec
 
+from machinery_py.clock import Seconds
 from machinery_py.errors import ArgumentError, MachineryError, TimeLimitExceeded, Unsupported
 from machinery_py.fences import Fence, local_fence
 from machinery_py.tasks.signature import HEADER_FAILED, Signature
@@ -63,6 +64,8 @@ class StepCaller(Protocol):
         kwargs: Mapping[str, Any],
         /,
     ) -> Coroutine[Any, Any, Any]: ...
+    def sleep(self, length: Seconds | dt.datetime, /) -> None: ...
+    def sleep_async(self, length: Seconds | dt.datetime, /) -> Coroutine[Any, Any, None]: ...
 
 
 class SlotHolder(Protocol):
@@ -282,6 +285,25 @@ class Context:
     ) -> Coroutine[Any, Any, T]:
         """`step` for coroutine functions. It is counted when it is called, not when awaited."""
         return self._steps().call_async(name, function, args, kwargs)
+
+    def sleep(self, length: Seconds | dt.datetime) -> None:
+        """Suspend the task for so long: it holds no slot, and its next run goes on behind this.
+
+        The moment is set the first time, and kept as a checkpoint: the task sleeps as long as was
+        said, however often workers restart meanwhile. What stands between steps runs again.
+
+        Args:
+            length: seconds, a timedelta, or an aware moment. One that is over is none.
+
+        Raises:
+            Suspended: always, unless the time is up. Let it pass; `finally` and `with` blocks run.
+            StepRefused, StepLost, Unsupported: as `step`.
+        """
+        self._steps().sleep(length)
+
+    def sleep_async(self, length: Seconds | dt.datetime) -> Coroutine[Any, Any, None]:
+        """`sleep` for coroutines."""
+        return self._steps().sleep_async(length)
 
     @property
     def step_key(self) -> str:

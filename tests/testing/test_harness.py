@@ -24,6 +24,7 @@ from machinery_py import (
     StateNotFound,
     TaskFailed,
     chain,
+    current_task,
     group,
 )
 from machinery_py.clock import SYSTEM_CLOCK
@@ -173,6 +174,23 @@ def test_a_task_that_postpones_itself_comes_back(shop: Shop, machinery: Harness)
     machinery.advance(hours=4)
     assert machinery.drain() == 1
     assert result.touch() == "done"
+
+
+def test_a_task_that_sleeps_for_days_takes_none(shop: Shop, machinery: Harness) -> None:
+    @shop.server.task
+    def remind() -> str:
+        task = current_task()
+        task.step("welcome", str)
+        task.sleep(dt.timedelta(days=3))
+        return task.step("reminder", str, "sent")
+
+    result = remind.send()
+    assert machinery.drain() == 1
+    machinery.advance(days=2, hours=23)
+    assert machinery.drain() == 0
+    machinery.advance(hours=1)
+    assert machinery.drain() == 1
+    assert result.touch() == "sent"
 
 
 def test_an_expired_task_is_not_run(shop: Shop, machinery: Harness) -> None:

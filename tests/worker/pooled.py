@@ -349,6 +349,14 @@ async def steps_async(trace: str) -> list[str]:
     return [first, await task.step_async("second", _step_async, trace, "second")]
 
 
+@server.task(pool="process")
+def suspended(trace: str) -> list[str]:
+    task = current_task()
+    first = task.step("first", _step, trace, "first")
+    task.sleep(0.2)
+    return [first, task.step("second", _step, trace, "second")]
+
+
 @server.task(pool="process", on_worker_lost="fail")
 def no_steps(trace: str) -> str:
     return current_task().step("first", _step, trace, "first")

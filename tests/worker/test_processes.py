@@ -25,7 +25,7 @@ from machinery_py import (
 )
 from machinery_py.connections.proc import is_suspended, place
 from machinery_py.events import TaskFailed as TaskFailedEvent
-from machinery_py.events import TaskRetried, TaskSucceeded
+from machinery_py.events import TaskRetried, TaskSucceeded, TaskSuspended
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.worker.processes import task_process
 from machinery_py.worker.processes.frames import FrameReader
@@ -202,6 +202,20 @@ def test_steps_of_a_lost_process_are_kept(worker: Worker, tmp_path: Path, task: 
     keys = [f"{result.uuid}:0:{name}" for name in ("first", "second")]
     assert result.get(HANG) == keys
     assert sorted(one.name.partition("-")[0] for one in tmp_path.iterdir()) == ["first", "second"]
+
+
+def test_task_sleeps_in_no_process(
+    worker: Worker, tmp_path: Path, retried: list[TaskRetried]
+) -> None:
+    suspended: list[TaskSuspended] = []
+    unsubscribe = server.events.subscribe(TaskSuspended, suspended.append)
+
+    result = pooled.suspended.send(str(tmp_path))
+
+    assert result.get(HANG) == [f"{result.uuid}:0:{name}" for name in ("first", "second")]
+    unsubscribe()
+    assert [one.reason.partition(" until")[0] for one in suspended] == ["sleeps"]
+    assert not retried
 
 
 def test_steps_that_a_process_cannot_have_are_refused(worker: Worker, tmp_path: Path) -> None:

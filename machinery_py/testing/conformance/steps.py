@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import datetime as dt
 import threading
@@ -23,6 +24,7 @@ from machinery_py import (
 )
 from machinery_py.bounds import CHECKPOINT_BYTES
 from machinery_py.brokers.base import Delivery, Fate, Message
+from machinery_py.clock import UTC
 from machinery_py.errors import StepFailed, StepLost, StepRefused
 from machinery_py.revocation import revoked_among
 from machinery_py.stores.base import Session
@@ -585,6 +587,114 @@ class StepConformance(AppCase):
         wait_until(lambda: len(app.calls) == 2, what="the step is made again")
         app.wait_until_idle()
         assert app.calls == [(f"{result.uuid}:{number}:first",) for number in range(2)]
+
+    # Sleep
+
+    def test_task_that_sleeps_goes_on_behind_its_steps(self, app: App) -> None:
+        @app.server.task
+        def flow() -> list[Any]:
+            task = current_task()
+            app.calls.append(("run",))
+            first = task.step("first", _noted, app, "first", 7)
+            task.sleep(0.2)
+            task.sleep(dt.timedelta(seconds=0.2))
+            return [first, task.step("second", _noted, app, "second", 8), task.attempt]
+
+        result = flow.send()
+        assert result.get(timeout=HANG) == [7, 8, 1]
+        assert app.calls == [("run",), ("first", 7), ("run",), ("run",), ("second", 8)]
+        state = result.get_state()
+        assert state is not None
+        assert state.run == 2
+
+    def test_coroutine_sleeps(self, app: App) -> None:
+        @app.server.task
+        async def flow() -> int:
+            task = current_task()
+            app.calls.append(("run",))
+            await task.sleep_async(0.2)
+            return 7
+
+        assert flow.send().get(timeout=HANG) == 7
+        assert app.calls == [("run",), ("run",)]
+
+    def test_sleep_ends_at_the_moment_that_was_kept(self, idle: App, lost: LostWorker) -> None:
+        @idle.server.task
+        def flow() -> float:
+            task = current_task()
+            task.sleep(0.5)
+            task.step("woken", _noted, idle, "woken", 1)
+            return 0.0
+
+        result = flow.send()
+        asleep = lost.run(lost.claim())
+        lost.lose()  # the run is made again, and its end stays
+        assert lost.run(lost.claim()).eta == asleep.eta
+        lost.lose()
+        with idle.running():
+            result.get(timeout=HANG)
+        state = result.get_state()
+        assert state is not None
+        assert state.started_at is not None
+        assert state.started_at >= asleep.eta
+
+    def test_sleeping_task_holds_no_slot_and_says_until_when(self, app: App) -> None:
+        @app.server.task
+        def flow() -> None:
+            current_task().sleep(dt.timedelta(days=3))
+
+        result = flow.send()
+
+        def is_asleep() -> bool:
+            state = result.get_state()
+            return state is not None and state.error_type == "Suspended"
+
+        wait_until(is_asleep, what="a task that sleeps")
+        state = result.get_state()
+        assert state is not None
+        assert state.state is State.RETRY
+        assert state.error.startswith("sleeps until ")
+        others = [app.add.send(n, 1) for n in range(8)]
+        assert [one.get(timeout=HANG) for one in others] == list(range(1, 9))
+        app.server.revoke(result.uuid)
+        with pytest.raises(TaskFailed, match="revoked"):
+            result.get(timeout=HANG)
+
+    def test_run_that_catches_its_suspension_sleeps_all_the_same(
+        self, app: App, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        @app.server.task
+        def flow() -> int:
+            task = current_task()
+            for _ in range(2):
+                with contextlib.suppress(BaseException):
+                    task.sleep(0.2)
+            app.calls.append(("end",))
+            return 7
+
+        assert flow.send().get(timeout=HANG) == 7
+        assert app.calls == [("end",)] * 3
+        assert "caught Suspended in flow" in caplog.text
+
+    def test_moment_that_is_over_is_no_sleep(self, app: App) -> None:
+        @app.server.task
+        def flow() -> int:
+            app.calls.append(("run",))
+            current_task().sleep(dt.datetime(2026, 1, 1, tzinfo=UTC))
+            current_task().sleep(0)
+            return 7
+
+        assert flow.send().get(timeout=HANG) == 7
+        assert app.calls == [("run",)]
+
+    @pytest.mark.parametrize("length", [dt.datetime(2026, 1, 1), -1, "1"])
+    def test_length_that_is_none_fails_the_run(self, app: App, length: Any) -> None:
+        @app.server.task
+        def flow() -> None:
+            current_task().sleep(length)
+
+        with pytest.raises(TaskFailed, match="sleep: found"):
+            flow.send().get(timeout=HANG)
 
     def test_expiry_bounds_the_first_start_only(self, idle: App, lost: LostWorker) -> None:
         @idle.server.task

@@ -35,9 +35,10 @@ from machinery_py.events import (
     TaskRevoked,
     TaskSent,
     TaskSucceeded,
+    TaskSuspended,
     kinds_of,
 )
-from machinery_py.registry.outcomes import REVOKED, Failed
+from machinery_py.registry.outcomes import REVOKED, SUSPENDED, Failed
 from machinery_py.revocation import let_go
 from machinery_py.stores.base import AWAY, Mark, Session, Settlement, in_place_of
 from machinery_py.tasks.signature import HEADER_KEPT, HEADER_UNIQUE
@@ -517,6 +518,16 @@ def _events(execution: Execution, verdict: Verdict) -> Iterator[Event]:
             )
         elif state.state is RETRY:
             delay = (state.eta - state.created_at).total_seconds() if state.eta else 0.0
+            if state.error_type == SUSPENDED:
+                yield TaskSuspended(
+                    signature=signature,
+                    worker=worker,
+                    notes=state.notes,
+                    runtime=execution.runtime,
+                    reason=state.error,
+                    delay=max(0.0, delay),
+                )
+                continue
             yield TaskRetried(
                 signature=signature,
                 worker=worker,

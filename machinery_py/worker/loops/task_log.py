@@ -22,6 +22,7 @@ from machinery_py.registry.outcomes import (
     NOT_ITS_FAILURE,
     REJECTED,
     REVOKED,
+    SUSPENDED,
     WORKER_LOST,
 )
 from machinery_py.tasks.signature import UNLIMITED
@@ -128,6 +129,9 @@ def _succeeded(execution: Execution, state: TaskState) -> TaskLine:
 def _retried(execution: Execution, state: TaskState) -> TaskLine:
     signature, left = execution.signature, execution.signature.retry_count
     pause = (state.eta - state.created_at).total_seconds() if state.eta else 0.0
+    if state.error_type == SUSPENDED:
+        text = f"task {signature.name} {signature.uuid} {state.error}"
+        return TaskLine(INFO, state.created_at.timestamp(), text, execution, execution.runtime)
     if isinstance(execution.error, RetryTaskLater) or not state.error_type:
         what = "postponed"
     elif state.error_type == WORKER_LOST:  # counts as no try

@@ -28,6 +28,7 @@ from machinery_py.connections import descriptors, forks, proc, streams
 from machinery_py.errors import (
     BackendUnavailable,
     StepLost,
+    StepRefused,
     TaskNotRegistered,
     TimeLimitExceeded,
     Unsupported,
@@ -332,6 +333,8 @@ class _WorkerKeeper:
                 return answer.rows
             case StepLost.__name__:
                 raise StepLost(answer.error)
+            case StepRefused.__name__:
+                raise StepRefused(answer.error)
             case Unsupported.__name__:
                 raise for_good(Unsupported(answer.error))
             case _:

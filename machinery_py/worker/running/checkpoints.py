@@ -15,6 +15,7 @@ which is said by the order of their calls, so all of them must come from one thr
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import functools
 import itertools
 import sys
@@ -25,6 +26,7 @@ from typing import Any, NoReturn
 
 from machinery_py.bounds import CHECKPOINT_BYTES, CHECKPOINTS
 from machinery_py.call_threads import in_thread
+from machinery_py.clock import LONGEST, UTC, Seconds, seconds_of
 from machinery_py.errors import (
     ArgumentError,
     Ignore,
@@ -38,6 +40,7 @@ from machinery_py.errors import (
     StepFailed,
     StepLost,
     StepRefused,
+    Suspended,
     TimeLimitExceeded,
 )
 from machinery_py.names import check_step
@@ -69,6 +72,9 @@ _OF_THE_RUN = (
 )
 
 
+SLEEP = "sleep"  # name of the steps that sleep
+
+
 class _StepCall:
     """One call of `step`. `caller`: the thread or asyncio task that made it."""
 
@@ -97,16 +103,19 @@ class Checkpoints:
         broken: why no further step is made, and the run cannot succeed.
     """
 
-    def __init__(self, context: Context, keeper: StepKeeper) -> None:
+    def __init__(
+        self, context: Context, keeper: StepKeeper, *, now: Callable[[], dt.datetime]
+    ) -> None:
         self._context = context
         self._keeper = keeper
+        self._now = now
         self._kept: dict[str, Checkpoint] | None = None  # read at the first step
         self._counts: dict[str, itertools.count[int]] = {}
         self._callers: dict[str, object] = {}
         # Steps that have raised: by name, with their callers; and those of which the task went on.
         self._failed: dict[str, tuple[Checkpoint, object]] = {}
         self._caught: dict[str, Checkpoint] = {}
-        self.broken: MachineryError | None = None
+        self.broken: MachineryError | Suspended | None = None
 
     def call(
         self,
@@ -162,6 +171,44 @@ class Checkpoints:
             new = self._checkpoint(step, value)
             kept = await in_thread(functools.partial(self._keep, step, new), goes_on=True)
         return self._value(step, kept)
+
+    # Sleep: a step that returns when it ends, and the end of the run if that is later
+
+    def sleep(self, length: Seconds | dt.datetime) -> None:
+        self._suspend_until(self.call(SLEEP, self._end_of(length), (), {}))
+
+    def sleep_async(self, length: Seconds | dt.datetime) -> Coroutine[Any, Any, None]:
+        moment = self._end_of(length)
+
+        async def until() -> dt.datetime:
+            return moment()
+
+        return self._sleep_async(self.call_async(SLEEP, until, (), {}))
+
+    async def _sleep_async(self, step: Coroutine[Any, Any, dt.datetime]) -> None:
+        self._suspend_until(await step)
+
+    def _end_of(self, length: Seconds | dt.datetime) -> Callable[[], dt.datetime]:
+        """Return a step's function that returns the end of such a sleep, which is set by now."""
+        if isinstance(length, dt.datetime):
+            if length.tzinfo is None:
+                raise ValueError(f"sleep: found {length!r} (expected a moment with a time zone)")
+            moment = length.astimezone(UTC)
+        else:
+            seconds = min(LONGEST, seconds_of("sleep", length))
+            moment = self._now().astimezone(UTC) + dt.timedelta(seconds=seconds)
+
+        def until() -> dt.datetime:
+            return moment
+
+        return until
+
+    def _suspend_until(self, moment: dt.datetime) -> None:
+        """End the run, unless the moment has come, or the task was delivered for it."""
+        eta = self._context.eta
+        if moment > self._now() and (eta is None or eta < moment):
+            self.broken = error = Suspended(f"sleeps until {moment:%Y-%m-%d %H:%M:%S} UTC", moment)
+            raise error
 
     # Before the call
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from machinery_py.errors import TaskFailed
+from machinery_py.registry.outcomes import SUSPENDED
 from machinery_py.tasks.context import enter, leave
 from machinery_py.tasks.states import State, TaskState
 from machinery_py.tasks.workflow import result_value
@@ -25,6 +26,8 @@ def handlers_of(execution: Execution) -> Sequence[Callable[..., object]]:
     """Return the handlers that want to know of this end."""
     settlement = execution.settlement
     states = settlement.states if settlement is not None else ()
+    if states and states[0].error_type == SUSPENDED:
+        return ()  # it goes on, and was not retried
     return execution.app.hooks.on_end.get(states[0].state, ()) if states else ()
 
 

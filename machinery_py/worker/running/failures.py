@@ -15,6 +15,7 @@ from machinery_py.errors import (
     RetryTaskLater,
     StepFailed,
     StepRefused,
+    Suspended,
     TaskFailed,
     Unsupported,
     WorkerLost,
@@ -33,6 +34,7 @@ from machinery_py.registry.outcomes import (
     Rejected,
     Replaced,
     Retried,
+    Sleeping,
     Succeeded,
     replaced_by,
 )
@@ -43,13 +45,15 @@ from machinery_py.worker.running.hooks import failure_by, text_of
 def failed(execution: Execution, error: BaseException) -> Outcome:
     """Return the outcome of what the function raised."""
     if execution.revoked and (
-        isinstance(error, (Retry, RetryTaskLater, Reject, Replace))
+        isinstance(error, (Retry, RetryTaskLater, Reject, Replace, Suspended))
         or type(error).__name__ == "CancelledError"
     ):
         return REVOKED
     if isinstance(error, RetryTaskLater):
         execution.error = error
         return Postponed(error=text_of(error), delay=error.delay, limit=error.limit)
+    if isinstance(error, Suspended):
+        return Sleeping(error=text_of(error), until=error.until)
     if isinstance(error, Retry):
         return _retried(execution, error)
     if isinstance(error, Replace):
@@ -118,7 +122,7 @@ def judged(execution: Execution, outcome: Outcome) -> Outcome:
     if isinstance(end, Failed):
         error_type = end.error_type
     if execution.revoked and (
-        isinstance(outcome, (Postponed, Retried, Rejected, Replaced))
+        isinstance(outcome, (Postponed, Retried, Sleeping, Rejected, Replaced))
         or error_type.endswith("CancelledError")
     ):
         return REVOKED
@@ -126,7 +130,7 @@ def judged(execution: Execution, outcome: Outcome) -> Outcome:
         execution.error = WorkerLost(outcome.error)
         if execution.runs_once:
             return execution.cut_off(outcome.error)
-    elif not isinstance(end, (Succeeded, Batched, Replaced)) and error_type != IGNORED:
+    elif not isinstance(end, (Succeeded, Batched, Replaced, Sleeping)) and error_type != IGNORED:
         uuid, name = execution.signature.uuid, execution.signature.name
         execution.error = TaskFailed(uuid, name, end.error, error_type=error_type)
     if execution.revoked and isinstance(outcome, Failed):

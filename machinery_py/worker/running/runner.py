@@ -14,11 +14,12 @@ import contextvars
 import functools
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextvars import Token
 from typing import Any, Protocol
 
-from machinery_py.errors import ArgumentError, DecodeError, TimeLimitExceeded
+from machinery_py.errors import ArgumentError, DecodeError, Suspended, TimeLimitExceeded
 from machinery_py.registry.calls import REFLECT
 from machinery_py.registry.chunks import each, each_async, is_chunk, result_of_chunk, rows_of
 from machinery_py.registry.options import TaskSettings
@@ -170,6 +171,8 @@ class Run:
         one, task = self.first, self.first.task
         assert task is not None
         if self._steps is not None and (broken := self._steps.broken) is not None:
+            if isinstance(broken, Suspended):
+                _log_caught(self.signature, broken)
             return self.failed(broken)
         if value is None or (one.settings.ignore_result and not _passes_on(one)):
             return Succeeded(())
@@ -227,7 +230,8 @@ class Run:
         """Return its steps: see `tasks.context.SlotHolder`."""
         if self._steps is None:
             assert self.context is not None
-            self._steps = Checkpoints(self.context, self.keeper or StoreKeeper(self.first))
+            keeper = self.keeper or StoreKeeper(self.first)
+            self._steps = Checkpoints(self.context, keeper, now=self.first.app.now)
         return self._steps
 
     # Waiting for other tasks: see `tasks.context.SlotHolder`
@@ -426,6 +430,19 @@ def _progress(run: Run, report: Report, progress: tuple[float, float] | None) ->
     for one in run.calls:
         one.progress = progress or one.progress
     report(run)
+
+
+def _log_caught(signature: Signature[Any], error: Suspended) -> None:
+    """Say where the task has caught what was to end its run."""
+    where = traceback.extract_tb(error.__traceback__)[:1]
+    logger.warning(
+        "task %s %s caught Suspended%s, and its run went on to its end; it sleeps all the same "
+        "(let it pass: except Exception does not catch it)",
+        signature.name,
+        signature.uuid,
+        "".join(f" in {one.name}, {one.filename} line {one.lineno}" for one in where),
+        extra={"task_uuid": signature.uuid},
+    )
 
 
 def _passes_on(execution: Execution) -> bool:
