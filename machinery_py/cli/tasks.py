@@ -33,7 +33,7 @@ from machinery_py.tasks.states import State, TaskState
 from machinery_py.tasks.workflow import result_value
 
 if TYPE_CHECKING:
-    from machinery_py.inspection import TaskReport
+    from machinery_py.inspection import KeptStep, TaskReport
     from machinery_py.registry.options import SendOptions
     from machinery_py.registry.task import Task
     from machinery_py.results.async_results import AsyncResult
@@ -185,7 +185,8 @@ def show(server: Server, args: argparse.Namespace) -> int:
     message = None if signature is None else _signature_record(signature)
     text = "" if args.json else _description(server, report)
     attempts = [msgspec.structs.asdict(one) for one in report.attempts]
-    return answer(args, {**_state_record(state), "message": message, "attempts": attempts}, text)
+    record = {"message": message, "attempts": attempts, "steps": _steps_record(report)}
+    return answer(args, {**_state_record(state), **record}, text)
 
 
 def why(server: Server, args: argparse.Namespace) -> int:
@@ -193,6 +194,13 @@ def why(server: Server, args: argparse.Namespace) -> int:
     found = server.inspect.why(args.rest[0], stack=args.stack)
     lines = "\n".join(clean_lines(str(found)))
     return answer(args, msgspec.to_builtins(found), lines)
+
+
+def _steps_record(report: TaskReport) -> list[dict[str, Any]]:
+    return [
+        {**msgspec.structs.asdict(one), "results": [arg.value for arg in one.results]}
+        for one in report.steps
+    ]
 
 
 def _description(server: Server, report: TaskReport) -> str:
@@ -213,6 +221,10 @@ def _description(server: Server, report: TaskReport) -> str:
         ("started", moment(state.started_at, now)),
         ("ended", moment(state.finished_at, now)),
         ("due", moment(state.eta, now)),
+        *(
+            (f"step {one.name}", f"{moment(one.at, now)}  {_end_of_step(one)}")
+            for one in report.steps
+        ),
         ("progress", _progress(state)),
         *(("note", f"{name} = {value_text(value)}") for name, value in state.notes.items()),
         ("error", error or state.error),
@@ -234,6 +246,12 @@ def _description(server: Server, report: TaskReport) -> str:
     rows += [("result", value_text(arg.value)) for arg in state.results]
     trace = ["traceback", *(f"  {line}" for line in clean_lines(state.traceback))]
     return "\n".join([fields(rows), *(trace if state.traceback else [])])
+
+
+def _end_of_step(step: KeptStep) -> str:
+    if step.error:
+        return f"{step.error_type}: {step.error}"
+    return ", ".join(value_text(arg.value) for arg in step.results)
 
 
 def _state_record(state: TaskState) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from machinery_py.dashboard.records import (
     Letter,
     Overview,
     ShownAttempt,
+    ShownCheckpoint,
     ShownGroup,
     ShownMessage,
     ShownStep,
@@ -38,6 +39,7 @@ from machinery_py.errors import ArgumentError, ConfigError, MachineryError, Unsu
 from machinery_py.inspection import (
     Count,
     ErrorSummary,
+    KeptStep,
     LimitRow,
     QueueReport,
     TaskPage,
@@ -251,11 +253,26 @@ class Api:
             notes={key: self._masking.text(one, key) for key, one in state.notes.items()},
             message=self._message(signature, args) if signature else None,
             attempts=[ShownAttempt(**msgspec.structs.asdict(one)) for one in report.attempts],
+            steps=[self._step(one) for one in report.steps],
             children=report.children,
             group=ShownGroup(uuid=group.group_uuid, members=members) if group else None,
             python=python_call(signature.name, args, queue) if signature else "",
             root=state.root,
             parent=state.parent,
+        )
+
+    def _step(self, step: KeptStep) -> ShownCheckpoint:
+        masked = [self._masking.masked(one.value, step.name) for one in step.results]
+        return ShownCheckpoint(
+            name=step.name,
+            at=step.at,
+            run=step.run,
+            results=[
+                self._value("", msgspec.structs.replace(one, value=value))
+                for one, value in zip(step.results, masked, strict=True)
+            ],
+            error_type=step.error_type,
+            error=cut(step.error, MAX_ERROR),
         )
 
     def _value(self, name: str, arg: Arg) -> ShownValue:

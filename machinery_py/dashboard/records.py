@@ -130,6 +130,17 @@ class ShownAttempt(msgspec.Struct, frozen=True, kw_only=True):
     error: str
 
 
+class ShownCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint of a task. `error`: what its step raised, if the task went on all the same."""
+
+    name: str
+    at: dt.datetime
+    run: int
+    results: Sequence[ShownValue]
+    error_type: str
+    error: str
+
+
 class ShownGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A group, with its first 1,000 members."""
 
@@ -152,6 +163,7 @@ class TaskDetail(TaskRow, frozen=True, kw_only=True):
     notes: Mapping[str, str]
     message: ShownMessage | None
     attempts: Sequence[ShownAttempt]
+    steps: Sequence[ShownCheckpoint]
     children: Sequence[ChildTask]
     group: ShownGroup | None
     python: str

@@ -29,6 +29,7 @@ from machinery_py.inspection.reports import (
     TaskPage,
     TaskReport,
     children_of,
+    steps_of,
 )
 from machinery_py.inspection.search import (
     UNTIMED,
@@ -263,8 +264,9 @@ class Inspector:
         backend = self._app.store.backend
         state = backend.get_state(self.find(uuid))
         signature = decoded(state.message if state.is_finished else self._waiting_body(state))
+        rows = backend.checkpoints(state.task_uuid) if backend.features.checkpoints else {}
         if signature is None:
-            return TaskReport(state=state)
+            return TaskReport(state=state, steps=steps_of(rows))
         group = backend.get_group(signature.group_uuid) if signature.group_uuid else None
         uuids = group.task_uuids[:MEMBERS] if group is not None else ()
         states = backend.member_states(signature.group_uuid, uuids) if uuids else {}
@@ -275,6 +277,7 @@ class Inspector:
             children=children_of(signature),
             group=group,
             members=[states[uuid] for uuid in uuids if uuid in states],
+            steps=steps_of(rows),
         )
 
     task_async: Final = twin(task)

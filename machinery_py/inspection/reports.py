@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from machinery_py.clock import moment_of
+from machinery_py.errors import DecodeError
 from machinery_py.tasks.attempts import Attempt
-from machinery_py.tasks.signature import Signature
+from machinery_py.tasks.checkpoints import last_generation, of_generation
+from machinery_py.tasks.signature import Arg, Signature
 from machinery_py.tasks.states import GroupMeta, TaskState
+from machinery_py.wire.states import decode_results
 
 
 class QueueReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +80,43 @@ def children_of(signature: Signature[object]) -> list[ChildTask]:
     ]
 
 
+class KeptStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint of a task.
+
+    Attributes:
+        name: of its step; the second one of a name ends in "#2".
+        at: when it was kept, by the clock of the worker; `run`: of the task, 0 for the first.
+        results: what the step returned.
+        error, error_type: what it raised, if the task went on all the same.
+    """
+
+    name: str
+    at: dt.datetime
+    run: int
+    results: Sequence[Arg] = ()
+    error: str = ""
+    error_type: str = ""
+
+
+def steps_of(rows: Mapping[str, bytes]) -> list[KeptStep]:
+    """Return the checkpoints of a task as they are shown, the first kept first."""
+    try:
+        kept = of_generation(rows, last_generation(rows))
+        return [
+            KeptStep(
+                name=name,
+                at=moment_of(one.at),
+                run=one.run,
+                results=decode_results(one.results) if one.results else (),
+                error=one.error,
+                error_type=one.error_type,
+            )
+            for name, one in kept.items()
+        ]
+    except DecodeError:
+        return []  # a run of the task says what is wrong
+
+
 class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a task, and what its message says, if that is known.
 
@@ -86,6 +127,7 @@ class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
         children: what it sends when it has ended; of a chain the next step.
         group: the group that it is a member of.
         members: states of the first 1,000 members of that, in its order; some may have expired.
+        steps: its checkpoints.
     """
 
     state: TaskState
@@ -94,6 +136,7 @@ class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
     children: Sequence[ChildTask] = ()
     group: GroupMeta | None = None
     members: Sequence[TaskState] = ()
+    steps: Sequence[KeptStep] = ()
 
 
 class ErrorGroup(msgspec.Struct, frozen=True, kw_only=True):

@@ -101,6 +101,11 @@ def of_generation(rows: Mapping[str, bytes], generation: int) -> dict[str, Check
     return dict(sorted(found, key=lambda pair: pair[1].at))
 
 
+def last_generation(rows: Iterable[str]) -> int:
+    """Return the greatest generation of these names; 0 without any."""
+    return max((_number(name.partition(":")[0]) for name in rows), default=0)
+
+
 def before_generation(rows: Iterable[str], generation: int) -> list[str]:
     """Return the names of those checkpoints that are of an earlier generation."""
     return [name for name in rows if _number(name.partition(":")[0]) < generation]

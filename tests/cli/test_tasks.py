@@ -91,6 +91,39 @@ def test_tries_before_the_last_are_shown(app: App) -> None:
     assert "machinery_attempts" not in text
 
 
+def test_steps_of_a_task_are_shown(app: App) -> None:
+    source = """
+        from machinery_py import Server, current_task
+        from machinery_py.errors import StepFailed
+        server = Server()
+
+        def fail() -> None:
+            raise ValueError("no money")
+
+        @server.task
+        def flow() -> str:
+            task = current_task()
+            try:
+                task.step("charge", fail)
+            except StepFailed:
+                pass
+            return task.step("mail", str, "sent")
+    """
+    app.write("flows.py", textwrap.dedent(source))
+    uuid = app.run("send", "flows", "flow").stdout.split()[0]
+    app.run("worker", "flows", "--burst")
+
+    steps = app.json("show", "flows", uuid)["steps"]
+    text = app.run("show", "flows", uuid).stdout
+
+    assert [(one["name"], one["results"], one["error"]) for one in steps] == [
+        ("charge", [], "no money"),
+        ("mail", ["sent"], ""),
+    ]
+    assert re.search(r"^step charge .* ago\)  ValueError: no money$", text, re.MULTILINE)
+    assert re.search(r'^step mail .* ago\)  "sent"$', text, re.MULTILINE)
+
+
 def test_a_task_that_waits_is_shown_with_its_arguments(app: App) -> None:
     uuid = app.send("add", "1", "2")
 

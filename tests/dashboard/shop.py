@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import threading
 
-from machinery_py import Config, Context, Server, TaskFailed, chord, group
+from machinery_py import Config, Context, Server, TaskFailed, chord, current_task, group
 from machinery_py.testing.waiting import HANG, wait_until
 from tests.support.servers import RedisServer
 
@@ -30,6 +31,7 @@ class Shop:
         self.send_mail = task("mail.send")(_send_mail)
         self.bulk = task("mail.bulk", rate="5/s")(_send_mail)
         self.flaky = task("mail.flaky", retries=2, backoff=[0.0])(_Flaky().__call__)
+        self.onboard = task("mail.onboard")(_onboard)
         self.wait = task("reports.nightly")(self._wait)
         self.hostile = task(HOSTILE)(_fail)
         self.server.periodic("0 6 * * *", name="digest")(_digest)
@@ -51,12 +53,14 @@ class Shop:
         whole = chord(
             group(*mails, self.refund.signature(99)), self.charge.signature(99, 1.0)
         ).send()
+        asleep = self.onboard.send("ada@example.com")
         for one in [*paid, flaky]:
             one.get(timeout=HANG)
         for one in [failed, *dead, hostile, whole]:
             with_failure(one)
         running = self.wait.send("October")
         wait_until(lambda: running.get_state().progress, HANG, "a running task")
+        wait_until(lambda: asleep.get_state().error, HANG, "a task that sleeps")
         self.send_mail.options(delay=3600.0).send("later@example.com", "Bye")
         refunds = self.server.inspect.tasks(name="billing.refund")
         self.uuids = {
@@ -64,6 +68,7 @@ class Shop:
             "flaky": flaky.uuid,
             "failed": failed.uuid,
             "hostile": hostile.uuid,
+            "asleep": asleep.uuid,
             "running": running.uuid,
             "member": next(one.task_uuid for one in refunds if one.task_uuid != failed.uuid),
         }
@@ -87,6 +92,13 @@ def _refund(order: int) -> None:
 
 def _send_mail(to: str, subject: str) -> str:
     return f"queued as {abs(hash(to)) % 1000:03x}"
+
+
+def _onboard(to: str) -> None:
+    task = current_task()
+    task.step("welcome", _send_mail, to, "Welcome")
+    task.step("token", str, "hidden")
+    task.sleep(dt.timedelta(days=3))
 
 
 def _digest() -> None:

@@ -20,6 +20,7 @@ PAGES = {
         ["order 17 was never paid", "Traceback", "_refund", "Try 2", "Copy as Python"],
     ),
     "tries": ("#/task?uuid={flaky}", ["Try 1", "Try 2", "Try 3", "421 ada@example.com"]),
+    "steps": ("#/task?uuid={asleep}", ["Suspended", "sleeps until", "welcome", "queued as", "•••"]),
     "workflow": ("#/task?uuid={member}", ["Group of 6", "after the group", "billing.charge"]),
     "running": ("#/task?uuid={running}", ["October", "so far", "40 of 100", "Revoke …"]),
     "errors": ("#/errors", ["billing.refund", "ValueError", "was never paid", "Retry all …"]),

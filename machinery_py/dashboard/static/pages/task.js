@@ -169,6 +169,19 @@ function Workflow({ task }) {
   </section>`;
 }
 
+/** Return what a step has returned, or raised. */
+const endOf = (step) =>
+  step.error_type
+    ? html`<span class="failed">${step.error_type}: ${step.error}</span>`
+    : html`<code>${step.results.map((one) => one.value).join(", ")}</code>`;
+
+const Steps = ({ steps }) =>
+  steps.length > 0 &&
+  html`<section class="pairs"><h2>Steps</h2>
+    <${Facts} label="Steps"
+      pairs=${steps.map((one) => [one.name, html`${endOf(one)} <${Time} at=${one.at} />`])} />
+  </section>`;
+
 const Pairs = ({ title, of }) =>
   Object.keys(of).length > 0 &&
   html`<section class="pairs"><h2>${title}</h2>
@@ -201,6 +214,12 @@ function facts(task) {
   ];
 }
 
+/** Return what the text of a task that has not succeeded is. */
+function headingOf(task) {
+  if (task.state === "FAILURE") return "Error";
+  return task.error_type === "Suspended" ? "Suspended" : "Error of the try before";
+}
+
 function Shown({ task, refresh }) {
   const mayChange = useMayChange();
   const { message } = task;
@@ -213,12 +232,13 @@ function Shown({ task, refresh }) {
     <${Facts} label="Facts" pairs=${facts(task)} />
     ${task.error &&
     html`<section>
-      <h2>${task.state === "FAILURE" ? "Error" : "Error of the try before"}</h2>
+      <h2>${headingOf(task)}</h2>
       <p class="failed"><strong>${task.error_type}</strong> ${task.error}</p>
       ${task.traceback &&
       html`<pre class="code" tabindex="0" aria-label="Traceback">${task.traceback}</pre>`}
     </section>`}
     <${Timeline} task=${task} />
+    <${Steps} steps=${task.steps} />
     ${message
       ? html`<${Values} title="Arguments" values=${message.args} />`
       : html`<section><h2>Arguments</h2><p class="muted">Not kept. A message is kept while it waits,
