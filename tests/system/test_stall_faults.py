@@ -103,6 +103,9 @@ def test_keeper_answers_for_a_worker_that_cannot(
         uuid = app.send("hold_until_told", str(tmp_path / "fifo"))
         wait_until(lambda: app.notes, HANG)
 
+        # An order that it took in the moment before has no answer.
+        quick = asking.control.workers("ada", timeout=LEASE)
+        wait_until(lambda: "ada" in quick.ping(), HANG)
         assert ada.ping()["ada"].seconds > 0
         stats, active, stacks = ada.stats()["ada"], ada.active()["ada"], ada.stack()["ada"]
         assert asking.control.workers("ada", timeout=0.7).queues().missing == ("ada",)
