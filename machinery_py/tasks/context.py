@@ -23,7 +23,7 @@ from typing import Any, Final, ParamSpec, Protocol, TypeVar
 
 import msgspec
 
-from machinery_py.clock import Seconds
+from machinery_py.clock import Seconds, seconds_of
 from machinery_py.errors import ArgumentError, MachineryError, TimeLimitExceeded, Unsupported
 from machinery_py.fences import Fence, local_fence
 from machinery_py.tasks.signature import HEADER_FAILED, Signature
@@ -299,10 +299,12 @@ class Context:
             Suspended: always, unless the time is up. Let it pass; `finally` and `with` blocks run.
             StepRefused, StepLost, Unsupported: as `step`.
         """
+        length = _checked(length)
         self._steps().sleep(length)
 
     def sleep_async(self, length: Seconds | dt.datetime) -> Coroutine[Any, Any, None]:
         """`sleep` for coroutines."""
+        length = _checked(length)
         return self._steps().sleep_async(length)
 
     @property
@@ -373,6 +375,10 @@ def notes_json(noted: Mapping[str, str]) -> str:
     if not noted:
         return ""
     return "{" + ",".join([f"{name}:{value}" for name, value in dict(noted).items()]) + "}"
+
+
+def _checked(length: Seconds | dt.datetime) -> Seconds | dt.datetime:
+    return length if isinstance(length, dt.datetime) else seconds_of("length", length)
 
 
 def _number(what: str, value: object) -> float:

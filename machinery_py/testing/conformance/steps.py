@@ -693,7 +693,7 @@ class StepConformance(AppCase):
         def flow() -> None:
             current_task().sleep(length)
 
-        with pytest.raises(TaskFailed, match="sleep: found"):
+        with pytest.raises(TaskFailed, match="length: found"):
             flow.send().get(timeout=HANG)
 
     def test_expiry_bounds_the_first_start_only(self, idle: App, lost: LostWorker) -> None:

@@ -192,10 +192,10 @@ class Checkpoints:
         """Return a step's function that returns the end of such a sleep, which is set by now."""
         if isinstance(length, dt.datetime):
             if length.tzinfo is None:
-                raise ValueError(f"sleep: found {length!r} (expected a moment with a time zone)")
+                raise ValueError(f"length: found {length!r} (expected a moment with a time zone)")
             moment = length.astimezone(UTC)
         else:
-            seconds = min(LONGEST, seconds_of("sleep", length))
+            seconds = min(LONGEST, seconds_of("length", length))
             moment = self._now().astimezone(UTC) + dt.timedelta(seconds=seconds)
 
         def until() -> dt.datetime:
