@@ -95,7 +95,8 @@ def entered(block: Block) -> Iterator[None]:
 
 
 def _asyncio_task() -> Any:
-    asyncio = sys.modules.get("asyncio")  # as far as loaded
-    if asyncio is None or asyncio._get_running_loop() is None:
-        return None
-    return asyncio.current_task()
+    asyncio = sys.modules.get("asyncio")
+    if not hasattr(asyncio, "current_task"):
+        return None  # another thread may import it at this moment
+    assert asyncio is not None
+    return None if asyncio._get_running_loop() is None else asyncio.current_task()

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import types
+
 import pytest
 
 from machinery_py.tasks.checkpoints import generation_of, kept_of, with_kept
 from machinery_py.tasks.signature import HEADER_GENERATION, HEADER_KEPT, UNLIMITED, Signature
+from machinery_py.transactions import _asyncio_task
 from machinery_py.wire.signatures import encode_signature
+from machinery_py.worker.running.checkpoints import _caller
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "1.5", "9" * 5000, "٣", "1 2"])
@@ -23,3 +29,12 @@ def test_nonsense_about_checkpoints_means_perhaps_some_and_stays_small(text: str
 
     assert kept is not None and max(kept) <= UNLIMITED
     encode_signature(with_kept(signature, kept.number, newly=True))
+
+
+def test_asyncio_that_another_thread_imports_at_this_moment_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "asyncio", types.ModuleType("asyncio"))
+
+    assert _caller() is threading.current_thread()
+    assert _asyncio_task() is None

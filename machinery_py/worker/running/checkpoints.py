@@ -22,7 +22,7 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import CodeType, FunctionType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from machinery_py.bounds import CHECKPOINT_BYTES, CHECKPOINTS
 from machinery_py.call_threads import in_thread
@@ -343,10 +343,12 @@ class Checkpoints:
 
 def _caller() -> object:
     """Return the asyncio task that runs here, or the thread."""
-    if (asyncio := sys.modules.get("asyncio")) is not None:
+    # Another thread may import it at this moment.
+    current_task = getattr(sys.modules.get("asyncio"), "current_task", None)
+    if current_task is not None:
         with contextlib.suppress(RuntimeError):  # no loop runs here
-            if (task := asyncio.current_task()) is not None:
-                return task
+            if (task := current_task()) is not None:
+                return cast(object, task)
     return threading.current_thread()
 
 
