@@ -293,7 +293,8 @@ class Context:
         said, however often workers restart meanwhile. What stands between steps runs again.
 
         Args:
-            length: seconds, a timedelta, or an aware moment. One that is over is none.
+            length: seconds, a timedelta, or an aware moment. One that is over is none, more than
+                100 years are 100 years.
 
         Raises:
             Suspended: always, unless the time is up. Let it pass; `finally` and `with` blocks run.

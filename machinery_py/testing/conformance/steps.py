@@ -24,7 +24,6 @@ from machinery_py import (
 )
 from machinery_py.bounds import CHECKPOINT_BYTES
 from machinery_py.brokers.base import Delivery, Fate, Message
-from machinery_py.clock import UTC
 from machinery_py.errors import StepFailed, StepLost, StepRefused
 from machinery_py.revocation import revoked_among
 from machinery_py.stores.base import Session
@@ -676,11 +675,38 @@ class StepConformance(AppCase):
         assert app.calls == [("end",)] * 3
         assert "caught Suspended in flow" in caplog.text
 
+    def test_what_a_suspended_run_raises_is_logged(
+        self, app: App, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        @app.server.task
+        def flow() -> int:
+            try:
+                current_task().sleep(0.2)
+            finally:
+                if not app.calls:
+                    app.calls.append(("raised",))
+                    raise OSError("in the finally")
+            return 7
+
+        assert flow.send().get(timeout=HANG) == 7
+        assert "OSError: in the finally" in caplog.text
+
+    def test_moment_far_away_is_in_a_hundred_years(self, app: App) -> None:
+        @app.server.task
+        def flow() -> None:
+            current_task().sleep(
+                dt.datetime.max.replace(tzinfo=dt.timezone(dt.timedelta(hours=-5)))
+            )
+
+        result = flow.send()
+        wait_until(lambda: result.get_state().error, what="a task that sleeps")
+        assert result.get_state().error.startswith("sleeps until 2")
+
     def test_moment_that_is_over_is_no_sleep(self, app: App) -> None:
         @app.server.task
         def flow() -> int:
             app.calls.append(("run",))
-            current_task().sleep(dt.datetime(2026, 1, 1, tzinfo=UTC))
+            current_task().sleep(dt.datetime.min.replace(tzinfo=dt.timezone(dt.timedelta(hours=5))))
             current_task().sleep(0)
             return 7
 

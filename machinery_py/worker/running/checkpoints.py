@@ -190,13 +190,15 @@ class Checkpoints:
 
     def _end_of(self, length: Seconds | dt.datetime) -> Callable[[], dt.datetime]:
         """Return a step's function that returns the end of such a sleep, which is set by now."""
-        if isinstance(length, dt.datetime):
-            if length.tzinfo is None:
-                raise ValueError(f"length: found {length!r} (expected a moment with a time zone)")
-            moment = length.astimezone(UTC)
-        else:
+        now = self._now().astimezone(UTC)
+        latest = now + dt.timedelta(seconds=LONGEST)
+        if not isinstance(length, dt.datetime):
             seconds = min(LONGEST, seconds_of("length", length))
-            moment = self._now().astimezone(UTC) + dt.timedelta(seconds=seconds)
+            moment = now + dt.timedelta(seconds=seconds)
+        elif length.tzinfo is None:
+            raise ValueError(f"length: found {length!r} (expected a moment with a time zone)")
+        else:
+            moment = min(max(length, now), latest).astimezone(UTC)
 
         def until() -> dt.datetime:
             return moment

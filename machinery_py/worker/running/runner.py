@@ -196,6 +196,8 @@ class Run:
     def failed(self, error: BaseException) -> Outcome:
         """Return the outcome of what was raised."""
         if self._steps is not None and (broken := self._steps.broken) is not None:
+            if isinstance(broken, Suspended) and error is not broken:
+                _log_raised(self.signature, error)
             error = broken
         return failed(self.first, error)
 
@@ -441,6 +443,17 @@ def _log_caught(signature: Signature[Any], error: Suspended) -> None:
         signature.name,
         signature.uuid,
         "".join(f" in {one.name}, {one.filename} line {one.lineno}" for one in where),
+        extra={"task_uuid": signature.uuid},
+    )
+
+
+def _log_raised(signature: Signature[Any], error: BaseException) -> None:
+    """Log what the task raised while it was suspended, as in a `finally` block."""
+    logger.warning(
+        "task %s %s raised this while it was suspended; it sleeps all the same",
+        signature.name,
+        signature.uuid,
+        exc_info=error,
         extra={"task_uuid": signature.uuid},
     )
 
