@@ -269,10 +269,17 @@ class RedisCluster(Private):
         return self._node_of(key, next(one for one in self.nodes if one.is_running))
 
     def _node_of(self, key: str, node: RedisServer) -> RedisServer:
+        owner = self.owner_at(node, key)
+        if owner is None:
+            raise LookupError(f"{node} knows no master of {key}")
+        return owner
+
+    def owner_at(self, node: RedisServer, key: str) -> RedisServer | None:
+        """The master that has the key, as this node knows it; None while it knows none."""
         slot = cast(int, node.cli("CLUSTER", "KEYSLOT", key))
         ranges = cast("list[tuple[int, int, tuple[str, int]]]", node.cli("CLUSTER", "SLOTS"))
-        port = next(master[1] for first, last, master, *_ in ranges if first <= slot <= last)
-        return next(one for one in self.nodes if one.port == port)
+        ports = [master[1] for first, last, master, *_ in ranges if first <= slot <= last]
+        return next((one for one in self.nodes if one.port in ports), None)
 
     def move(self, key: str, target: RedisServer, *, at_once: int = 10) -> None:
         """Give the slot of a key to another master, so many keys in a step, while clients go on.
