@@ -41,6 +41,10 @@ if os.environ.get("POOLED_DIES_READING"):  # as a process that has no memory for
 
     _read, os.read = os.read, _die
 
+if awaited := os.environ.get("POOLED_STARTS_WITH"):
+    while not os.path.exists(awaited):
+        time.sleep(0.01)
+
 if os.environ.get("POOLED_SIGNALS_LATE"):  # the order is there before the call; the signal behind
 
     def _late(frame: FrameType, event: str, _: object) -> None:

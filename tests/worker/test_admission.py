@@ -96,6 +96,28 @@ def test_suspects_run_one_at_a_time_and_alone(server: Server, watched: Watched) 
     assert not server.inspect.dead()
 
 
+def test_task_has_not_begun_before_it_is_let_in(server: Server) -> None:
+    broker: Any = server.broker
+    begun: list[bool] = []
+
+    def note() -> None:
+        holds = list(broker.rows.all_holds.values())
+        begun.append(any(one.runs for hold in holds for one in hold.kept.messages.values()))
+
+    def key(number: int) -> str:
+        note()
+        return str(number)
+
+    @server.task(exclusive="wait", exclusive_key=key)
+    def guarded(number: int) -> None:
+        note()
+
+    with server.new_worker():
+        guarded.send(1).get(timeout=HANG)
+
+    assert begun[-2:] == [False, True]  # the key was asked for at the sender's, perhaps
+
+
 def test_long_suspect_blocks_others_only_during_its_probation(
     server: Server, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -505,6 +505,34 @@ def test_task_that_its_process_never_read_gets_no_strike(
     assert retried == []
 
 
+def test_task_that_waits_for_its_process_to_start_would_get_no_strike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_start = tmp_path / "may-start"
+    may_start.touch()
+    monkeypatch.setenv("POOLED_STARTS_WITH", str(may_start))
+    with server.new_worker("w", 1):
+        may_start.unlink()
+        [pid] = children()
+        os.kill(pid, signal.SIGKILL)
+        result = pooled.where.send()
+        wait_until(lambda: children() - {pid}, HANG, "another process")
+        assert begun() == 0
+        may_start.touch()
+        assert result.get(HANG) != pid
+
+        running = pooled.sleeps_and_saves.send()
+        wait_until(lambda: begun() == 1, HANG, "the call")
+        assert running.get(HANG) == "saved"
+
+
+def begun() -> int:
+    """Return how many messages would get a strike if the worker died now."""
+    broker: Any = server.broker
+    holds = list(broker.rows.all_holds.values())
+    return sum(one.runs for hold in holds for one in list(hold.kept.messages.values()))
+
+
 def test_process_that_dies_while_it_reads_its_task_costs_strikes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

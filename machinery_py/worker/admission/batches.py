@@ -95,6 +95,8 @@ class BatchRun(Run):
                 run.pass_guard(on_lost or self.cancel)
         self._runs = [run for run in self._runs if not run.is_over]
         self.listed = self.placed
+        if not self.in_process:
+            self.note_begun()
         return bool(self._runs)
 
     def arguments(self) -> Arguments | Outcome:

@@ -144,6 +144,7 @@ class TaskProcess:
                 return None
             if run.context is not None and run.context.cancelled:
                 self._order(CANCEL)
+            run.note_begun()
             done = self._call(run, report)
             self.memory = done.memory
             if done.handed_on and run.context is not None:
@@ -153,6 +154,7 @@ class TaskProcess:
             was_read = self._tasks.was_read()
             text = f"its process {self.end()}"
             if not was_read:
+                run.note_over()  # until another process has it
                 raise Unread(text) from None
             lost = Lost(error=text)  # if it is over, it was killed on purpose
             return lost if run.is_over else run.judged(lost)

@@ -265,8 +265,9 @@ class Executors:
         if len(run.calls) > 1:
             run.leave_out_unbegun()
         self._running[id(run)] = run
-        for one in run.calls:
-            self._consumer.run_begins(one.delivery)
+        run.consumer = self._consumer
+        if run.begins_at_once:
+            run.note_begun()
         if run.is_async and not run.in_process:
             self._start_coroutine(run)
             return True
@@ -305,8 +306,7 @@ class Executors:
 
     def _finish(self, run: Run) -> bool:
         """Free the slot after the run. False: this thread was replaced while it was stuck."""
-        for one in run.calls:
-            self._consumer.run_ends(one.delivery)
+        run.note_over()
         if not self._leave(run):
             logger.warning("task %s came back after its time was up", run.signature.uuid)
             with self._lock:  # do not interrupt it now: another thread may get its number
@@ -412,8 +412,7 @@ class Executors:
                 run.break_off(error)
             finally:
                 self._tasks.pop(id(run), None)
-                for one in run.calls:
-                    self._consumer.run_ends(one.delivery)
+                run.note_over()
                 self._give_slot(run)
                 if self._leave(run):
                     self._report_done(run)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextvars import Token
 from typing import Any, Protocol
 
+from machinery_py.brokers.base import Consumer
 from machinery_py.errors import ArgumentError, DecodeError, Suspended, TimeLimitExceeded
 from machinery_py.registry.calls import REFLECT
 from machinery_py.registry.chunks import each, each_async, is_chunk, result_of_chunk, rows_of
@@ -65,6 +66,7 @@ class Run:
     Attributes:
         calls: the executions that it is for; `listed` are those of them that the function gets.
         first: one of them, for what they have in common.
+        consumer: holds its deliveries; None: nobody is told when they are run.
         context: None before the function is called.
         alarm: of its time limit, in a thread or on the loop.
         in_process: a task process makes the call.
@@ -76,6 +78,7 @@ class Run:
         "_steps",
         "alarm",
         "calls",
+        "consumer",
         "context",
         "first",
         "in_process",
@@ -96,6 +99,7 @@ class Run:
         self.listed: Sequence[Execution] = self.calls
         self.signature: Signature[Any] = execution.signature
         self.settings: TaskSettings = execution.settings
+        self.consumer: Consumer | None = None
         self.context: Context | None = None
         self.alarm: TimerEntry | None = None
         self.in_process: bool = False
@@ -127,7 +131,26 @@ class Run:
         guard = one.guard = one.guard or ExecutionGuard(one)
         is_in = guard.enter(one, on_lost or self.cancel)
         self.signature = one.signature
+        if is_in and not self.in_process:
+            self.note_begun()
         return is_in
+
+    @property
+    def begins_at_once(self) -> bool:
+        """Whether nothing is between its slot and the call: no guard, no process to be found."""
+        return not (self.in_process or self.is_batch or self.first.is_guarded)
+
+    def note_begun(self) -> None:
+        """Let the death of this worker be a strike of its calls, from now on."""
+        if self.consumer is not None:
+            for one in self.placed:
+                self.consumer.run_begins(one.delivery)
+
+    def note_over(self) -> None:
+        """Let the death of this worker be no strike of its calls any more."""
+        if self.consumer is not None:
+            for one in self.calls:
+                self.consumer.run_ends(one.delivery)
 
     def arguments(self) -> Arguments | Outcome:
         """Return the arguments of the function, or what the call ends with if they are wrong."""
@@ -320,6 +343,7 @@ def run_elsewhere(run: Run, report: Report, call: Callable[[Run, Report], Outcom
     outcome: Outcome | None
     try:
         if hooks.pre_task is not None:
+            run.note_begun()
             _call_pre_task(run)
         outcome = call(run, report)
     except BaseException as error:  # the hook is user code
