@@ -17,6 +17,8 @@ PURGE_STEP = 200  # messages of one step of `Broker.purge_each`, at most
 LISTING_STEP = 10_000  # states that one step of a listing looks at, where it decodes each
 CHECKPOINTS = 1000  # of one task
 CHECKPOINT_LIFE = 365 * 86400  # seconds, while their task is not over or is a dead letter
+MOST_SIGNALS = 1000  # of one task, unread
+SIGNALS_BYTES = 2**20  # of their values
 CHECKPOINT_BYTES = 2**20  # of all checkpoints of one task: a store reads them in one step
 AT_ONCE = 8  # items that a script takes where their sizes are not known before
 

@@ -516,17 +516,29 @@ class StepLost(MachineryError):
     """The delivery of this run is another worker's by now, or is over: nothing of it is kept."""
 
 
+class SignalRefused(MachineryError):
+    """A signal was not given to its task: that has ended, is not known, or has too many."""
+
+    permanent = True
+
+
+class SignalTimeout(MachineryError):
+    """`Context.wait_for`: the signal did not come in time."""
+
+
 class Suspended(BaseException):
-    """Ends the run of a task that sleeps. The next one goes on behind its checkpoints.
+    """Ends the run of a task that sleeps or waits. The next goes on behind its checkpoints.
 
     Let it pass: a run that catches it ends all the same, and makes no further step.
 
     Attributes:
-        until: when the task goes on.
+        until: when the task goes on, at the latest; None: not before the signal comes.
+        waits: for a signal.
     """
 
-    def __init__(self, text: str, until: dt.datetime) -> None:
+    def __init__(self, text: str, until: dt.datetime | None, *, waits: bool = False) -> None:
         self.until = until
+        self.waits = waits
         super().__init__(text)
 
 

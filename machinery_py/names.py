@@ -100,6 +100,13 @@ def check_step(name: str) -> None:
         raise NameRefused(f"step {quoted(name)} holds '#' (which counts the steps of a name)", name)
 
 
+def check_signal(name: str, key: str = "") -> None:
+    """Raise NameRefused if no signal may have this name, or this key."""
+    check_step(name)
+    if key:
+        _check("key", key)
+
+
 def check_lock(name: str) -> None:
     """Raise NameRefused if no lock may have this name."""
     _check("lock", name)

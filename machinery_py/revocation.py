@@ -29,11 +29,13 @@ from machinery_py.errors import DecodeError, MachineryError
 from machinery_py.events import TaskFailed, TaskRevoked
 from machinery_py.names import check_encodable
 from machinery_py.registry.outcomes import REVOKED, Failed, broken, failing_of
+from machinery_py.signals import forget_signals, suspended_by
 from machinery_py.stores.base import Firing, change_of, in_place_of
 from machinery_py.tasks.context import on_behalf_of
+from machinery_py.tasks.mailboxes import TIMER
 from machinery_py.tasks.plans import PREFIX
 from machinery_py.tasks.signature import Signature
-from machinery_py.tasks.states import State, TaskState
+from machinery_py.tasks.states import SUSPENDED, State, TaskState
 from machinery_py.texts import get_logger
 from machinery_py.wire.signatures import decode_signature
 
@@ -104,6 +106,8 @@ def _end_waiting(app: Application, state: TaskState) -> bool:
     firing, sent = end_unheld(app, signature, REVOKED, state)
     if not fire(app, firing):
         return False  # it has begun, or ended
+    if state.error_type == SUSPENDED:
+        forget_signals(app, state.task_uuid)
     app.report_sent(sent)
     _report(app, signature, REVOKED)
     return bool(firing.arrivals)
@@ -261,6 +265,8 @@ def _end_purged(app: Application, which: Container[State], messages: Sequence[Me
     if not backend.features.keeps:
         return
     known, revokes = [one for one in messages if one.uuid], backend.features.revocations
+    # A task that waits for a signal goes with its timer.
+    known += suspended_by(app, [one for one in known if one.name == TIMER])
     for some in in_steps(known, PURGE_STEP):
         names = _both(one.uuid for one in some)
         if which is WAITED and revokes:
@@ -277,6 +283,7 @@ def _end_those(app: Application, which: Container[State], messages: Sequence[Mes
     backend = app.store.backend
     states = backend.get_states([one.uuid for one in messages])
     ending = list[tuple[Signature[Any], Firing, Sequence[Signature[Any]]]]()
+    suspended = set[str]()
     for message in messages:
         state = states.pop(message.uuid, None)
         if state is None or state.state not in which:
@@ -288,6 +295,8 @@ def _end_those(app: Application, which: Container[State], messages: Sequence[Mes
             continue
         if signature.run == state.run or state.state is State.RETRY:
             ending.append((signature, *end_unheld(app, signature, PURGED, state)))
+            if state.error_type == SUSPENDED:
+                suspended.add(signature.uuid)
     # One step of the backend for all that send nothing: most do not.
     quiet = [one for one in ending if not one[1].send]
     changes = [change_of(firing) for _, firing, _ in quiet]
@@ -295,5 +304,7 @@ def _end_those(app: Application, which: Container[State], messages: Sequence[Mes
     ended = [one for one, verdict in zip(quiet, verdicts, strict=True) if verdict is SETTLED]
     ended += [one for one in ending if one[1].send and fire(app, one[1])]
     for signature, _, sent in ended:
+        if signature.uuid in suspended:
+            forget_signals(app, signature.uuid)
         app.report_sent(sent)
         _report(app, signature, PURGED)

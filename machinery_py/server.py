@@ -44,6 +44,7 @@ from machinery_py.results.workflow_results import (
 from machinery_py.revocation import revoke
 from machinery_py.schedules.api import PeriodicOptions, Schedules, definition_of
 from machinery_py.schedules.scheduler import Declared
+from machinery_py.signals import signal
 from machinery_py.stores.open import split_config, url_of
 from machinery_py.tasks.reasons import Why
 from machinery_py.tasks.signature import Chain, Signature, Step
@@ -408,6 +409,29 @@ class Server(TaskRegistrar):
             settle_ready_groups(self.app)
 
     revoke_async: Final = twin(revoke)
+
+    def signal(self, uuid: str, name: str, value: Any = None, *, key: str = "") -> bool:
+        """Give a task a signal, which its `Context.wait_for` returns, now or later.
+
+        Args:
+            uuid: of a task that has not ended. Whoever knows it may signal.
+            value: as an argument that is sent.
+            key: of two signals of a task with the same key the second is dropped: of a webhook
+                that is delivered twice, of two clicks.
+
+        Returns:
+            False: it was dropped.
+
+        Raises:
+            SignalRefused: the task is not known, has ended, or has too many unread signals.
+            ArgumentError: the value cannot be sent. NameRefused: the name is none.
+            Unsupported: the result backend keeps no signals.
+            PublishUnknown, BackendUnavailable: it may have been given; with a key it may be
+                repeated.
+        """
+        return signal(self.app, uuid, name, value, key)
+
+    signal_async: Final = twin(signal)
 
     def lock(
         self, name: str, *, timeout: Seconds | None = None, blocking: bool = True

@@ -34,7 +34,7 @@ ROWS: tuple[str, ...] = (
     "registry",
     "control",
     "app",
-    "schedules unique revocation inspection",
+    "schedules unique revocation signals inspection",
     "worker workflows",
     "dashboard",
     "server",

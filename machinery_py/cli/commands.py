@@ -28,6 +28,7 @@ from machinery_py.cli.options import (
     MIGRATE,
     SEARCH,
     SEND,
+    SIGNAL,
     STACK,
     STATE,
     TERMINATE,
@@ -70,12 +71,12 @@ class Command:
     @property
     def least(self) -> int:
         """How many words the command needs."""
-        return sum(word[0].isalpha() for word in self.words.split())
+        return sum(word[0].isalpha() for word in self.words.split())  # not those in brackets
 
     @property
     def most(self) -> int | None:
         """How many words the command takes; None is any number."""
-        return None if "…" in self.words else self.least
+        return None if "…" in self.words else len(self.words.split())
 
     @property
     def example_lines(self) -> list[str]:
@@ -171,6 +172,15 @@ _MODULES: Mapping[str, Sequence[Command]] = {
             words="[UUID …]",
             options=FAILURE + FILTER + FROM_START + YES,
             examples=("tasks task_0f6c", "tasks --state failure --name charge --since 1h"),
+        ),
+        Command(
+            "signal",
+            words="UUID NAME [VALUE]",
+            options=SIGNAL,
+            examples=(
+                "tasks task_0f6c approval",
+                """tasks task_0f6c approval '{"by": "ada"}' --key click-81""",
+            ),
         ),
         Command(
             "revoke",

@@ -149,6 +149,9 @@ UNDECLARED: Options = (
 MIGRATE: Options = (_switch("--sql", "print what would be run, and run nothing"),)
 STACK: Options = (_switch("--stack", "of a task that runs, also what its thread does now"),)
 YES: Options = (_switch("--yes -y", "do not ask"),)
+SIGNAL: Options = (
+    _option("--key", "a second signal with the same key is dropped", default="", metavar="KEY"),
+)
 FROM_START: Options = (
     _switch("--from-start", "make all steps again, with other keys; else go on behind those kept"),
 )

@@ -306,6 +306,17 @@ def retry(server: Server, args: argparse.Namespace) -> int:
     return answer(args, {"retried": sent}, text)
 
 
+def signal(server: Server, args: argparse.Namespace) -> int:
+    """Run `machinery signal`."""
+    uuid, name, *values = args.rest
+    if len(values) > 1:
+        raise ArgumentError(f"{len(values)} values of a signal (expected one)")
+    uuid = server.inspect.find(uuid)
+    given = server.signal(uuid, name, _value(values[0], None) if values else None, key=args.key)
+    text = f"task {uuid} has signal {name}" if given else f"it had signal {args.key} before"
+    return answer(args, {"given": given}, text)
+
+
 def revoke(server: Server, args: argparse.Namespace) -> int:
     """Run `machinery revoke`."""
     headers = dict(_pair(one) for one in args.header) if args.header else None

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from machinery_py.app import Application
 from machinery_py.backends.base import OutboxBackend
 from machinery_py.brokers.base import Message, WorkerInfo
+from machinery_py.clock import moment_of
 from machinery_py.control.answers import ActiveTask, HeldTask
 from machinery_py.control.client import ChosenWorkers
 from machinery_py.errors import ArgumentError, MachineryError, Unsupported
@@ -22,12 +23,12 @@ from machinery_py.inspection.limits import rule_text
 from machinery_py.inspection.search import decoded
 from machinery_py.limits.base import Rule, UsageReport, stored_name
 from machinery_py.limits.settings import EXCLUSIVE, scope_of
-from machinery_py.registry.outcomes import SUSPENDED
 from machinery_py.registry.unique_keys import lock_name, owner
 from machinery_py.tasks.attempts import attempts_of
+from machinery_py.tasks.mailboxes import decode, record_of, waits_for
 from machinery_py.tasks.reasons import Reason, Why
 from machinery_py.tasks.signature import HEADER_EXPIRES, Signature
-from machinery_py.tasks.states import GroupMeta, State, TaskState
+from machinery_py.tasks.states import SUSPENDED, GroupMeta, State, TaskState
 from machinery_py.texts import cut, length, quoted
 
 T = TypeVar("T")
@@ -215,7 +216,10 @@ class _Look:
         unserved = list(self._unserved(queue))
         if message is None:
             yield from unserved
-            yield from self._unseen(queue)
+            if (waits := self._waits_for_signal()) is not None:
+                yield waits
+            else:
+                yield from self._unseen(queue)
             return
         if message.parks:
             text = f"no worker that took it knows the task {quoted(state.task_name)}"
@@ -233,6 +237,20 @@ class _Look:
         yield from unserved
         if place is not None:
             yield from self._behind(queue, place, message, waiting)
+
+    def _waits_for_signal(self) -> Reason | None:
+        """Return the signal that it waits for; None: it waits for none."""
+        uuid, backend = self._state.task_uuid, self._app.store.backend
+        if self._state.error_type != SUSPENDED or not backend.features.riders:
+            return None
+        [body] = self._read("signals", lambda: backend.claims([record_of(uuid)])) or [None]
+        if (wait := decode(body).wait) is None:
+            return None
+        return Reason(
+            cause="signal",
+            text=f"it {waits_for(wait.name, moment_of(wait.until) if wait.until else None)}",
+            hint=self._hint("signal", f"{uuid} {wait.name}"),
+        )
 
     def _messages(self, read: Callable[[Any], list[Message]]) -> list[Message]:
         return self._read("messages", lambda: read(self._app.store.broker)) or []
@@ -316,8 +334,9 @@ class _Look:
             text = f"it is tried again {when}: try {last.number} failed, {error}"
             hint = self._hint("show", self._state.task_uuid)
             return Reason(cause="retried", text=text, hint=hint)
-        what = "it sleeps, and goes on" if self._state.error_type == SUSPENDED else "it is due"
-        return Reason(cause="delayed", text=f"{what} {when}")
+        if self._state.error_type == SUSPENDED:
+            return Reason(cause="delayed", text=f"it {self._state.error} (it is due {when})")
+        return Reason(cause="delayed", text=f"it is due {when}")
 
     # Limits and locks
 

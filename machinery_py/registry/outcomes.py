@@ -24,6 +24,7 @@ from machinery_py.tasks.signature import (
     COUNTED,
     FIRST_ATTEMPT,
     HEADER_ATTEMPT,
+    HEADER_EXPIRES,
     HEADER_FAILED,
     HEADER_GENERATION,
     HEADER_KEPT,
@@ -46,7 +47,15 @@ from machinery_py.tasks.signature import (
     Signature,
     Step,
 )
-from machinery_py.tasks.states import FAILURE, RETRY, SUCCESS, GroupMeta, State, TaskState
+from machinery_py.tasks.states import (
+    FAILURE,
+    RETRY,
+    SUCCESS,
+    SUSPENDED,
+    GroupMeta,
+    State,
+    TaskState,
+)
 from machinery_py.tasks.workflow import is_tolerant
 from machinery_py.texts import MAX_ERROR, cut, get_logger, printable
 from machinery_py.wire.signatures import decode_signature, encode_signature
@@ -118,10 +127,15 @@ class Retried(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=True):
 
 
 class Sleeping(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=True):
-    """The task sleeps (`Context.sleep`): its next run begins then, and is no further try."""
+    """The task sleeps, or waits for a signal: its next run begins then, and is no further try.
+
+    Attributes:
+        waits: for a signal, until then at the latest; None: without end.
+    """
 
     error: str
-    until: dt.datetime
+    until: dt.datetime | None
+    waits: bool = False
 
 
 class Rejected(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=True):
@@ -166,7 +180,6 @@ MAX_REPLACED = 1000  # bytes of the names in the state of a task that was replac
 WORKER_LOST = "WorkerLost"  # error type of a lost run; errors.WorkerLost
 POSTPONED = "machinery_py.errors.RetryTaskLater"  # error type at its limit
 REVOKED = Failed(error="revoked", error_type="Revoked", retryable=False)
-SUSPENDED = "Suspended"  # error type of a run after which the task sleeps
 REJECTED = "Rejected"  # error type of what ended in Reject; its message is a dead letter
 IGNORED = "Ignored"  # error type of what ended in Ignore
 #: Somebody ended it, or it ended as it was asked to, or asked that nobody looks.
@@ -186,6 +199,7 @@ class FollowUp(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     Attributes:
         retry: the same task, to be run again.
+        waits: not before a signal comes, or its ETA: it is not sent.
         send: callbacks; or the first tasks of the workflow that replaces it.
         groups, awaited: of that workflow, as in a Plan.
         last: its last task, which has the place of this one.
@@ -206,6 +220,7 @@ class FollowUp(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     groups: Sequence[GroupMeta] = ()
     awaited: Sequence[Signature[Any]] = ()
     last: Signature[Any] | None = None
+    waits: bool = False
 
 
 def follow_up(
@@ -253,9 +268,11 @@ def _next(
             return FollowUp(
                 state=RETRY, error=error, retry=_postponed(signature, now=now, delay=delay)
             )
-        case Sleeping(error=error, until=until):
-            again = _again(signature, now=now, delay=0.0).replace(eta=until)
-            return FollowUp(state=RETRY, error=error, error_type=SUSPENDED, retry=again)
+        case Sleeping(error=error, until=until, waits=waits):
+            again = _suspended(signature, now).replace(eta=until)
+            return FollowUp(
+                state=RETRY, error=error, error_type=SUSPENDED, retry=again, waits=waits
+            )
         case Retried(failed=failed):
             if (left := tries_left(signature, outcome.retries)) <= 0:
                 return _failure(signature, failed)
@@ -409,6 +426,13 @@ def _postponed(signature: Signature[Any], *, now: dt.datetime, delay: float) -> 
     """Return the task for its next run, which is no further try."""
     again = _again(signature, now=now, delay=delay)
     return again.with_headers(**{HEADER_POSTPONED: str(signature.postponed + 1)})
+
+
+def _suspended(signature: Signature[Any], now: dt.datetime) -> Signature[Any]:
+    """Return the next run of a task that has begun: its expiry was for that."""
+    again = _again(signature, now=now, delay=0.0)
+    headers = {name: one for name, one in again.headers.items() if name != HEADER_EXPIRES}
+    return again.replace(headers=headers)
 
 
 def _put_back(signature: Signature[Any], *, now: dt.datetime) -> Signature[Any]:

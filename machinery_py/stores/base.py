@@ -97,8 +97,9 @@ class Settlement(DeliveryEnd, frozen=True, kw_only=True, gc=False):
 
 
 def carried_along(settlement: Settlement) -> int:
-    """Return the bytes of what follows a settlement: its messages and arrivals."""
+    """Return the bytes of what follows a settlement: its messages, arrivals and records."""
     size = sum(len(message.body) for message in settlement.send)
+    size += sum(len(rider.body or b"") for rider in settlement.riders)
     return size + sum(len(arrival.callback) for arrival in settlement.arrivals)
 
 
@@ -248,7 +249,7 @@ class Session(ABC):
         size = len(settlement.delivery.body)
         for state in settlement.states:
             size += size_of_state(state)
-        if settlement.send or settlement.arrivals:
+        if settlement.send or settlement.arrivals or settlement.riders:
             size += carried_along(settlement)
         return size
 

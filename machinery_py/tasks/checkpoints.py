@@ -106,6 +106,11 @@ def last_generation(rows: Iterable[str]) -> int:
     return max((_number(name.partition(":")[0]) for name in rows), default=0)
 
 
+def newest_generation(rows: Mapping[str, bytes]) -> dict[str, Checkpoint]:
+    """Return the checkpoints of the last generation that has any, as `of_generation`."""
+    return of_generation(rows, last_generation(rows))
+
+
 def before_generation(rows: Iterable[str], generation: int) -> list[str]:
     """Return the names of those checkpoints that are of an earlier generation."""
     return [name for name in rows if _number(name.partition(":")[0]) < generation]

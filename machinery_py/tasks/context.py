@@ -23,7 +23,7 @@ from typing import Any, Final, ParamSpec, Protocol, TypeVar
 
 import msgspec
 
-from machinery_py.clock import Seconds, seconds_of
+from machinery_py.clock import Seconds, seconds_of, timeout_of
 from machinery_py.errors import ArgumentError, MachineryError, TimeLimitExceeded, Unsupported
 from machinery_py.fences import Fence, local_fence
 from machinery_py.tasks.signature import HEADER_FAILED, Signature
@@ -66,6 +66,8 @@ class StepCaller(Protocol):
     ) -> Coroutine[Any, Any, Any]: ...
     def sleep(self, length: Seconds | dt.datetime, /) -> None: ...
     def sleep_async(self, length: Seconds | dt.datetime, /) -> Coroutine[Any, Any, None]: ...
+    def wait_for(self, name: str, timeout: Seconds | None, /) -> Any: ...
+    def wait_for_async(self, name: str, timeout: Seconds | None, /) -> Coroutine[Any, Any, Any]: ...
 
 
 class SlotHolder(Protocol):
@@ -307,6 +309,31 @@ class Context:
         """`sleep` for coroutines."""
         length = _checked(length)
         return self._steps().sleep_async(length)
+
+    def wait_for(self, name: str, *, timeout: Seconds | None = None) -> Any:
+        """Return the next signal of this name; suspend the task until it comes.
+
+        Signals are kept in the order in which they come, also before the task waits for them. Each
+        `wait_for` gets the next one of its name, and keeps it as a checkpoint.
+
+        Args:
+            timeout: seconds or a timedelta, from the first time on that this is reached; None: it
+                waits without end.
+
+        Raises:
+            SignalTimeout: it did not come in time; so it is in every later run.
+            Suspended: it has not come yet. As `sleep`.
+            StepRefused, StepLost, Unsupported: as `step`.
+        """
+        timeout = timeout_of(timeout)
+        return self._steps().wait_for(name, timeout)
+
+    def wait_for_async(
+        self, name: str, *, timeout: Seconds | None = None
+    ) -> Coroutine[Any, Any, Any]:
+        """`wait_for` for coroutines."""
+        timeout = timeout_of(timeout)
+        return self._steps().wait_for_async(name, timeout)
 
     @property
     def step_key(self) -> str:

@@ -36,6 +36,7 @@ class State(StrEnum):
 #: Python 3.11.
 PENDING, RECEIVED, STARTED, RETRY, SUCCESS, FAILURE = State
 FINISHED = (SUCCESS, FAILURE)
+SUSPENDED = "Suspended"  # error type of a run after which the task sleeps, or waits
 
 _ALSO = {
     "WAITING": PENDING,

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 
 from machinery_py.app import Application
+from machinery_py.backends.base import CONFLICT
 from machinery_py.revocation import revoked_among
 from machinery_py.stores.base import Session
 from machinery_py.tasks.context import RUNNING
@@ -22,6 +23,7 @@ from machinery_py.worker.running.event_loop import EventLoopThread
 from machinery_py.worker.running.execution import Execution
 from machinery_py.worker.running.hooks import WorkerHooks
 from machinery_py.worker.running.runner import Run, run_async, run_here
+from machinery_py.worker.running.waiting import run_again
 
 
 class Inline:
@@ -126,6 +128,9 @@ class Inline:
     def _settle(self, session: Session, execution: Execution) -> None:
         if execution.settlement is not None:
             [verdict] = session.settle([execution.settlement])
+            if verdict is CONFLICT:  # a signal has come meanwhile
+                run_again(execution)
+                [verdict] = session.settle([execution.settlement])
             report_end(self._app, execution, verdict)
             task_log.write([*task_log.ends(self._app, [execution], [verdict])])
             release(self._app, [execution], [verdict])

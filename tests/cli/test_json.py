@@ -36,6 +36,7 @@ CHANGING = {
         "send",
         "retry",
         "revoke",
+        "signal",
         "purge",
         "declare",
         "migrate",

@@ -124,6 +124,29 @@ def test_steps_of_a_task_are_shown(app: App) -> None:
     assert re.search(r'^step mail .* ago\)  "sent"$', text, re.MULTILINE)
 
 
+def test_signal_wakes_a_task(app: App) -> None:
+    source = """
+        from machinery_py import Server, current_task
+        server = Server()
+
+        @server.task
+        def flow() -> object:
+            return current_task().wait_for("approval")
+    """
+    app.write("flows.py", textwrap.dedent(source))
+    uuid = app.run("send", "flows", "flow").stdout.split()[0]
+    app.run("worker", "flows", "--burst")
+    assert "waits for signal 'approval'" in app.run("why", "flows", uuid).stdout
+
+    words = "signal", "flows", uuid[:14], "approval", '{"by": "ada"}', "--key", "click-81"
+    assert app.json(*words) == {"given": True}
+    assert app.json(*words) == {"given": False}
+
+    app.run("worker", "flows", "--burst")
+    assert app.json("result", "flows", uuid)["result"] == {"by": "ada"}
+    assert "has ended" in app.run(*words, code=2).stderr
+
+
 def test_a_task_that_waits_is_shown_with_its_arguments(app: App) -> None:
     uuid = app.send("add", "1", "2")
 

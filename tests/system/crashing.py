@@ -3,6 +3,7 @@
     python -m tests.system.crashing worker POINT          run a worker until killed or idle
     python -m tests.system.crashing send SHAPE POINT      publish one shape
     python -m tests.system.crashing unique NAME POINT     send a unique task
+    python -m tests.system.crashing signal UUID POINT     send it the signal "go"
     python -m tests.system.crashing revoke UUID POINT     revoke a task that waits
 
 The stores are wrapped at their contracts, so the library knows nothing of this. Every call of user
@@ -24,10 +25,11 @@ from typing import Any
 
 from pymongo import monitoring
 
-from machinery_py import Config, Replace, Server, State, chord, group
+from machinery_py import Config, Replace, Server, State, chord, current_task, group
 from machinery_py.backends.base import Keeping, Verdict
 from machinery_py.brokers.base import Delivery
 from machinery_py.brokers.putting import PutsAhead, Putting
+from machinery_py.errors import SignalTimeout
 from machinery_py.rows import sqlite
 from machinery_py.stores import redis_steps
 from machinery_py.stores.base import Firing, Mark, Session, Settlement, Store, Submission
@@ -78,8 +80,6 @@ def on_error(error: str) -> None:
 
 @server.task(retries=1, backoff=[0.01])
 def shaky(number: int) -> int:
-    from machinery_py import current_task
-
     attempt = current_task().attempt
     note("shaky", attempt)
     killer.reach("in-task")
@@ -115,8 +115,6 @@ STEPS = 3
 @server.task(retries=1, backoff=[0.01])
 def steps() -> int:
     """Make three steps, fail once, and make them again."""
-    from machinery_py import current_task
-
     task = current_task()
     done = sum(task.step(f"step-{number}", _step, number) for number in range(STEPS))
     if task.attempt == 1:
@@ -125,11 +123,32 @@ def steps() -> int:
 
 
 def _step(number: int) -> int:
-    from machinery_py import current_task
-
     note(f"step-{number}", current_task().step_key)
     killer.reach(f"in-step-{number}")
     return 1
+
+
+@server.task
+def waits() -> int:
+    """Wait for the signal "go", and make a step of its value."""
+    task = current_task()
+    return task.step("made", _made_of, task.wait_for("go", timeout=3600))
+
+
+@server.task
+def times_out() -> int:
+    """Wait for a signal that nobody sends, and make a step."""
+    task = current_task()
+    try:
+        task.wait_for("go", timeout=0.2)
+    except SignalTimeout:
+        return task.step("made", _made_of, 7)
+    return 0
+
+
+def _made_of(value: int) -> int:
+    note("made", value)
+    return value
 
 
 SHAPES: dict[str, Callable[[], Any]] = {
@@ -194,6 +213,12 @@ WORKER_POINTS = (
     "before-tend",
     "after-tend",
 )
+
+
+#: Of a run that ends in a wait: around the step that suspends its task.
+WAIT_POINTS = ("before-settle", "after-settle")
+#: Of whoever ends a wait, a sender or a timer: around the submission that does it.
+WAKE_POINTS = ("before-wake", "after-wake")
 
 
 #: Between the steps of a change in two stores: what follows is published, its outbox is cleared.
@@ -288,7 +313,8 @@ class KillingStore(Store):
 
     def submit(self, submission: Submission) -> bool:
         if submission.riders:
-            return self._store.submit(submission)
+            submit = around("before-wake", self._store.submit, "after-wake")
+            return bool(submit(submission))
         killer.reach("before-submit")
         done = self._store.submit(submission)
         killer.reach("after-submit")
@@ -521,6 +547,8 @@ def main(command: str, *words: str) -> int:
             server.send(SHAPES[what[0]]())
         case "unique":
             server.send(alone.signature(what[0]))
+        case "signal":
+            server.signal(what[0], "go", 7, key="once")
         case "revoke":
             server.revoke(what)
         case _:

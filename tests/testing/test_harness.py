@@ -28,6 +28,7 @@ from machinery_py import (
     group,
 )
 from machinery_py.clock import SYSTEM_CLOCK
+from machinery_py.errors import SignalTimeout
 from machinery_py.testing import Harness
 from machinery_py.testing.harness import running_worker, swapped
 
@@ -191,6 +192,24 @@ def test_a_task_that_sleeps_for_days_takes_none(shop: Shop, machinery: Harness) 
     machinery.advance(hours=1)
     assert machinery.drain() == 1
     assert result.touch() == "sent"
+
+
+def test_a_task_waits_for_a_signal_of_the_test(shop: Shop, machinery: Harness) -> None:
+    @shop.server.task
+    def approve() -> str:
+        try:
+            return str(current_task().wait_for("approval", timeout=dt.timedelta(days=7)))
+        except SignalTimeout:
+            return "nobody came"
+
+    told, late = approve.send(), approve.send()
+    assert machinery.drain() == 2
+    assert shop.server.signal(told.uuid, "approval", "yes")
+    assert machinery.drain() == 1
+    assert told.touch() == "yes"
+    machinery.advance(days=7)
+    assert machinery.drain() == 1
+    assert late.touch() == "nobody came"
 
 
 def test_an_expired_task_is_not_run(shop: Shop, machinery: Harness) -> None:

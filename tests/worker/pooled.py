@@ -361,6 +361,13 @@ def suspended(trace: str) -> list[str]:
     return [first, task.step("second", _step, trace, "second")]
 
 
+@server.task(pool="process")
+def told(trace: str) -> object:
+    task = current_task()
+    task.step("first", _step, trace, "first")
+    return task.wait_for("approval", timeout=60)
+
+
 @server.task(pool="process", on_worker_lost="fail")
 def no_steps(trace: str) -> str:
     return current_task().step("first", _step, trace, "first")

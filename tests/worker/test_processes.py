@@ -218,6 +218,16 @@ def test_task_sleeps_in_no_process(
     assert not retried
 
 
+def test_task_waits_for_a_signal_in_no_process(worker: Worker, tmp_path: Path) -> None:
+    result = pooled.told.send(str(tmp_path))
+    wait_until(lambda: "waits for" in result.get_state().error, HANG, "a task that waits")
+
+    assert server.signal(result.uuid, "approval", {"by": "ada"})
+
+    assert result.get(HANG) == {"by": "ada"}
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_steps_that_a_process_cannot_have_are_refused(worker: Worker, tmp_path: Path) -> None:
     with pytest.raises(TaskFailed, match="no_steps cannot have steps: on_worker_lost='fail'"):
         pooled.no_steps.send(str(tmp_path)).get(HANG)

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import datetime as dt
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -25,15 +25,13 @@ from machinery_py import (
 from machinery_py.bounds import CHECKPOINT_BYTES
 from machinery_py.brokers.base import Delivery, Fate, Message
 from machinery_py.errors import StepFailed, StepLost, StepRefused
-from machinery_py.revocation import revoked_among
-from machinery_py.stores.base import Session
-from machinery_py.testing.conformance.application import App, AppCase
+from machinery_py.testing.conformance.application import App
+from machinery_py.testing.conformance.lost_worker import LostWorker, LostWorkerCase
 from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.wire.signatures import decode_signature, encode_signature
 from machinery_py.worker.admission.intake import accept, peek
 from machinery_py.worker.running.execution import Execution
 from machinery_py.worker.running.hooks import WorkerHooks
-from machinery_py.worker.running.runner import Run, run_here
 
 AGAIN: dict[str, Any] = {"retries": 3, "backoff": [0.0]}
 
@@ -44,59 +42,8 @@ class Bill:
     at: dt.date
 
 
-class LostWorker:
-    """A worker that runs tasks and never settles them."""
-
-    def __init__(self, app: App) -> None:
-        self.app = app
-        self.session: Session = self.open()
-        self.executions: list[Execution] = []
-
-    def open(self) -> Session:
-        queue = self.app.server.config.default_queue
-        return self.app.server.app.store.open_session([queue], worker="lost")
-
-    def claim(self) -> Execution:
-        """Claim the one waiting task."""
-        [delivery] = self.claim_all()
-        app = self.app.server.app
-        execution = Execution(app, WorkerHooks(), delivery, "lost", session=self.session)
-        self.executions.append(execution)
-        assert peek(execution)
-        assert accept(execution, revoked_among(app, [execution.signature]))
-        return execution
-
-    def claim_all(self) -> list[Delivery]:
-        found: list[Delivery] = []
-
-        def has_claimed() -> bool:
-            found.extend(self.session.receive(1, 0.1))
-            return bool(found)
-
-        wait_until(has_claimed, what="the message")
-        return found
-
-    def run(self, execution: Execution) -> Any:
-        """Run it, and return its outcome's state."""
-        assert execution.begin()
-        run_here(Run(execution))
-        assert execution.settlement is not None
-        return execution.settlement.states[0]
-
-    def lose(self) -> None:
-        """Give back what it holds, and go on with another session."""
-        self.session.close()
-        self.session = self.open()
-
-
-class StepConformance(AppCase):
+class StepConformance(LostWorkerCase):
     """Steps of tasks on threaded workers, and on lost ones."""
-
-    @pytest.fixture
-    def lost(self, idle: App) -> Iterator[LostWorker]:
-        worker = LostWorker(idle)
-        yield worker
-        worker.session.close()
 
     # What a step returns
 

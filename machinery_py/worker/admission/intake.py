@@ -12,6 +12,9 @@ from machinery_py.errors import ArgumentError, DecodeError, MachineryError, Name
 from machinery_py.names import REASON as REASON_NAME
 from machinery_py.names import check_call, check_message, is_made
 from machinery_py.registry.outcomes import Failed, Succeeded
+from machinery_py.signals import wake
+from machinery_py.stores.base import AWAY, REASON_REFUSED
+from machinery_py.tasks.mailboxes import TIMER, timed_by
 from machinery_py.tasks.signature import (
     HEADER_COLLECT,
     HEADER_EXPIRES,
@@ -125,6 +128,8 @@ def accept(execution: Execution, revoked: Mapping[str, bool]) -> bool:
         execution.finish(
             Failed(error="expired before it was started", error_type="Expired", retryable=False)
         )
+    elif signature.name == TIMER:
+        _wake(execution)
     elif signature.name == JOIN:
         # A Go worker ended the last member, or it stands for an empty group.
         execution.phase = RECEIVED
@@ -144,6 +149,23 @@ def _wait_for_store(execution: Execution, error: MachineryError) -> None:
     )
     eta = execution.app.now() + dt.timedelta(seconds=FIRST_PAUSE)
     execution.settle(execution.end_of_delivery(Fate.LATER, eta=eta, reason=WAITING))
+
+
+def _wake(execution: Execution) -> None:
+    """Let the task of a timer go on; the timer has no state."""
+    try:
+        wake(execution.app, execution.signature)
+    except AWAY as error:
+        if not error.permanent:
+            logger.warning("task %s cannot go on now: %s", timed_by(execution.signature), error)
+            eta = execution.app.now() + dt.timedelta(seconds=FIRST_PAUSE)
+            execution.settle(execution.end_of_delivery(Fate.LATER, eta=eta, reason=WAITING))
+            return
+        _reject(execution, REASON_REFUSED, str(error))
+    except MachineryError as error:
+        _reject(execution, REASON_REFUSED, str(error))
+    else:
+        execution.settle(execution.end_of_delivery())
 
 
 def _join(execution: Execution) -> None:

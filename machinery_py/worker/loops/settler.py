@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from machinery_py.app import Application
-from machinery_py.backends.base import FENCED, Verdict
+from machinery_py.backends.base import CONFLICT, FENCED, Verdict
 from machinery_py.bounds import STEP_BYTES, pieces
 from machinery_py.brokers.base import WAITING, Fate, Message
 from machinery_py.errors import MachineryError
@@ -38,11 +38,11 @@ from machinery_py.events import (
     TaskSuspended,
     kinds_of,
 )
-from machinery_py.registry.outcomes import REVOKED, SUSPENDED, Failed
+from machinery_py.registry.outcomes import REVOKED, Failed
 from machinery_py.revocation import let_go
 from machinery_py.stores.base import AWAY, Mark, Session, Settlement, in_place_of
 from machinery_py.tasks.signature import HEADER_KEPT, HEADER_UNIQUE
-from machinery_py.tasks.states import FAILURE, FINISHED, RECEIVED, RETRY, SUCCESS
+from machinery_py.tasks.states import FAILURE, FINISHED, RECEIVED, RETRY, SUCCESS, SUSPENDED
 from machinery_py.texts import get_logger
 from machinery_py.threads import LoopThread
 from machinery_py.unique import tidy
@@ -54,6 +54,7 @@ from machinery_py.worker.reconnect import Reconnect
 from machinery_py.worker.running.execution import SETTLED, Execution, settlement_of
 from machinery_py.worker.running.hooks import text_of, type_name_of
 from machinery_py.worker.running.keeping import end_checkpoints
+from machinery_py.worker.running.waiting import run_again
 
 logger = get_logger(__name__)
 
@@ -210,6 +211,11 @@ class Settler:
             verdicts = self._settle(over, marks)
         else:  # the last one gathered, and those that have ended since they were gathered as marks
             verdicts = self._settle_in_steps(over, marks)
+        if CONFLICT in verdicts:
+            verdicts = [
+                self._settle_anew(one) if verdict is CONFLICT else verdict
+                for one, verdict in zip(over, verdicts, strict=True)
+            ]
         self._finish(over, verdicts)
         return marked
 
@@ -350,7 +356,7 @@ class Settler:
                 self._put_aside(execution)
                 return None
             refused = error
-        sends = settlement.send if settlement is not None else ()
+        sends = settlement.send if settlement is not None and not settlement.riders else ()
         if sends and isinstance(refused, MachineryError) and refused.permanent:
             try:
                 _refuse_sends(execution, refused)
@@ -373,6 +379,11 @@ class Settler:
             except Exception as error:
                 logger.error("nor can that be stored: %s", error, extra={"task_uuid": uuid})
         return FENCED
+
+    def _settle_anew(self, execution: Execution) -> Verdict | None:
+        """Settle a task that was to wait, and has got a signal meanwhile."""
+        run_again(execution)
+        return self._settle_one(execution)
 
     def _bury(self, execution: Execution, messages: Sequence[Message], error: Exception) -> None:
         for message in messages:

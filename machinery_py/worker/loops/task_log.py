@@ -22,11 +22,10 @@ from machinery_py.registry.outcomes import (
     NOT_ITS_FAILURE,
     REJECTED,
     REVOKED,
-    SUSPENDED,
     WORKER_LOST,
 )
 from machinery_py.tasks.signature import UNLIMITED
-from machinery_py.tasks.states import State, TaskState
+from machinery_py.tasks.states import SUSPENDED, State, TaskState
 from machinery_py.texts import MAX_LINE, cut, get_logger, length
 from machinery_py.worker.running.execution import Execution
 

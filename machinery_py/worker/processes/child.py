@@ -38,6 +38,7 @@ from machinery_py.receipts import NO_RECEIPT
 from machinery_py.registry.outcomes import Batched, Failed, Outcome
 from machinery_py.tasks.checkpoints import Checkpoint
 from machinery_py.tasks.context import NO_STATE
+from machinery_py.tasks.mailboxes import Received, Wanted
 from machinery_py.texts import get_logger
 from machinery_py.wire.signatures import decode_signature
 from machinery_py.worker.admission.batches import BatchRun
@@ -243,11 +244,13 @@ class JobLoop:
         except PipeEnd:  # the worker is gone
             os._exit(BROKEN)
 
-    def ask(self, job: int, new: Mapping[str, Checkpoint] | None) -> KeepReply:
-        """Return the worker's answer about checkpoints of a job. Any thread may call it."""
+    def ask(
+        self, job: int, new: Mapping[str, Checkpoint] | None, wanted: Wanted | None = None
+    ) -> KeepReply:
+        """Return the worker's answer about a job's checkpoints or signal. For any thread."""
         question = next(self._questions)
         answer = self._answers[question] = queue.SimpleQueue[KeepReply]()
-        self._reply(Keep(job, question, None if new is None else dict(new)))
+        self._reply(Keep(job, question, None if new is None else dict(new), wanted))
         return answer.get()
 
     # Waiting for other tasks: the worker lends the slot. See `worker.running.runner.SlotLender`
@@ -321,16 +324,19 @@ class _WorkerKeeper:
         self._job = job
 
     def read(self) -> dict[str, Checkpoint]:
-        return self._ask(None)
+        return self._ask(None).rows
 
     def keep(self, new: Mapping[str, Checkpoint]) -> Mapping[str, Checkpoint]:
-        return self._ask(new)
+        return self._ask(new).rows
 
-    def _ask(self, new: Mapping[str, Checkpoint] | None) -> dict[str, Checkpoint]:
-        answer = self._loop.ask(self._job, new)
+    def receive(self, wanted: Wanted) -> Received:
+        return self._ask(None, wanted).received or Received()
+
+    def _ask(self, new: Mapping[str, Checkpoint] | None, wanted: Wanted | None = None) -> KeepReply:
+        answer = self._loop.ask(self._job, new, wanted)
         match answer.error_type:
             case "":
-                return answer.rows
+                return answer
             case StepLost.__name__:
                 raise StepLost(answer.error)
             case StepRefused.__name__:

@@ -24,6 +24,7 @@ from machinery_py.errors import ConfigError
 from machinery_py.fences import Fence
 from machinery_py.registry.outcomes import Outcome
 from machinery_py.tasks.checkpoints import Checkpoint
+from machinery_py.tasks.mailboxes import Received, Wanted
 
 M = TypeVar("M")
 
@@ -109,7 +110,9 @@ class Waits(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Keep(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The job wants these checkpoints to be kept, or to know which there are; KeepReply answers it.
+    """The job wants checkpoints to be kept, a signal, or to know which checkpoints there are.
+
+    KeepReply answers it.
 
     Attributes:
         question: its number in the process.
@@ -118,6 +121,7 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag=True):
     number: int
     question: int
     new: dict[str, Checkpoint] | None
+    wanted: Wanted | None = None
 
 
 class KeepReply(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -125,6 +129,7 @@ class KeepReply(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     question: int
     rows: dict[str, Checkpoint] = {}
+    received: Received | None = None
     error_type: str = ""
     error: str = ""
 

@@ -217,13 +217,16 @@ class TaskProcess:
                     pass  # late progress of an earlier job
 
     def _keep(self, run: Run, keep: Keep) -> None:
-        """Keep checkpoints of the job, or read them, and answer."""
+        """Keep checkpoints of the job, read them, or get it a signal, and answer."""
         try:
             keeper = StoreKeeper(run.first)
-            rows = keeper.read() if keep.new is None else keeper.keep(keep.new)
-            answer = KeepReply(keep.question, dict(rows))
+            if keep.wanted is not None:
+                answer = KeepReply(keep.question, received=keeper.receive(keep.wanted))
+            else:
+                rows = keeper.read() if keep.new is None else keeper.keep(keep.new)
+                answer = KeepReply(keep.question, dict(rows))
         except MachineryError as error:
-            answer = KeepReply(keep.question, {}, type(error).__name__, str(error))
+            answer = KeepReply(keep.question, error_type=type(error).__name__, error=str(error))
         with self._lock, suppress(PipeEnd):  # found out by the next read
             self._control.write(answer, time.monotonic() + ANSWER_TIMEOUT)
 

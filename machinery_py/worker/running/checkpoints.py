@@ -22,11 +22,11 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import CodeType, FunctionType
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 from machinery_py.bounds import CHECKPOINT_BYTES, CHECKPOINTS
 from machinery_py.call_threads import in_thread
-from machinery_py.clock import LONGEST, UTC, Seconds, seconds_of
+from machinery_py.clock import LONGEST, UTC, Seconds, micros, seconds_of
 from machinery_py.errors import (
     ArgumentError,
     Ignore,
@@ -37,6 +37,7 @@ from machinery_py.errors import (
     Replace,
     Retry,
     RetryTaskLater,
+    SignalTimeout,
     StepFailed,
     StepLost,
     StepRefused,
@@ -48,6 +49,7 @@ from machinery_py.registry.calls import Call
 from machinery_py.registry.task import Task
 from machinery_py.tasks.checkpoints import Checkpoint, digest_of, generation_of
 from machinery_py.tasks.context import STEP, Context
+from machinery_py.tasks.mailboxes import WAIT, Wanted, read_in, waits_for
 from machinery_py.tasks.workflow import result_value
 from machinery_py.texts import get_logger
 from machinery_py.wire.states import decode_results, encode_results
@@ -96,6 +98,17 @@ class _StepCall:
         self.value_of = call_of(function)
 
 
+class _Wait(NamedTuple):
+    """One call of `wait_for`. `end`: returns its deadline; None: it has none."""
+
+    name: str
+    step: _StepCall
+    end: Callable[[], dt.datetime] | None
+
+
+def _any() -> Any: ...
+
+
 class Checkpoints:
     """The steps of one run of a task. Any thread of the task may call any method.
 
@@ -114,6 +127,7 @@ class Checkpoints:
         self._callers: dict[str, object] = {}
         # Steps that have raised: by name, with their callers; and those of which the task went on.
         self._failed: dict[str, tuple[Checkpoint, object]] = {}
+        self._waits_for: str = ""  # a signal; "": it does not
         self._caught: dict[str, Checkpoint] = {}
         self.broken: MachineryError | Suspended | None = None
 
@@ -205,10 +219,92 @@ class Checkpoints:
 
         return until
 
+    # Waiting: a step whose result is the signal, or that it did not come
+
+    def wait_for(self, name: str, timeout: Seconds | None) -> Any:
+        wait = self._begin_wait(name, timeout)
+        try:
+            until = None if wait.end is None else self.call(f"deadline {name}", wait.end, (), {})
+            kept = self._found(wait.step, self._read())
+            if kept is None:
+                kept = self._keep(wait.step, self._received(wait, until))
+        finally:
+            self._waits_for = ""
+        return self._signal(wait, kept)
+
+    def wait_for_async(self, name: str, timeout: Seconds | None) -> Coroutine[Any, Any, Any]:
+        wait, deadline = self._begin_wait(name, timeout), None
+        if (moment := wait.end) is not None:
+
+            async def end() -> dt.datetime:
+                return moment()
+
+            deadline = self.call_async(f"deadline {name}", end, (), {})
+        return self._wait_for_async(wait, deadline)
+
+    async def _wait_for_async(
+        self, wait: _Wait, deadline: Coroutine[Any, Any, dt.datetime] | None
+    ) -> Any:
+        try:
+            until = None if deadline is None else await deadline
+            rows = self._kept
+            kept = self._found(wait.step, await in_thread(self._read) if rows is None else rows)
+            if kept is None:
+                new = await in_thread(functools.partial(self._received, wait, until))
+                kept = await in_thread(functools.partial(self._keep, wait.step, new), goes_on=True)
+        finally:
+            self._waits_for = ""
+        return self._signal(wait, kept)
+
+    def _begin_wait(self, name: str, timeout: Seconds | None) -> _Wait:
+        try:
+            check_step(name)
+        except NameRefused as error:
+            raise self._break(str(error)) from None
+        if self._waits_for:
+            raise self._break(
+                f"wait_for({name!r}) beside wait_for({self._waits_for!r}): a task waits for one "
+                "signal at a time (wait for one name, and say in its value which one it is)"
+            )
+        end = None if timeout is None else self._end_of(timeout)
+        wait = _Wait(name, self._begin(f"{WAIT}{name}", _any, (), {}), end)
+        self._waits_for = name
+        return wait
+
+    def _received(self, wait: _Wait, until: dt.datetime | None) -> Checkpoint:
+        """Return the checkpoint of a wait that is over.
+
+        Raises:
+            Suspended: it is not.
+        """
+        wanted = Wanted(
+            name=wait.name,
+            read=read_in(self._kept or {}),
+            until=0 if until is None else micros(until),
+            waits=until is None or not self._has_come(until),
+        )
+        received = self._keeper.receive(wanted)
+        if received.waits:
+            self.broken = error = Suspended(waits_for(wait.name, until), until, waits=True)
+            raise error
+        if received.results is None:
+            text = f"signal {wait.name!r} did not come in time"
+            return Checkpoint(digest=wait.step.digest, failed=True, error=text)
+        return Checkpoint(digest=wait.step.digest, results=received.results)
+
+    def _signal(self, wait: _Wait, kept: Checkpoint) -> Any:
+        if kept.failed:
+            raise SignalTimeout(kept.error)
+        return self._value(wait.step, kept)
+
+    def _has_come(self, moment: dt.datetime) -> bool:
+        """Return whether it is past, or the task was delivered for it."""
+        eta = self._context.eta
+        return moment <= self._now() or (eta is not None and eta >= moment)
+
     def _suspend_until(self, moment: dt.datetime) -> None:
         """End the run, unless the moment has come, or the task was delivered for it."""
-        eta = self._context.eta
-        if moment > self._now() and (eta is None or eta < moment):
+        if not self._has_come(moment):
             self.broken = error = Suspended(f"sleeps until {moment:%Y-%m-%d %H:%M:%S} UTC", moment)
             raise error
 

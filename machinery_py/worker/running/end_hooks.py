@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from machinery_py.errors import TaskFailed
-from machinery_py.registry.outcomes import SUSPENDED
 from machinery_py.tasks.context import enter, leave
-from machinery_py.tasks.states import State, TaskState
+from machinery_py.tasks.states import SUSPENDED, State, TaskState
 from machinery_py.tasks.workflow import result_value
 from machinery_py.texts import get_logger
 from machinery_py.threads import LoopThread

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from machinery_py.app import NOTHING, Application, Outgoing
+from machinery_py.backends.base import Rider
 from machinery_py.brokers.base import Delivery, Fate
 from machinery_py.registry.options import TaskSettings, settings_of_call
 from machinery_py.registry.outcomes import (
@@ -47,6 +48,15 @@ from machinery_py.stores.base import (
 )
 from machinery_py.tasks.checkpoints import generation_of, kept_of, with_kept
 from machinery_py.tasks.context import NO_STATE, Context, notes_json, on_behalf_of
+from machinery_py.tasks.mailboxes import (
+    Mailbox,
+    Wanted,
+    encode,
+    life_of,
+    record_of,
+    timer_of,
+    waiting,
+)
 from machinery_py.tasks.signature import (
     HEADER_ATTEMPTS,
     HEADER_REST,
@@ -130,6 +140,14 @@ class Guard(Protocol):
         ...
 
 
+class Suspension(NamedTuple):
+    """How a task would wait: for what, and what its mailbox was when the signal was not there."""
+
+    wanted: Wanted
+    expected: bytes | None
+    box: Mailbox
+
+
 @dataclass(slots=True, eq=False)
 class Execution:
     """Delivery that this worker holds. Its stage changes by the verbs of STEPS alone."""
@@ -153,6 +171,8 @@ class Execution:
     kept: int = 0  # checkpoints of its task, as far as known here
     kept_newly: bool = False  # it has kept one, and its settlement does not say so yet
     knows_kept: bool | None = None  # whether `kept` is all; None: no step of this run has asked
+    has_mailbox: bool = False  # its task has asked for a signal
+    suspension: Suspension | None = None  # how it would wait for one that has not come
     settlement: Settlement | None = None
     sends: Sequence[Signature[Any]] = ()  # what the settlement publishes
     carried: int | None = None  # bytes, about, of its settlement; None: it is not packed
@@ -438,7 +458,10 @@ def _settlement(
         keep_for=execution.settings.result_expires,
     )
     out, arrivals = _NOTHING
-    if then.send or then.retry is not None or then.arrived:
+    riders: Sequence[Rider] = ()
+    if then.waits:
+        out, riders = _waiting(execution, then)
+    elif then.send or then.retry is not None or then.arrived:
         out, arrivals = _following(execution, then)
     if signature.headers or execution.progress or execution.noted:
         state = _with_details(execution, state)
@@ -456,6 +479,7 @@ def _settlement(
         send=out.messages,
         groups=out.groups,
         arrivals=arrivals,
+        riders=riders,
     )
     return settlement, out.signatures
 
@@ -496,6 +520,26 @@ def _following(execution: Execution, then: FollowUp) -> tuple[Outgoing, Sequence
         # The retry has no PENDING state: RETRY stays visible until it runs (Go overwrites it).
         retry = execution.app.message(execution.app.stamped(execution.app.completed(then.retry)))
     return Outgoing([retry, *out.messages], out.states, out.groups, out.signatures), arrivals
+
+
+def _waiting(execution: Execution, then: FollowUp) -> tuple[Outgoing, Sequence[Rider]]:
+    """Let the task wait: the message of its next run is in its mailbox, its timer is sent."""
+    suspension, app, again = execution.suspension, execution.app, then.retry
+    assert suspension is not None
+    assert again is not None
+    queue = again.routing_key or execution.delivery.queue
+    again = app.stamped(app.completed(again.replace(routing_key=queue, eta=None)))
+    wanted, body = suspension.wanted, encode_signature(again)
+    box = waiting(suspension.box, wanted, body=body, run=again.run)
+    assert box.wait is not None
+    rider = Rider(
+        name=record_of(again.uuid),
+        expected=suspension.expected,
+        body=encode(box),
+        life=life_of(box, app.now()),
+    )
+    timer = [app.message(timer_of(again.uuid, box.wait, queue))] if wanted.until else ()
+    return Outgoing(timer, (), (), ()), (rider,)
 
 
 def _with_details(execution: Execution, state: TaskState) -> TaskState:

@@ -53,7 +53,7 @@ def failed(execution: Execution, error: BaseException) -> Outcome:
         execution.error = error
         return Postponed(error=text_of(error), delay=error.delay, limit=error.limit)
     if isinstance(error, Suspended):
-        return Sleeping(error=text_of(error), until=error.until)
+        return Sleeping(error=text_of(error), until=error.until, waits=error.waits)
     if isinstance(error, Retry):
         return _retried(execution, error)
     if isinstance(error, Replace):

@@ -21,9 +21,11 @@ from machinery_py.tasks.checkpoints import (
     of_generation,
     stored_name,
 )
-from machinery_py.tasks.states import FINISHED
+from machinery_py.tasks.mailboxes import Received, Wanted, read_in
+from machinery_py.tasks.states import FINISHED, SUCCESS
 from machinery_py.texts import get_logger
 from machinery_py.worker.running.execution import Execution
+from machinery_py.worker.running.waiting import begin_generation, end_mailbox, receive
 
 logger = get_logger(__name__)
 
@@ -49,6 +51,15 @@ class StepKeeper(Protocol):
 
         Raises:
             StepLost: the run has ended, or its delivery is another worker's.
+        """
+        ...
+
+    def receive(self, wanted: Wanted) -> Received:
+        """Return a signal, or let the task wait for it; then the run must end.
+
+        Raises:
+            StepLost: as `keep`.
+            Unsupported: these stores keep no signals.
         """
         ...
 
@@ -84,9 +95,11 @@ class StoreKeeper:
         one.app.patiently(lambda: backend.fence_checkpoints(uuid, one.delivery.fence))
         rows = one.app.patiently(lambda: backend.checkpoints(uuid))
         if old := before_generation(rows, generation_of(one.signature)):
+            begin_generation(one, {name: rows[name] for name in old})
             one.app.patiently(lambda: backend.drop_checkpoints(uuid, old))
         found = of_generation(rows, generation_of(one.signature))
         one.kept, one.knows_kept = max(one.kept, len(found)), True
+        one.has_mailbox = one.has_mailbox or bool(read_in(found))
         return found
 
     def keep(self, new: Mapping[str, Checkpoint]) -> Mapping[str, Checkpoint]:
@@ -118,6 +131,9 @@ class StoreKeeper:
             f"task {signature.name} {signature.uuid}: this run is not the task's any more, and "
             f"step {', '.join(map(repr, new))} is not kept (its lease was lost, or it is over)"
         )
+
+    def receive(self, wanted: Wanted) -> Received:
+        return receive(self._execution, wanted)
 
 
 def refuse(execution: Execution) -> None:
@@ -169,7 +185,9 @@ def strikes_since(execution: Execution) -> int:
 
 
 def end_checkpoints(execution: Execution, verdict: Verdict) -> None:
-    """Let checkpoints go with the task's state, or stay with its dead letter, if it has ended.
+    """Let checkpoints and signals go with the task's state, or stay with its dead letter.
+
+    If it has ended, that is.
 
     A failure does no harm: they stay longer.
     """
@@ -189,3 +207,4 @@ def end_checkpoints(execution: Execution, verdict: Verdict) -> None:
         backend.end_checkpoints(settlement.uuid, life)
     except MachineryError as error:
         logger.debug("checkpoints of task %s stay for now: %s", settlement.uuid, error)
+    end_mailbox(execution, 0 if state.state is SUCCESS else life)

@@ -1,0 +1,156 @@
+"""Signals: what anybody tells a task that waits for it, or will wait."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from machinery_py.app import Application
+from machinery_py.backends.base import Backend, Rider, sending_key
+from machinery_py.backends.listings import COMPLETE
+from machinery_py.brokers.base import Message
+from machinery_py.errors import SignalRefused, Unsupported
+from machinery_py.names import check_signal
+from machinery_py.registry.calls import Call
+from machinery_py.rows.contract import Patience
+from machinery_py.stores.base import Submission
+from machinery_py.tasks.mailboxes import (
+    Mailbox,
+    OpenWait,
+    decode,
+    delivered,
+    encode,
+    life_of,
+    record_of,
+    stands,
+    timed_by,
+    without_wait,
+)
+from machinery_py.tasks.signature import Signature, new_uuid
+from machinery_py.tasks.workflow import result_value
+from machinery_py.wire.signatures import decode_signature
+from machinery_py.wire.states import decode_results, encode_results
+
+
+def _any() -> Any: ...
+
+
+_VALUE = Call("signal", _any)
+
+
+def value_of(results: bytes) -> Any:
+    """Return the value of a signal."""
+    return _VALUE.result(result_value(decode_results(results)))
+
+
+def check_signals(backend: Backend, name: str) -> None:
+    """Raise Unsupported if no signals can be kept for tasks of this name."""
+    features = backend.features
+    if not (features.claims and features.riders and features.checkpoints):
+        raise Unsupported(
+            f"{name} gets no signals: the {features.name} backend cannot keep one in the same step "
+            f"as what follows from it ({COMPLETE})"
+        )
+
+
+def signal(app: Application, uuid: str, name: str, value: Any, key: str) -> bool:
+    """Give a task a signal; see `Server.signal`."""
+    check_signal(name, key)
+    check_signals(app.store.backend, f"task {uuid}")
+    results, key = encode_results(_VALUE.results(value)), key or new_uuid()
+    patience = Patience()
+    while True:
+        tries: list[str] = []  # of which no reply has come
+        done = app.patiently(partial(_deliver, app, uuid, name, results, key, tries))
+        if done is not None:
+            return done
+        patience.wait()
+
+
+def _deliver(
+    app: Application, uuid: str, name: str, results: bytes, key: str, tries: list[str]
+) -> bool | None:
+    """Add it to the mailbox; False: it was there before. None: another one has changed that."""
+    body, box = _mailbox(app, uuid)
+    if key in box.keys:
+        return bool(tries)
+    # Read behind the mailbox: while that does not change, this does not become another wait's.
+    state = app.store.backend.get_states([uuid]).get(uuid)
+    if state is None and box.wait is None:
+        raise SignalRefused(f"signal {name!r}: task {uuid} is not known")
+    if state is not None and state.is_finished:
+        raise SignalRefused(f"signal {name!r}: task {uuid} has ended ({state.state})")
+    if box.wait is not None and not stands(box.wait, state):
+        box = without_wait(box)
+    new, ended = delivered(box, name, results, key)
+    tries.append(key)
+    return _change(app, uuid, body, new, ended) or None
+
+
+def wake(app: Application, timer: Signature[Any]) -> None:
+    """End the wait that this timer is of, unless it has ended."""
+    uuid, patience = timed_by(timer), Patience()
+    while uuid:
+        body, box = _mailbox(app, uuid)
+        if box.wait is None or box.wait.id != timer.uuid:
+            return
+        state = app.store.backend.get_states([uuid]).get(uuid)
+        ended = box.wait if stands(box.wait, state) else None
+        if _change(app, uuid, body, without_wait(box), ended, eta=timer.eta):
+            return
+        patience.wait()
+
+
+def forget_signals(app: Application, uuid: str) -> None:
+    """Delete what a task was told, and its wait."""
+    backend, record = app.store.backend, record_of(uuid)
+    if backend.features.riders and (body := backend.claims([record])[0]) is not None:
+        backend.release([(record, body)])
+
+
+def suspended_by(app: Application, timers: Sequence[Message]) -> list[Message]:
+    """Return the messages of the tasks that are suspended until these timers."""
+    of = {timed_by(decode_signature(one.body)): one for one in timers}
+    found = app.store.backend.claims([record_of(uuid) for uuid in of]) if of else []
+    suspended: list[Message] = []
+    for (uuid, timer), body in zip(of.items(), found, strict=True):
+        wait = decode(body).wait
+        if wait is not None and wait.id == timer.uuid:
+            name = decode_signature(wait.body).name
+            suspended.append(msgspec.structs.replace(timer, uuid=uuid, name=name, body=wait.body))
+    return suspended
+
+
+def _mailbox(app: Application, uuid: str) -> tuple[bytes | None, Mailbox]:
+    [body] = app.store.backend.claims([record_of(uuid)])
+    return body, decode(body)
+
+
+def _change(
+    app: Application,
+    uuid: str,
+    expected: bytes | None,
+    new: Mailbox,
+    ended: OpenWait | None = None,
+    *,
+    eta: dt.datetime | None = None,
+) -> bool:
+    """Change a mailbox, and let the task go on if its wait has ended; False: it has changed.
+
+    Args:
+        eta: of the message, when it goes on since its time is up.
+    """
+    rider = Rider(
+        name=record_of(uuid), expected=expected, body=encode(new), life=life_of(new, app.now())
+    )
+    if ended is None:
+        return app.store.backend.amend(rider)
+    message = app.message(decode_signature(ended.body).replace(eta=eta))
+    submission = Submission(
+        token=sending_key(rider.name, ended.id), messages=[message], riders=[rider]
+    )
+    return app.store.submit(submission)

@@ -1,0 +1,250 @@
+"""Mailboxes: signals that a task has got, and the wait in which it is suspended. Pure.
+
+A mailbox is one record of a task's UUID in the result backend. Who changes it says what was there
+before, so of two changes at a time one is made anew.
+
+    RUNNING ── wait_for, no signal ──► SUSPENDED ── signal, or timer ──► WAITING ──► RUNNING
+
+A suspended task has no message: its settlement takes the delivery and writes the wait, with the
+message of the next run in it, in one step. Whoever ends the wait publishes that message in the same
+step. A timer is a late message of its own, which does no more than that; a wait without a timeout
+has none. So a task has a delivery,
+a wait or a message, one of them. docs/explanation/durable-functions.md has the crash points.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from machinery_py.bounds import CHECKPOINT_LIFE, MOST_SIGNALS, SIGNALS_BYTES
+from machinery_py.clock import LONGEST, moment_of
+from machinery_py.errors import DecodeError, SignalRefused
+from machinery_py.tasks.checkpoints import Checkpoint
+from machinery_py.tasks.signature import Arg, RunNumber, Signature, new_uuid
+from machinery_py.tasks.states import RETRY, SUSPENDED, TaskState
+from machinery_py.values.malformed import MALFORMED
+
+WAIT = "wait for "  # before the name of a signal: of the steps that wait
+TIMER = "machinery.timer"  # name of the message that ends a wait when its time is up
+
+
+class Sent(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A signal. `number`: of its name, from 1; `results`: its value, as a state has results."""
+
+    name: str
+    number: int
+    results: bytes
+    key: str
+
+
+class OpenWait(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The wait of a suspended task.
+
+    Attributes:
+        id: the UUID of its timer.
+        name: of the signal.
+        body: the message of the run that goes on, `run` its number.
+        until: µs since 1970; 0: it has no end, and no timer.
+    """
+
+    id: str
+    name: str
+    body: bytes
+    run: RunNumber
+    until: int
+
+
+class Mailbox(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """Content of the record.
+
+    Attributes:
+        sent: signals that may be unread.
+        counts: of each name, how many ever came.
+        keys: of all these, the last ones: a repeat is dropped.
+        wait: None: the task is not suspended in a wait.
+        generation: of the task that numbers the signals.
+    """
+
+    sent: tuple[Sent, ...] = ()
+    counts: dict[str, int] = {}
+    keys: tuple[str, ...] = ()
+    wait: OpenWait | None = None
+    generation: int = 0
+
+
+encode: Final = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Mailbox).decode
+
+
+def decode(body: bytes | None) -> Mailbox:
+    """Return what a record holds; an empty mailbox if there is none.
+
+    Raises:
+        DecodeError: it is no mailbox.
+    """
+    if body is None:
+        return Mailbox()
+    try:
+        return _decode(body)
+    except MALFORMED as error:
+        raise DecodeError(f"no mailbox: {error}") from None
+
+
+def record_of(uuid: str) -> str:
+    """Return the name of a task's record."""
+    return f"signals {uuid}"
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A signal that a run wants.
+
+    Attributes:
+        read: how many it has got of each name.
+        until: µs since 1970; 0: no end.
+        waits: the task is to wait for it; else only one that is there is wanted.
+    """
+
+    name: str
+    read: dict[str, int]
+    until: int
+    waits: bool
+
+    @property
+    def number(self) -> int:
+        """Number of the signal among those of its name."""
+        return self.read.get(self.name, 0) + 1
+
+
+class Received(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Answer to a Wanted: the value of the signal, as a state has results; or there is none.
+
+    `waits`: the run is to end, and the task waits.
+    """
+
+    results: bytes | None = None
+    waits: bool = False
+
+
+def delivered(box: Mailbox, name: str, results: bytes, key: str) -> tuple[Mailbox, OpenWait | None]:
+    """Return the mailbox with one more signal, and the wait that this ends.
+
+    Raises:
+        SignalRefused: there is no room for it.
+    """
+    size = len(results) + sum(len(one.results) for one in box.sent)
+    if len(box.sent) >= MOST_SIGNALS or size > SIGNALS_BYTES:
+        raise SignalRefused(
+            f"the task has {len(box.sent):,} unread signals, and with this one they would have "
+            f"{size:,} bytes (at most {MOST_SIGNALS:,}, and {SIGNALS_BYTES:,} bytes)"
+        )
+    number = box.counts.get(name, 0) + 1
+    wait = box.wait if box.wait is not None and box.wait.name == name else None
+    return (
+        Mailbox(
+            sent=(*box.sent, Sent(name, number, results, key)),
+            counts={**box.counts, name: number},
+            keys=(*box.keys, key)[-MOST_SIGNALS:],
+            wait=None if wait is not None else box.wait,
+            generation=box.generation,
+        ),
+        wait,
+    )
+
+
+def signal_in(box: Mailbox, wanted: Wanted) -> bytes | None:
+    """Return the value of the signal; None: it has not come."""
+    for one in box.sent:
+        if one.name == wanted.name and one.number == wanted.number:
+            return one.results
+    return None
+
+
+def read_in(rows: Mapping[str, Checkpoint]) -> dict[str, int]:
+    """Return how many signals of each name are among these checkpoints."""
+    read: dict[str, int] = {}
+    for step, row in rows.items():
+        if step.startswith(WAIT) and not row.failed:
+            name = step.partition("#")[0].removeprefix(WAIT)
+            read[name] = read.get(name, 0) + 1
+    return read
+
+
+def of_next_generation(box: Mailbox, read: Mapping[str, int], generation: int) -> Mailbox:
+    """Return the mailbox for a generation that begins: what is unread is numbered anew."""
+    counts: dict[str, int] = {}
+    unread: list[Sent] = []
+    for one in box.sent:
+        if one.number > read.get(one.name, 0):
+            counts[one.name] = number = counts.get(one.name, 0) + 1
+            unread.append(Sent(one.name, number, one.results, one.key))
+    return msgspec.structs.replace(box, sent=tuple(unread), counts=counts, generation=generation)
+
+
+def waiting(box: Mailbox, wanted: Wanted, *, body: bytes, run: RunNumber) -> Mailbox:
+    """Return the mailbox of a task that waits, without the signals that it has read.
+
+    What it has read is counted, should the record have been lost.
+    """
+    until = wanted.until
+    wait = OpenWait(id=new_uuid("timer_"), name=wanted.name, body=body, run=run, until=until)
+    unread = tuple(one for one in box.sent if one.number > wanted.read.get(one.name, 0))
+    counts = {
+        name: max(box.counts.get(name, 0), wanted.read.get(name, 0))
+        for name in {**box.counts, **wanted.read}
+    }
+    return msgspec.structs.replace(box, sent=unread, counts=counts, wait=wait)
+
+
+def without_wait(box: Mailbox) -> Mailbox:
+    """Return the mailbox of a task that is not suspended."""
+    return msgspec.structs.replace(box, wait=None)
+
+
+def stands(wait: OpenWait, state: TaskState | None) -> bool:
+    """Return whether the task is suspended in this wait, by its state; None: that has expired.
+
+    Else it was ended (revoked) meanwhile, and perhaps sent again.
+    """
+    if state is None:
+        return True
+    is_suspended = state.state is RETRY and state.error_type == SUSPENDED
+    return is_suspended and state.run == wait.run - 1
+
+
+def life_of(box: Mailbox, now: dt.datetime) -> float:
+    """Return the seconds that the record is to be there: longer than its wait."""
+    if box.wait is None:
+        return CHECKPOINT_LIFE
+    if not box.wait.until:
+        return LONGEST
+    return CHECKPOINT_LIFE + max(0.0, box.wait.until / 1e6 - now.timestamp())
+
+
+# The timer
+
+
+def timer_of(uuid: str, wait: OpenWait, queue: str) -> Signature[Any]:
+    """Return the message that ends the wait of a task when its time is up."""
+    return Signature(
+        name=TIMER,
+        uuid=wait.id,
+        args=[Arg(type="string", value=uuid)],
+        eta=moment_of(wait.until),
+        routing_key=queue,
+    )
+
+
+def timed_by(timer: Signature[Any]) -> str:
+    """Return the UUID of the task that a timer is of; "": it is none of ours."""
+    value = timer.args[0].value if timer.args else ""
+    return value if isinstance(value, str) else ""
+
+
+def waits_for(name: str, until: dt.datetime | None) -> str:
+    """Return what is shown of a task that waits."""
+    end = "" if until is None else f" until {until:%Y-%m-%d %H:%M:%S} UTC"
+    return f"waits for signal {name!r}{end}"

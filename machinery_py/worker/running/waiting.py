@@ -1,0 +1,94 @@
+"""Waits of a worker's tasks for signals: what a run gets, and what becomes of one that waits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+from machinery_py.backends.base import Rider
+from machinery_py.bounds import CHECKPOINT_LIFE
+from machinery_py.errors import MachineryError
+from machinery_py.registry.outcomes import Sleeping
+from machinery_py.rows.contract import Patience
+from machinery_py.signals import check_signals
+from machinery_py.tasks.checkpoints import generation_of, newest_generation
+from machinery_py.tasks.mailboxes import (
+    Received,
+    Wanted,
+    decode,
+    encode,
+    of_next_generation,
+    read_in,
+    record_of,
+    signal_in,
+)
+from machinery_py.texts import get_logger
+from machinery_py.worker.running.execution import Execution, Suspension, settlement_of
+
+logger = get_logger(__name__)
+
+
+def receive(execution: Execution, wanted: Wanted) -> Received:
+    """Return the signal; or, if it has not come, whether the run is to end.
+
+    Then its settlement suspends the task, unless the mailbox has changed by then.
+
+    Raises:
+        Unsupported: the backend keeps no signals.
+    """
+    app, uuid = execution.app, execution.signature.uuid
+    backend = app.store.backend
+    check_signals(backend, execution.signature.name)
+    [body] = app.patiently(lambda: backend.claims([record_of(uuid)]))
+    execution.has_mailbox = True
+    box = decode(body)
+    if (results := signal_in(box, wanted)) is not None:
+        return Received(results)
+    if wanted.waits:
+        execution.suspension = Suspension(wanted, body, box)
+    return Received(waits=wanted.waits)
+
+
+def begin_generation(execution: Execution, old: Mapping[str, bytes]) -> None:
+    """Let the mailbox be that of this generation, before its first step drops the rows of the last.
+
+    What was not read is there for the next `wait_for`.
+    """
+    generation, uuid = generation_of(execution.signature), execution.signature.uuid
+    app, name, read = execution.app, record_of(uuid), read_in(newest_generation(old))
+    backend, patience = app.store.backend, Patience()
+    while backend.features.claims:
+        [body] = app.patiently(lambda: backend.claims([name]))
+        box = decode(body)
+        if body is None or box.generation >= generation:
+            return
+        new = encode(of_next_generation(box, read, generation))
+        rider = Rider(name=name, expected=body, body=new, life=CHECKPOINT_LIFE)
+        if app.patiently(functools.partial(backend.amend, rider)):
+            return
+        patience.wait()
+
+
+def run_again(execution: Execution) -> None:
+    """Let a task that was to wait run again at once: its mailbox has changed meanwhile."""
+    execution.suspension = None
+    at_once = Sleeping(error="a signal came before it waited", until=execution.app.now())
+    execution.amend(*settlement_of(execution, at_once))
+
+
+def end_mailbox(execution: Execution, life: float) -> None:
+    """Let the mailbox of a task that has ended be forgotten so many seconds from now; 0: at once.
+
+    A failure does no harm: it stays longer.
+    """
+    if not execution.has_mailbox:
+        return
+    backend, name = execution.app.store.backend, record_of(execution.signature.uuid)
+    try:
+        [body] = backend.claims([name])
+        if body is not None and life:
+            backend.amend(Rider(name=name, expected=body, body=body, life=life))
+        elif body is not None:
+            backend.release([(name, body)])
+    except MachineryError as error:
+        logger.debug("signals of task %s stay for now: %s", execution.signature.uuid, error)
