@@ -93,7 +93,11 @@ OPERATIONS = (
     _act("send a task; arguments are JSON, or else strings", "send"),
     _act("send failed tasks again", "retry", "POST tasks/retry"),
     _act("never start these tasks; ask those that run to stop", "revoke", "POST tasks/revoke"),
-    _act("give a task a signal, for which it waits or will wait; the value is JSON", "signal"),
+    _act(
+        "give a task a signal, for which it waits or will wait; the value is JSON",
+        "signal",
+        "POST tasks/signal",
+    ),
     _act("forget the states of finished tasks", route="POST tasks/delete"),
     _act("cancel a workflow: no more of it starts", "flow cancel", "POST workflows/cancel"),
     _act(

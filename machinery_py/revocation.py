@@ -76,7 +76,24 @@ def revoke(app: Application, uuids: Sequence[str]) -> bool:
         )
         backend.revoke(names, max(0.0, ahead) + WAITING_LIFE)
     arrived = [_end_waiting(app, state) for state in waiting]
+    running = [uuid for uuid, state in states.items() if state.state in BEGUN]
+    if running:  # one may have begun to wait for a signal before it was revoked
+        again = backend.get_states(running).values()
+        arrived += [_end_waiting(app, one) for one in again if one.error_type == SUSPENDED]
     return any(arrived)
+
+
+def end_if_revoked(app: Application, signature: Signature[Any]) -> None:
+    """End a task that has begun to wait for a signal, if it was revoked before.
+
+    Raises:
+        BackendUnavailable, PublishRefused, PublishUnknown: repeat it.
+    """
+    if revoked_among(app, [signature]):
+        states = app.store.backend.get_states([signature.uuid]).values()
+        for state in states:
+            if state.error_type == SUSPENDED:
+                _end_waiting(app, state)
 
 
 def _waits(state: TaskState) -> bool:
@@ -306,5 +323,6 @@ def _end_those(app: Application, which: Container[State], messages: Sequence[Mes
     for signature, _, sent in ended:
         if signature.uuid in suspended:
             forget_signals(app, signature.uuid)
+            let_go(app, [signature.uuid])  # only its timer is deleted
         app.report_sent(sent)
         _report(app, signature, PURGED)

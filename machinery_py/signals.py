@@ -12,26 +12,33 @@ import msgspec
 from machinery_py.app import Application
 from machinery_py.backends.base import Backend, Rider, sending_key
 from machinery_py.backends.listings import COMPLETE
+from machinery_py.bounds import CHECKPOINT_LIFE
 from machinery_py.brokers.base import Message
 from machinery_py.errors import SignalRefused, Unsupported
-from machinery_py.names import check_signal
+from machinery_py.names import check_signal, check_step
 from machinery_py.registry.calls import Call
 from machinery_py.rows.contract import Patience
 from machinery_py.stores.base import Submission
+from machinery_py.tasks.checkpoints import newest_generation
 from machinery_py.tasks.mailboxes import (
+    WAIT,
     Mailbox,
     OpenWait,
     decode,
     delivered,
     encode,
     life_of,
+    read_in,
     record_of,
     stands,
     timed_by,
+    unread_in,
     without_wait,
 )
 from machinery_py.tasks.signature import Signature, new_uuid
+from machinery_py.tasks.states import SUSPENDED, TaskState
 from machinery_py.tasks.workflow import result_value
+from machinery_py.transactions import current
 from machinery_py.wire.signatures import decode_signature
 from machinery_py.wire.states import decode_results, encode_results
 
@@ -60,6 +67,9 @@ def check_signals(backend: Backend, name: str) -> None:
 def signal(app: Application, uuid: str, name: str, value: Any, key: str) -> bool:
     """Give a task a signal; see `Server.signal`."""
     check_signal(name, key)
+    check_step(f"{WAIT}{name}")
+    if current(app) is not None:
+        raise Unsupported("server.signal in server.transaction (send the signal behind the block)")
     check_signals(app.store.backend, f"task {uuid}")
     results, key = encode_results(_VALUE.results(value)), key or new_uuid()
     patience = Patience()
@@ -76,6 +86,8 @@ def _deliver(
 ) -> bool | None:
     """Add it to the mailbox; False: it was there before. None: another one has changed that."""
     body, box = _mailbox(app, uuid)
+    if body is None:
+        box = decode(None, read_in(newest_generation(app.store.backend.checkpoints(uuid))))
     if key in box.keys:
         return bool(tries)
     # Read behind the mailbox: while that does not change, this does not become another wait's.
@@ -86,7 +98,11 @@ def _deliver(
         raise SignalRefused(f"signal {name!r}: task {uuid} has ended ({state.state})")
     if box.wait is not None and not stands(box.wait, state):
         box = without_wait(box)
-    new, ended = delivered(box, name, results, key)
+    try:
+        new, ended = delivered(box, name, results, key)
+    except SignalRefused:
+        box = unread_in(box, app.store.backend.checkpoints(uuid))
+        new, ended = delivered(box, name, results, key)
     tries.append(key)
     return _change(app, uuid, body, new, ended) or None
 
@@ -105,6 +121,26 @@ def wake(app: Application, timer: Signature[Any]) -> None:
         patience.wait()
 
 
+def open_wait(app: Application, state: TaskState) -> OpenWait | None:
+    """Return the wait that the task is suspended in, by its state; None: it is in none."""
+    if state.error_type != SUSPENDED or not app.store.backend.features.riders:
+        return None
+    _, box = _mailbox(app, state.task_uuid)
+    return box.wait if box.wait is not None and stands(box.wait, state) else None
+
+
+def keep_signals(app: Application, uuids: Sequence[str]) -> None:
+    """Let what tasks were told live as long as they do, that have ended and are sent again."""
+    backend = app.store.backend
+    if not backend.features.riders:
+        return
+    for uuid, body in zip(uuids, backend.claims(list(map(record_of, uuids))), strict=True):
+        if body is not None:
+            backend.amend(
+                Rider(name=record_of(uuid), expected=body, body=body, life=CHECKPOINT_LIFE)
+            )
+
+
 def forget_signals(app: Application, uuid: str) -> None:
     """Delete what a task was told, and its wait."""
     backend, record = app.store.backend, record_of(uuid)
@@ -114,10 +150,10 @@ def forget_signals(app: Application, uuid: str) -> None:
 
 def suspended_by(app: Application, timers: Sequence[Message]) -> list[Message]:
     """Return the messages of the tasks that are suspended until these timers."""
-    of = {timed_by(decode_signature(one.body)): one for one in timers}
-    found = app.store.backend.claims([record_of(uuid) for uuid in of]) if of else []
+    uuids = [timed_by(decode_signature(one.body)) for one in timers]
+    found = app.store.backend.claims(list(map(record_of, uuids))) if uuids else []
     suspended: list[Message] = []
-    for (uuid, timer), body in zip(of.items(), found, strict=True):
+    for uuid, timer, body in zip(uuids, timers, found, strict=True):
         wait = decode(body).wait
         if wait is not None and wait.id == timer.uuid:
             name = decode_signature(wait.body).name
@@ -150,6 +186,7 @@ def _change(
     if ended is None:
         return app.store.backend.amend(rider)
     message = app.message(decode_signature(ended.body).replace(eta=eta))
+    message = msgspec.structs.replace(message, tenant=ended.tenant)
     submission = Submission(
         token=sending_key(rider.name, ended.id), messages=[message], riders=[rider]
     )

@@ -46,6 +46,7 @@ from machinery_py.inspection import (
     limit_rows,
 )
 from machinery_py.schedules.api import ScheduleReport
+from machinery_py.signals import signal
 from machinery_py.tasks.signature import UNLIMITED, Arg, Signature
 from machinery_py.tasks.states import FINISHED, ZERO_TIME, State, TaskState, state_named
 from machinery_py.texts import MAX_ERROR, cut
@@ -259,6 +260,7 @@ class Api:
             python=python_call(signature.name, args, queue) if signature else "",
             root=state.root,
             parent=state.parent,
+            waits_for=report.waits_for,
         )
 
     def _step(self, step: KeptStep) -> ShownCheckpoint:
@@ -325,6 +327,14 @@ class Api:
             return control.revoke(*rest, terminate=terminate, timeout=ASKING).uuids
 
         return self._change("revoke", revoke, uuids, filter, cursor)
+
+    @route("POST tasks/signal")
+    def signal(self, uuid: str, name: str, value: Any = None, key: str = "") -> Changed:
+        """Give a task a signal.
+
+        0 are done if it had one with the same key before.
+        """
+        return Changed(done=int(signal(self._fleet.app, uuid, name, value, key)))
 
     @route("POST tasks/delete")
     def delete(

@@ -156,6 +156,7 @@ class TaskDetail(TaskRow, frozen=True, kw_only=True):
         attempts: the tries before the last.
         python: the call as Python; empty without a message.
         root, parent: UUIDs; empty for a task that was sent alone.
+        waits_for: the signal that it waits for; empty: none.
     """
 
     traceback: str
@@ -169,6 +170,7 @@ class TaskDetail(TaskRow, frozen=True, kw_only=True):
     python: str
     root: str
     parent: str
+    waits_for: str
 
 
 class WorkflowRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -43,6 +43,7 @@ from machinery_py.inspection.search import (
 from machinery_py.inspection.why import GROUP, AskWorkers, why
 from machinery_py.names import check_queue
 from machinery_py.revocation import purge
+from machinery_py.signals import open_wait
 from machinery_py.tasks.attempts import attempts_of
 from machinery_py.tasks.reasons import Why
 from machinery_py.tasks.states import State, TaskState
@@ -263,10 +264,15 @@ class Inspector:
         """
         backend = self._app.store.backend
         state = backend.get_state(self.find(uuid))
-        signature = decoded(state.message if state.is_finished else self._waiting_body(state))
+        wait = open_wait(self._app, state)
+        if wait is not None:
+            body = wait.body
+        else:
+            body = state.message if state.is_finished else self._waiting_body(state)
+        signature, signal = decoded(body), "" if wait is None else wait.name
         rows = backend.checkpoints(state.task_uuid) if backend.features.checkpoints else {}
         if signature is None:
-            return TaskReport(state=state, steps=steps_of(rows))
+            return TaskReport(state=state, steps=steps_of(rows), waits_for=signal)
         group = backend.get_group(signature.group_uuid) if signature.group_uuid else None
         uuids = group.task_uuids[:MEMBERS] if group is not None else ()
         states = backend.member_states(signature.group_uuid, uuids) if uuids else {}
@@ -278,6 +284,7 @@ class Inspector:
             group=group,
             members=[states[uuid] for uuid in uuids if uuid in states],
             steps=steps_of(rows),
+            waits_for=signal,
         )
 
     task_async: Final = twin(task)

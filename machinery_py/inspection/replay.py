@@ -9,7 +9,7 @@ from machinery_py.bounds import CHECKPOINT_LIFE
 from machinery_py.brokers.base import DeadLetter, Message
 from machinery_py.errors import MachineryError, PublishRefused, PublishUnknown, StepRefused
 from machinery_py.registry.outcomes import STEP_FAILED
-from machinery_py.signals import forget_signals
+from machinery_py.signals import forget_signals, keep_signals
 from machinery_py.stores.base import REASON_FAILED, REASON_REJECTED, Submission
 from machinery_py.tasks.checkpoints import (
     all_tries,
@@ -87,6 +87,7 @@ def behind_steps(
     """
     if not app.store.backend.features.checkpoints:
         return pairs
+    keep_signals(app, [signature.uuid for signature, _ in pairs])
     found: list[Sent] = []
     refused: StepRefused | None = None
     for pair in pairs:
@@ -109,10 +110,10 @@ def _behind_steps(app: Application, pair: Sent, *, from_start: bool) -> Sent:
     rows = backend.checkpoints(signature.uuid)
     kept, number = kept_of(signature), len(of_generation(rows, generation_of(signature)))
     if from_start:
+        forget_signals(app, signature.uuid)
         if not (kept or number):
             return pair
         backend.end_checkpoints(signature.uuid, 0)
-        forget_signals(app, signature.uuid)
         signature = from_its_start(signature)
     elif kept is not None and number < kept.number:
         raise StepRefused(

@@ -128,6 +128,7 @@ class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
         group: the group that it is a member of.
         members: states of the first 1,000 members of that, in its order; some may have expired.
         steps: its checkpoints.
+        waits_for: the signal that it waits for; "": it waits for none.
     """
 
     state: TaskState
@@ -137,6 +138,7 @@ class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
     group: GroupMeta | None = None
     members: Sequence[TaskState] = ()
     steps: Sequence[KeptStep] = ()
+    waits_for: str = ""
 
 
 class ErrorGroup(msgspec.Struct, frozen=True, kw_only=True):

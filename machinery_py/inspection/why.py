@@ -24,8 +24,9 @@ from machinery_py.inspection.search import decoded
 from machinery_py.limits.base import Rule, UsageReport, stored_name
 from machinery_py.limits.settings import EXCLUSIVE, scope_of
 from machinery_py.registry.unique_keys import lock_name, owner
+from machinery_py.signals import open_wait
 from machinery_py.tasks.attempts import attempts_of
-from machinery_py.tasks.mailboxes import decode, record_of, waits_for
+from machinery_py.tasks.mailboxes import waits_for
 from machinery_py.tasks.reasons import Reason, Why
 from machinery_py.tasks.signature import HEADER_EXPIRES, Signature
 from machinery_py.tasks.states import SUSPENDED, GroupMeta, State, TaskState
@@ -240,16 +241,13 @@ class _Look:
 
     def _waits_for_signal(self) -> Reason | None:
         """Return the signal that it waits for; None: it waits for none."""
-        uuid, backend = self._state.task_uuid, self._app.store.backend
-        if self._state.error_type != SUSPENDED or not backend.features.riders:
-            return None
-        [body] = self._read("signals", lambda: backend.claims([record_of(uuid)])) or [None]
-        if (wait := decode(body).wait) is None:
+        wait = self._read("signals", lambda: open_wait(self._app, self._state))
+        if wait is None:
             return None
         return Reason(
             cause="signal",
             text=f"it {waits_for(wait.name, moment_of(wait.until) if wait.until else None)}",
-            hint=self._hint("signal", f"{uuid} {wait.name}"),
+            hint=self._hint("signal", f"{self._state.task_uuid} {wait.name}"),
         )
 
     def _messages(self, read: Callable[[Any], list[Message]]) -> list[Message]:

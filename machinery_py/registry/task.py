@@ -20,6 +20,7 @@ from typing import (
 import msgspec
 
 from machinery_py.config.config import Config
+from machinery_py.errors import NameRefused
 from machinery_py.limits.base import Rule
 from machinery_py.limits.settings import RATE, rules_of
 from machinery_py.names import check_lock, check_queue, check_task, check_uuid
@@ -37,6 +38,7 @@ from machinery_py.registry.options import (
 )
 from machinery_py.results.async_results import AsyncResult
 from machinery_py.tasks.context import Context
+from machinery_py.tasks.mailboxes import TIMER
 from machinery_py.tasks.signature import HEADER_UNIQUE, Arg, Signature, Step, new_uuid
 from machinery_py.tasks.workflow import Group
 
@@ -85,6 +87,8 @@ class Task(Generic[P, R]):
             TypeError, ValueError: an option is unknown, or its value makes no sense.
         """
         check_task(name)
+        if name == TIMER:
+            raise NameRefused(f"task {name!r} is the library's own (choose another name)", name)
         self.name = name
         self.function = function
         self.settings: TaskSettings = TaskSettings.of(name, options)

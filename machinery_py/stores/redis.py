@@ -241,7 +241,7 @@ class RedisSession(Session):
 
     def prepare(self, settlement: Settlement) -> int:
         states, size = settlement.states, len(settlement.delivery.body)
-        if settlement.send or settlement.arrivals:
+        if settlement.send or settlement.arrivals or settlement.riders:
             size += carried_along(settlement)
         if states:
             try:

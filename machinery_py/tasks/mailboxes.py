@@ -23,13 +23,15 @@ import msgspec
 from machinery_py.bounds import CHECKPOINT_LIFE, MOST_SIGNALS, SIGNALS_BYTES
 from machinery_py.clock import LONGEST, moment_of
 from machinery_py.errors import DecodeError, SignalRefused
-from machinery_py.tasks.checkpoints import Checkpoint
+from machinery_py.tasks.checkpoints import Checkpoint, last_generation, newest_generation
 from machinery_py.tasks.signature import Arg, RunNumber, Signature, new_uuid
 from machinery_py.tasks.states import RETRY, SUSPENDED, TaskState
 from machinery_py.values.malformed import MALFORMED
 
 WAIT = "wait for "  # before the name of a signal: of the steps that wait
 TIMER = "machinery.timer"  # name of the message that ends a wait when its time is up
+TIMERS = "timer_"  # their UUIDs begin so
+DEADLINE = "deadline "  # before the name of a signal: of the steps that keep when a wait ends
 
 
 class Sent(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -49,6 +51,7 @@ class OpenWait(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         name: of the signal.
         body: the message of the run that goes on, `run` its number.
         until: µs since 1970; 0: it has no end, and no timer.
+        tenant: of the message, in a fair queue.
     """
 
     id: str
@@ -56,6 +59,7 @@ class OpenWait(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     body: bytes
     run: RunNumber
     until: int
+    tenant: str | None = None
 
 
 class Mailbox(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -76,18 +80,24 @@ class Mailbox(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=
     generation: int = 0
 
 
+NONE: Mapping[str, int] = {}
+
 encode: Final = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Mailbox).decode
 
 
-def decode(body: bytes | None) -> Mailbox:
+def decode(body: bytes | None, read: Mapping[str, int] = NONE) -> Mailbox:
     """Return what a record holds; an empty mailbox if there is none.
+
+    Args:
+        read: how many signals the task has read: where there is no record, the next ones are
+            numbered behind these.
 
     Raises:
         DecodeError: it is no mailbox.
     """
     if body is None:
-        return Mailbox()
+        return Mailbox(counts=dict(read))
     try:
         return _decode(body)
     except MALFORMED as error:
@@ -184,19 +194,36 @@ def of_next_generation(box: Mailbox, read: Mapping[str, int], generation: int) -
     return msgspec.structs.replace(box, sent=tuple(unread), counts=counts, generation=generation)
 
 
-def waiting(box: Mailbox, wanted: Wanted, *, body: bytes, run: RunNumber) -> Mailbox:
-    """Return the mailbox of a task that waits, without the signals that it has read.
+def unread_in(box: Mailbox, rows: Mapping[str, bytes]) -> Mailbox:
+    """Return the mailbox without the signals that the task has read, by all its checkpoints."""
+    if box.generation > last_generation(rows):
+        return box  # it has read none yet
+    return _without(box, read_in(newest_generation(rows)))
 
-    What it has read is counted, should the record have been lost.
-    """
-    until = wanted.until
-    wait = OpenWait(id=new_uuid("timer_"), name=wanted.name, body=body, run=run, until=until)
-    unread = tuple(one for one in box.sent if one.number > wanted.read.get(one.name, 0))
-    counts = {
-        name: max(box.counts.get(name, 0), wanted.read.get(name, 0))
-        for name in {**box.counts, **wanted.read}
-    }
-    return msgspec.structs.replace(box, sent=unread, counts=counts, wait=wait)
+
+def _without(box: Mailbox, read: Mapping[str, int]) -> Mailbox:
+    unread = tuple(one for one in box.sent if one.number > read.get(one.name, 0))
+    return msgspec.structs.replace(box, sent=unread)
+
+
+def waiting(
+    box: Mailbox,
+    wanted: Wanted,
+    *,
+    body: bytes,
+    run: RunNumber,
+    tenant: str | None = None,
+) -> Mailbox:
+    """Return the mailbox of a task that waits, without the signals that it has read."""
+    wait = OpenWait(
+        id=new_uuid(TIMERS),
+        name=wanted.name,
+        body=body,
+        run=run,
+        until=wanted.until,
+        tenant=tenant,
+    )
+    return msgspec.structs.replace(_without(box, wanted.read), wait=wait)
 
 
 def without_wait(box: Mailbox) -> Mailbox:
@@ -241,7 +268,7 @@ def timer_of(uuid: str, wait: OpenWait, queue: str) -> Signature[Any]:
 def timed_by(timer: Signature[Any]) -> str:
     """Return the UUID of the task that a timer is of; "": it is none of ours."""
     value = timer.args[0].value if timer.args else ""
-    return value if isinstance(value, str) else ""
+    return value if isinstance(value, str) and timer.uuid.startswith(TIMERS) else ""
 
 
 def waits_for(name: str, until: dt.datetime | None) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from machinery_py.app import Application
 from machinery_py.backends.base import CONFLICT
-from machinery_py.revocation import revoked_among
+from machinery_py.revocation import end_if_revoked, revoked_among
 from machinery_py.stores.base import Session
 from machinery_py.tasks.context import RUNNING
 from machinery_py.worker.admission.batches import Batches
@@ -131,6 +131,8 @@ class Inline:
             if verdict is CONFLICT:  # a signal has come meanwhile
                 run_again(execution)
                 [verdict] = session.settle([execution.settlement])
+            if execution.settlement.riders:
+                end_if_revoked(self._app, execution.signature)
             report_end(self._app, execution, verdict)
             task_log.write([*task_log.ends(self._app, [execution], [verdict])])
             release(self._app, [execution], [verdict])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from machinery_py import Config, Server, Signature, chord, group
+from machinery_py import Config, Server, Signature, chord, current_task, group
 from machinery_py.backends.base import Change
 from machinery_py.brokers.base import Message
 from machinery_py.dashboard.routes import ROUTES
@@ -235,7 +235,7 @@ def test_every_page_can_be_read_over_every_broker(broker_url: str) -> None:
 def test_schema_has_every_route_and_every_record(site: Site) -> None:
     schema = site.get("schema")
 
-    assert len(schema["routes"]) == 32
+    assert len(schema["routes"]) == 33
     assert all(one["help"] for one in schema["routes"])
     assert {"TaskRow", "TaskDetail", "Overview", "Problem"} <= schema["definitions"].keys()
 
@@ -270,6 +270,24 @@ def test_queue_that_has_grown_is_not_purged(bench: Bench, site: Site) -> None:
     assert (refused.status, refused.json["count"]) == (409, 13)
     assert done["done"] == 13
     assert bench.server.inspect.queues()[0].waiting == 0
+
+
+def test_task_gets_the_signal_that_it_waits_for(bench: Bench, site: Site) -> None:
+    @bench.server.task
+    def approve(order: int) -> Any:
+        return current_task().wait_for("approval", timeout=dt.timedelta(days=7)), order
+
+    sent = approve.send(7)
+    bench.drain()
+    shown = site.get("task", uuid=sent.uuid)
+    assert (shown["waits_for"], shown["message"]["args"][0]["value"]) == ("approval", "7")
+
+    signal = {"uuid": sent.uuid, "name": "approval", "value": {"by": "ada"}, "key": "click"}
+    assert site.post("tasks/signal", **signal)["done"] == 1
+    assert site.post("tasks/signal", **signal)["done"] == 0
+    bench.drain()
+    assert sent.get(timeout=HANG) == ({"by": "ada"}, 7)
+    assert site.get("task", uuid=sent.uuid)["waits_for"] == ""
 
 
 def test_tasks_are_retried_revoked_and_deleted_by_uuid(bench: Bench, site: Site) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from machinery_py import group
+from machinery_py import current_task, group
 from machinery_py.cli.http import serve
 from machinery_py.dashboard.web import DashboardWSGI
 from machinery_py.tasks.states import State
@@ -203,6 +203,25 @@ def test_worker_is_changed_and_shut_down(shop: Shop, browser: Browser) -> None:
         del bob
     browser.see_no("bob", css="tbody")
     assert shop.server.backend.get_state(shop.uuids["paid"]).state is State.SUCCESS
+
+
+def test_task_that_waits_gets_its_signals(shop: Shop, browser: Browser) -> None:
+    def approve() -> list[Any]:
+        return [current_task().wait_for("approval") for _ in range(2)]
+
+    sent = shop.server.task("order.approve")(approve).send()
+    browser.open(f"#/task?uuid={sent.uuid}")
+    browser.see("Waits for approval")
+    browser.fill(".title ~ section input", '{"by": "ada"}')
+    browser.press("Send signal")
+    browser.see("Signal sent.", "wait for approval")
+    wait_until(lambda: shop.server.inspect.task(sent.uuid).waits_for)
+    browser.see("Waits for approval")
+    browser.fill(".title ~ section input", "no JSON")
+    browser.press("Send signal")
+    assert sent.get(timeout=HANG) == [{"by": "ada"}, "no JSON"]
+    browser.see("Success", css=".title")
+    browser.see_no("Waits for approval")
 
 
 def test_workflow_is_retried_and_cancelled(shop: Shop, browser: Browser) -> None:

@@ -11,6 +11,8 @@ from machinery_py import Config, Server, State, current_task
 from machinery_py.bounds import CHECKPOINT_LIFE, MOST_SIGNALS, SIGNALS_BYTES
 from machinery_py.clock import LONGEST, UTC
 from machinery_py.errors import DecodeError, SignalRefused, SignalTimeout
+from machinery_py.tasks.checkpoints import Checkpoint
+from machinery_py.tasks.checkpoints import encode as encode_checkpoint
 from machinery_py.tasks.mailboxes import (
     Mailbox,
     Wanted,
@@ -23,6 +25,7 @@ from machinery_py.tasks.mailboxes import (
     stands,
     timed_by,
     timer_of,
+    unread_in,
     waiting,
     without_wait,
 )
@@ -30,6 +33,7 @@ from machinery_py.tasks.signature import Arg, RunNumber, Signature
 from machinery_py.tasks.states import SUSPENDED, TaskState
 from machinery_py.testing.waiting import HANG
 
+KEPT = encode_checkpoint(Checkpoint(results=b""))
 NOW = dt.datetime(2026, 1, 2, tzinfo=UTC)
 
 
@@ -75,9 +79,19 @@ def test_what_was_read_is_forgotten_with_the_next_wait() -> None:
 
 
 def test_record_that_was_lost_counts_what_was_read() -> None:
-    box, _ = delivered(waits(Mailbox(), wanted("a", a=2)), "a", b"third", "k")
+    box, _ = delivered(decode(None, {"a": 2}), "a", b"third", "k")
 
     assert signal_in(box, wanted("a", a=2)) == b"third"
+
+
+def test_what_was_read_by_all_checkpoints_is_left_out() -> None:
+    rows = {"1:wait for a": KEPT, "1:wait for a#2": KEPT}
+    box = full("a", "a", "a")
+
+    assert [one.number for one in unread_in(box, {}).sent] == [1, 2, 3]
+    assert [one.number for one in unread_in(box, rows).sent] == [3]
+    later = msgspec.structs.replace(box, generation=2)
+    assert unread_in(later, rows) == later
 
 
 def test_next_generation_numbers_what_is_unread() -> None:

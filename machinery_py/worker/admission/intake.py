@@ -107,6 +107,9 @@ def accept(execution: Execution, revoked: Mapping[str, bool]) -> bool:
     if execution.stage is not CLAIMED:
         return False
     signature, delivery = execution.signature, execution.delivery
+    if signature.name == TIMER:
+        _wake(execution)
+        return False
     execution.take(execution.app.registry.find(signature.name))
     if delivery.count > 1 and execution.runs_once and end_if_begun(execution):
         return False
@@ -128,8 +131,6 @@ def accept(execution: Execution, revoked: Mapping[str, bool]) -> bool:
         execution.finish(
             Failed(error="expired before it was started", error_type="Expired", retryable=False)
         )
-    elif signature.name == TIMER:
-        _wake(execution)
     elif signature.name == JOIN:
         # A Go worker ended the last member, or it stands for an empty group.
         execution.phase = RECEIVED
@@ -153,6 +154,9 @@ def _wait_for_store(execution: Execution, error: MachineryError) -> None:
 
 def _wake(execution: Execution) -> None:
     """Let the task of a timer go on; the timer has no state."""
+    if not timed_by(execution.signature):
+        _reject(execution, REASON_NAME, f"{TIMER} is no task of yours, nor a timer of ours")
+        return
     try:
         wake(execution.app, execution.signature)
     except AWAY as error:

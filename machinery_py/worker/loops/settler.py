@@ -39,8 +39,9 @@ from machinery_py.events import (
     kinds_of,
 )
 from machinery_py.registry.outcomes import REVOKED, Failed
-from machinery_py.revocation import let_go
+from machinery_py.revocation import end_if_revoked, let_go
 from machinery_py.stores.base import AWAY, Mark, Session, Settlement, in_place_of
+from machinery_py.tasks.mailboxes import TIMER
 from machinery_py.tasks.signature import HEADER_KEPT, HEADER_UNIQUE
 from machinery_py.tasks.states import FAILURE, FINISHED, RECEIVED, RETRY, SUCCESS, SUSPENDED
 from machinery_py.texts import get_logger
@@ -211,16 +212,16 @@ class Settler:
             verdicts = self._settle(over, marks)
         else:  # the last one gathered, and those that have ended since they were gathered as marks
             verdicts = self._settle_in_steps(over, marks)
-        if CONFLICT in verdicts:
-            verdicts = [
-                self._settle_anew(one) if verdict is CONFLICT else verdict
-                for one, verdict in zip(over, verdicts, strict=True)
-            ]
         self._finish(over, verdicts)
         return marked
 
     def _finish(self, done: Sequence[Execution], found: Sequence[Verdict | None]) -> bool:
         """Do what follows a commit, for all that were not put aside. False: there are none."""
+        if CONFLICT in found:
+            found = [
+                self._settle_anew(one) if verdict is CONFLICT else verdict
+                for one, verdict in zip(done, found, strict=True)
+            ]
         over = [one for one, verdict in zip(done, found, strict=True) if verdict is not None]
         verdicts = [verdict for verdict in found if verdict is not None]
         arrivals = [one for settlement in _settlements(over) for one in settlement.arrivals]
@@ -228,6 +229,9 @@ class Settler:
             self._groups.note(arrivals)
             # Before the end is reported: a worker that ends when idle must see the callback.
             self._settle_groups()
+        for execution in over:
+            if execution.settlement is not None and execution.settlement.riders:
+                self._end_if_revoked(execution)
         if over:
             self._on_settled(over)
             try:
@@ -384,6 +388,17 @@ class Settler:
         """Settle a task that was to wait, and has got a signal meanwhile."""
         run_again(execution)
         return self._settle_one(execution)
+
+    def _end_if_revoked(self, execution: Execution) -> None:
+        """End a task that waits now, if it was revoked while it ran: no message of it will come."""
+        while True:
+            try:
+                end_if_revoked(self._app, execution.signature)
+                return
+            except AWAY as error:
+                if error.permanent or self.loop.pause(self._reconnect.failed(error)):
+                    logger.error("task %s waits, revoked: %s", execution.signature.uuid, error)
+                    return
 
     def _bury(self, execution: Execution, messages: Sequence[Message], error: Exception) -> None:
         for message in messages:
@@ -554,7 +569,7 @@ def _events(execution: Execution, verdict: Verdict) -> Iterator[Event]:
 def _rejection(execution: Execution, settlement: Settlement) -> str:
     """Return why the worker did not run a task; "" if it did, or gives it back."""
     signature = execution.signature
-    is_taken = execution.phase is not None or not signature.name or execution.revoked
+    is_taken = execution.phase is not None or signature.name in ("", TIMER) or execution.revoked
     if is_taken or settlement.fate is Fate.BACK or settlement.reason == WAITING:
         return ""
     reason = settlement.states[0].error_type if settlement.states else "unregistered"

@@ -49,7 +49,7 @@ from machinery_py.registry.calls import Call
 from machinery_py.registry.task import Task
 from machinery_py.tasks.checkpoints import Checkpoint, digest_of, generation_of
 from machinery_py.tasks.context import STEP, Context
-from machinery_py.tasks.mailboxes import WAIT, Wanted, read_in, waits_for
+from machinery_py.tasks.mailboxes import DEADLINE, WAIT, Wanted, read_in, waits_for
 from machinery_py.tasks.workflow import result_value
 from machinery_py.texts import get_logger
 from machinery_py.wire.states import decode_results, encode_results
@@ -75,6 +75,7 @@ _OF_THE_RUN = (
 
 
 SLEEP = "sleep"  # name of the steps that sleep
+NO_ARGS: Mapping[str, Any] = {}
 
 
 class _StepCall:
@@ -138,6 +139,16 @@ class Checkpoints:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
+        self._check_own(name)
+        return self._call(name, function, args, kwargs)
+
+    def _call(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] = NO_ARGS,
+    ) -> Any:
         step = self._begin(name, function, args, kwargs)
         if step.value_of.is_async:
             raise self._break(
@@ -163,14 +174,24 @@ class Checkpoints:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Coroutine[Any, Any, Any]:
+        self._check_own(name)
+        return self._call_async(name, function, args, kwargs)
+
+    def _call_async(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] = NO_ARGS,
+    ) -> Coroutine[Any, Any, Any]:
         step = self._begin(name, function, args, kwargs)
         if isinstance(function, FunctionType) and not step.value_of.is_async:
             raise self._break(
                 f"step {name!r}: {step.value_of.name} is no coroutine function (call step)"
             )
-        return self._call_async(step)
+        return self._made(step)
 
-    async def _call_async(self, step: _StepCall) -> Any:
+    async def _made(self, step: _StepCall) -> Any:
         rows = self._kept
         kept = self._found(step, await in_thread(self._read) if rows is None else rows)
         if kept is None:
@@ -189,7 +210,7 @@ class Checkpoints:
     # Sleep: a step that returns when it ends, and the end of the run if that is later
 
     def sleep(self, length: Seconds | dt.datetime) -> None:
-        self._suspend_until(self.call(SLEEP, self._end_of(length), (), {}))
+        self._suspend_until(self._call(SLEEP, self._end_of(length)))
 
     def sleep_async(self, length: Seconds | dt.datetime) -> Coroutine[Any, Any, None]:
         moment = self._end_of(length)
@@ -197,7 +218,7 @@ class Checkpoints:
         async def until() -> dt.datetime:
             return moment()
 
-        return self._sleep_async(self.call_async(SLEEP, until, (), {}))
+        return self._sleep_async(self._call_async(SLEEP, until))
 
     async def _sleep_async(self, step: Coroutine[Any, Any, dt.datetime]) -> None:
         self._suspend_until(await step)
@@ -224,7 +245,7 @@ class Checkpoints:
     def wait_for(self, name: str, timeout: Seconds | None) -> Any:
         wait = self._begin_wait(name, timeout)
         try:
-            until = None if wait.end is None else self.call(f"deadline {name}", wait.end, (), {})
+            until = None if wait.end is None else self._call(f"{DEADLINE}{name}", wait.end)
             kept = self._found(wait.step, self._read())
             if kept is None:
                 kept = self._keep(wait.step, self._received(wait, until))
@@ -239,7 +260,7 @@ class Checkpoints:
             async def end() -> dt.datetime:
                 return moment()
 
-            deadline = self.call_async(f"deadline {name}", end, (), {})
+            deadline = self._call_async(f"{DEADLINE}{name}", end)
         return self._wait_for_async(wait, deadline)
 
     async def _wait_for_async(
@@ -277,6 +298,7 @@ class Checkpoints:
         Raises:
             Suspended: it is not.
         """
+        self._check_room(wait.step)
         wanted = Wanted(
             name=wait.name,
             read=read_in(self._kept or {}),
@@ -290,6 +312,7 @@ class Checkpoints:
         if received.results is None:
             text = f"signal {wait.name!r} did not come in time"
             return Checkpoint(digest=wait.step.digest, failed=True, error=text)
+        self._check_size(wait.step, received.results)
         return Checkpoint(digest=wait.step.digest, results=received.results)
 
     def _signal(self, wait: _Wait, kept: Checkpoint) -> Any:
@@ -309,6 +332,12 @@ class Checkpoints:
             raise error
 
     # Before the call
+
+    def _check_own(self, name: str) -> None:
+        if name == SLEEP or name.startswith((WAIT, DEADLINE)):
+            raise self._break(
+                f"step {name!r} is named like those of sleep and wait_for (choose another name)"
+            )
 
     def _begin(
         self,
@@ -399,6 +428,10 @@ class Checkpoints:
             raise self._break(
                 f"step {step.name!r}: what it returned cannot be kept: {error}"
             ) from None
+        self._check_size(step, results)
+        return Checkpoint(digest=step.digest, results=results)
+
+    def _check_size(self, step: _StepCall, results: bytes) -> None:
         rows = (*(self._kept or {}).values(), *self._caught.values())
         size = len(results) + sum(len(row.results) + len(row.error) for row in rows)
         if size > CHECKPOINT_BYTES:
@@ -407,7 +440,6 @@ class Checkpoints:
                 f"the task would have {size:,}, more than {CHECKPOINT_BYTES:,} (store it elsewhere "
                 "and return where)"
             )
-        return Checkpoint(digest=step.digest, results=results)
 
     def _keep(self, step: _StepCall, new: Checkpoint) -> Checkpoint:
         """Keep a checkpoint, with failures that were caught; return what is stored of it then."""

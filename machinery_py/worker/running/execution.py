@@ -11,6 +11,7 @@ settlement_of   an outcome, follow_up  → a settlement
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import math
 import time
@@ -503,14 +504,17 @@ def _kept(execution: Execution, then: FollowUp) -> bytes:
     return execution.delivery.body if is_kept else b""
 
 
-def _following(execution: Execution, then: FollowUp) -> tuple[Outgoing, Sequence[Arrival]]:
-    handed_on = NO_STATE if execution.context is None else execution.context.handed_on
-    with on_behalf_of(
+def _on_behalf_of(execution: Execution) -> contextlib.AbstractContextManager[object]:
+    return on_behalf_of(
         execution.signature,
         queue=execution.delivery.queue,
         worker=execution.worker,
-        handed_on=handed_on,
-    ):
+        handed_on=NO_STATE if execution.context is None else execution.context.handed_on,
+    )
+
+
+def _following(execution: Execution, then: FollowUp) -> tuple[Outgoing, Sequence[Arrival]]:
+    with _on_behalf_of(execution):
         out, arrivals = (
             execution.app.outgoing(then.send, then.groups, then.awaited),
             execution.app.arrivals(then.arrived),
@@ -528,9 +532,10 @@ def _waiting(execution: Execution, then: FollowUp) -> tuple[Outgoing, Sequence[R
     assert suspension is not None
     assert again is not None
     queue = again.routing_key or execution.delivery.queue
-    again = app.stamped(app.completed(again.replace(routing_key=queue, eta=None)))
-    wanted, body = suspension.wanted, encode_signature(again)
-    box = waiting(suspension.box, wanted, body=body, run=again.run)
+    with _on_behalf_of(execution):
+        again = app.stamped(app.completed(again.replace(routing_key=queue, eta=None)))
+    wanted, message = suspension.wanted, app.message(again)
+    box = waiting(suspension.box, wanted, body=message.body, run=again.run, tenant=message.tenant)
     assert box.wait is not None
     rider = Rider(
         name=record_of(again.uuid),

@@ -41,7 +41,7 @@ def receive(execution: Execution, wanted: Wanted) -> Received:
     check_signals(backend, execution.signature.name)
     [body] = app.patiently(lambda: backend.claims([record_of(uuid)]))
     execution.has_mailbox = True
-    box = decode(body)
+    box = decode(body, wanted.read)
     if (results := signal_in(box, wanted)) is not None:
         return Received(results)
     if wanted.waits:

@@ -182,6 +182,33 @@ const Steps = ({ steps }) =>
       pairs=${steps.map((one) => [one.name, html`${endOf(one)} <${Time} at=${one.at} />`])} />
   </section>`;
 
+/** Return what was typed as a value: JSON, or else a text; nothing is null. */
+function valueOf(typed) {
+  if (!typed.trim()) return null;
+  try {
+    return JSON.parse(typed);
+  } catch {
+    return typed;
+  }
+}
+
+/** Lets somebody give the task the signal that it waits for: once, however often it is pressed. */
+function Signal({ task, refresh }) {
+  const [typed, setTyped] = useState("");
+  const key = `dashboard ${task.steps.length}`; // another one after the next checkpoint
+  const send = () =>
+    post("tasks/signal", { uuid: task.uuid, name: task.waits_for, value: valueOf(typed), key });
+  return html`<section>
+    <h2>Waits for ${task.waits_for}</h2>
+    <div class="buttons">
+      <label>Value <input value=${typed} placeholder="JSON, or a text" spellcheck=${false}
+        onInput=${(event) => setTyped(event.target.value)} /></label>
+      <${Action} kind="primary" run=${send} onDone=${refresh} done="Signal sent.">
+        Send signal</${Action}>
+    </div>
+  </section>`;
+}
+
 const Pairs = ({ title, of }) =>
   Object.keys(of).length > 0 &&
   html`<section class="pairs"><h2>${title}</h2>
@@ -237,6 +264,8 @@ function Shown({ task, refresh }) {
       ${task.traceback &&
       html`<pre class="code" tabindex="0" aria-label="Traceback">${task.traceback}</pre>`}
     </section>`}
+    ${mayChange && task.waits_for &&
+    html`<${Signal} key=${task.waits_for} task=${task} refresh=${refresh} />`}
     <${Timeline} task=${task} />
     <${Steps} steps=${task.steps} />
     ${message
