@@ -268,7 +268,7 @@ def test_time_limit_is_raised_in_the_task(worker: Worker, task: Any) -> None:
 
 
 def test_task_that_catches_its_time_limit_has_succeeded(worker: Worker) -> None:
-    assert pooled.sleeps_and_saves.send().get(HANG) == "saved"
+    assert pooled.sleeps_and_saves.options(time_limit=2.0).send().get(HANG) == "saved"
 
 
 def test_process_that_holds_on_is_killed_and_the_task_retried(
@@ -496,7 +496,7 @@ def test_outcome_that_was_written_before_the_kill_counts(
     kill = TaskProcess._kill
     with monkeypatch.context() as patch:
         patch.setattr(TaskProcess, "_kill", kill_late)
-        assert pooled.sleeps_and_saves.options(kill_after=0.0).send().get(HANG) == "saved"
+        assert pooled.sleeps_and_saves.options(kill_after=0.0, time_limit=2.0).send().get(HANG) == "saved"
 
 
 def test_task_that_its_process_never_read_gets_no_strike(
@@ -531,7 +531,7 @@ def test_task_that_waits_for_its_process_to_start_would_get_no_strike(
         may_start.touch()
         assert result.get(HANG) != pid
 
-        running = pooled.sleeps_and_saves.send()
+        running = pooled.sleeps_and_saves.options(time_limit=2.0).send()
         wait_until(lambda: begun() == 1, HANG, "the call")
         assert running.get(HANG) == "saved"
 
