@@ -33,7 +33,7 @@ from machinery_py.registry.task import Task
 from machinery_py.server import Server
 from machinery_py.stores.base import Firing, Mark, Session, Settlement, Store, Submission
 from machinery_py.stores.open import Stores
-from machinery_py.tasks.signature import Signature, new_uuid
+from machinery_py.tasks.signature import Signature, Step, new_uuid
 from machinery_py.tasks.states import FINISHED, State, TaskState
 from machinery_py.testing.harness import Harness
 from machinery_py.wire.signatures import decode_signature
@@ -89,7 +89,7 @@ class CrashPoints:
 
     def run(
         self,
-        task: Task[..., Any] | Signature[Any],
+        task: Task[..., Any] | Step[Any],
         /,
         *args: Any,
         effects: Mapping[str, Effects] | None = None,
@@ -97,7 +97,7 @@ class CrashPoints:
         reset: Callable[[], object] | None = None,
         **kwargs: Any,
     ) -> CrashReport:
-        """Run the task once without a crash, and once with a crash at each of its points.
+        """Run a task, or a workflow, once without a crash, and once with each crash.
 
         Tasks that it sends run as well, and count as effects: `task NAME`. Its UUID, and so the
         keys of its steps, are the same in each run. Schedules send nothing.
@@ -113,13 +113,15 @@ class CrashPoints:
             AssertionError: without a crash the task fails, does not come to an end, or makes other
                 writes in each run.
         """
-        signature = task.signature(*args, **kwargs) if isinstance(task, Task) else task
-        signature = signature.replace(uuid=signature.uuid or new_uuid())
+        step = task.signature(*args, **kwargs) if isinstance(task, Task) else task
+        if isinstance(step, Signature):
+            step = step.replace(uuid=step.uuid or new_uuid())
         noted = {**(effects or {}), **(at_least_once or {})}
-        player = _Player(self.server, signature, noted, reset)
+        player = _Player(self.server, step, noted, reset)
         first, second = player.play(), player.play()
-        _check_first(first, second, signature)
-        judge = _Judge(first, second, signature.uuid, frozenset(at_least_once or ()))
+        name, uuid = (step.name, step.uuid) if isinstance(step, Signature) else ("workflow", "")
+        _check_first(first, second, name, uuid)
+        judge = _Judge(first, second, name, uuid, frozenset(at_least_once or ()))
         for number in range(len(first.points)):
             judge.compare(player.play(number))
         return judge.report()
@@ -168,12 +170,12 @@ class _Player:
     def __init__(
         self,
         server: Server,
-        signature: Signature[Any],
+        step: Step[Any],
         effects: Mapping[str, Effects],
         reset: Callable[[], object] | None,
     ) -> None:
         self._server = server
-        self._signature = signature
+        self._step = step
         self._effects = effects
         self._reset = reset
 
@@ -185,7 +187,7 @@ class _Player:
             self._reset()
         played = _Played()
         with Harness(self._server) as machinery:
-            self._server.send(self._signature)
+            self._server.send(self._step)
             self._work(machinery, played, crash_at)
         played.effects = {
             name: Counter(map(repr, effect)) for name, effect in self._effects.items()
@@ -408,12 +410,16 @@ def _name_of(body: bytes) -> str:
 # Judging
 
 
-def _check_first(first: _Played, second: _Played, signature: Signature[Any]) -> None:
-    """Raise AssertionError unless runs without a crash are good, and the same."""
-    name, end = signature.name, first.ends.get(signature.uuid)
-    if end is None:
+def _check_first(first: _Played, second: _Played, name: str, uuid: str) -> None:
+    """Raise AssertionError unless runs without a crash are good, and the same.
+
+    Args:
+        uuid: of the task; "" for a workflow.
+    """
+    end = first.ends.get(uuid)
+    if not first.ends or (uuid and end is None):
         raise AssertionError(f"{name} does not come to an end, also without a crash")
-    if end.state is not State.SUCCESS:
+    if end is not None and end.state is not State.SUCCESS:
         raise AssertionError(f"{name} ends with {end.state} without a crash: {end.error}")
     if Counter(first.points) != Counter(second.points):
         changed = (Counter(first.points) - Counter(second.points)) or (
@@ -433,16 +439,16 @@ class _Judge:
     """Compares runs with a crash with one without."""
 
     def __init__(
-        self, first: _Played, second: _Played, uuid: str, tolerated: frozenset[str]
+        self, first: _Played, second: _Played, name: str, uuid: str, tolerated: frozenset[str]
     ) -> None:
         self._first = first
+        self._name = name
         self._uuid = uuid
         self._tolerated = tolerated
         #: Effects that are the same in each run; of others only the number can be compared.
         self._same = {
             name for name, noted in first.effects.items() if noted == second.effects[name]
         }
-        self._name = first.ends[uuid].task_name
         # What happened → where the worker was killed.
         self._lost: dict[str, list[str]] = {}
         self._doubled: dict[str, list[str]] = {}
@@ -464,7 +470,8 @@ class _Judge:
             raise _changes(self._name, self._first.points[len(crashed.points) - 1])
         end = crashed.ends.get(self._uuid)
         if end is None:
-            _note(self._lost, f"{self._name} never ended", str(point))
+            if self._uuid:
+                _note(self._lost, f"{self._name} never ended", str(point))
         elif end.state is not State.SUCCESS:
             _note(self._lost, f"{self._name} ended with {end.state} ({end.error})", str(point))
         self._compare("", _sent(self._first, self._uuid), _sent(crashed, self._uuid), crashed)
@@ -514,7 +521,8 @@ def _sent(played: _Played, uuid: str) -> Counter[str]:
     """Return the tasks that the task of this UUID has sent, as effects."""
     others = [state for state in played.ends.values() if state.task_uuid != uuid]
     return Counter(
-        f"task {one.task_name}" + ("" if one.state is State.SUCCESS else f" ({one.state})")
+        f"task {one.task_name or 'of a later step'}"
+        + ("" if one.state is State.SUCCESS else f" ({one.state})")
         for one in others
     )
 

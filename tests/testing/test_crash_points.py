@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from machinery_py import Retry, Server, chain, current_task, group
+from machinery_py import Retry, Server, chain, chord, current_task, group
 from machinery_py.testing import CrashPoints
 from machinery_py.testing.harness import running_worker
 
@@ -265,3 +265,25 @@ def test_error_of_the_library_restores_them_too(shop: Shop) -> None:
         shop.run(broken)
 
     assert shop.server.config.broker.startswith("sqlite:")
+
+
+def test_workflow_is_compared_task_by_task(shop: Shop) -> None:
+    @shop.server.task
+    def fetch(number: int) -> int:
+        if number == 2:
+            raise ValueError("gone")
+        return number
+
+    @shop.server.task
+    def alarm(error: str) -> None:
+        shop.mails.append((0, "alarm"))
+
+    members = group(fetch.signature(number) for number in range(3))
+    flow = chord(members, fetch.partial().catch(alarm.partial()))
+
+    report = shop.run(flow, at_least_once={"alarm": shop.mails})
+
+    assert (report.name, report.lost, report.doubled) == ("workflow", [], [])
+    assert report.repeated == [
+        "alarm twice: killed between its effect and the settlement of alarm (SUCCESS)"
+    ]
