@@ -1,6 +1,6 @@
 """A report over all customers, each night: a task for each, one that merges their results, a mail.
 
-    report      2:00 in Berlin; sends the workflow, over the customers of that night
+    report      2:00 in Berlin; gives way to the workflow, over the customers of that night
     customer    one customer's sum; tried twice
     merge       writes the report; of what is missing it gets a Failure instead of a result
     mail        tells how much it was
@@ -14,7 +14,7 @@ import os
 import sys
 from pathlib import Path
 
-from machinery_py import Failure, Server, chain, chord
+from machinery_py import Chain, Failure, Replace, Server, chain, chord
 
 FOLDER = Path(os.environ.get("REPORT_FOLDER", "."))
 
@@ -58,8 +58,13 @@ def alarm(error: str) -> None:
 
 @server.periodic("0 2 * * *", tz="Europe/Berlin", catch_up=True)
 @server.task
-def report(partial: bool = False) -> str:
-    """Send the workflow; return its UUID.
+def report() -> None:
+    """Give way to the workflow. It is sent when this task ends, in one step: never twice."""
+    raise Replace(flow())
+
+
+def flow(*, partial: bool = False) -> Chain[None]:
+    """Return the workflow.
 
     Args:
         partial: a report without some customers is better than none.
@@ -67,8 +72,8 @@ def report(partial: bool = False) -> str:
     each = customer.map(sorted(orders()))
     merged = merge.partial().catch(alarm.partial())
     whole = chord(each, merged, collect=True, on_failure="collect" if partial else "abort")
-    return chain(whole, mail.partial()).send().workflow
+    return chain(whole, mail.partial())
 
 
 if __name__ == "__main__":
-    print(report(partial="--partial" in sys.argv))
+    print(flow(partial="--partial" in sys.argv).send().workflow)

@@ -1,4 +1,4 @@
-"""The pytest plug-in: the fixtures `machinery` and `machinery_worker`.
+"""The pytest plug-in: the fixtures `machinery`, `machinery_worker` and `crash_points`.
 
     # setup.cfg
     [tool:pytest]
@@ -18,9 +18,16 @@ import pytest
 
 if TYPE_CHECKING:
     from machinery_py import Server, Worker
+    from machinery_py.testing.crash_points import CrashPoints
     from machinery_py.testing.harness import Harness
 
 OPTION = "machinery_app"
+#: Each has the Server for itself.
+ALONE = {
+    "machinery": "nothing runs by itself",
+    "machinery_worker": "everything does",
+    "crash_points": "its stores are new for each run",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -62,11 +69,21 @@ def machinery_worker(request: pytest.FixtureRequest, machinery_server: Server) -
         yield worker
 
 
+@pytest.fixture
+def crash_points(request: pytest.FixtureRequest, machinery_server: Server) -> CrashPoints:
+    """Runs of a task of your Server that are killed once at each of its writes."""
+    from machinery_py.testing.crash_points import CrashPoints
+
+    _only_one(request)
+    return CrashPoints(machinery_server)
+
+
 def _only_one(request: pytest.FixtureRequest) -> None:
-    if {"machinery", "machinery_worker"} <= set(request.fixturenames):
+    taken = [name for name in ALONE if name in request.fixturenames]
+    if len(taken) > 1:
+        reasons = ", ".join(f"with {name} {ALONE[name]}" for name in taken)
         raise pytest.UsageError(
-            f"{request.node.name} takes both 'machinery' and 'machinery_worker' "
-            "(with the first nothing runs by itself, with the second everything does: take one)"
+            f"{request.node.name} takes both {' and '.join(map(repr, taken))} ({reasons}: take one)"
         )
 
 

@@ -319,6 +319,34 @@ def test_two_workers_are_polite_to_an_api(tmp_path: Path, monkeypatch: pytest.Mo
         assert times[5] - times[0] >= 0.4  # ten a second
 
 
+def test_onboarding_pays_after_three_short_days(tmp_path: Path) -> None:
+    place = EXAMPLES / "onboarding"
+
+    with worker("onboarding", place, tmp_path, DAY="0.1"):
+        out = python(
+            "-c",
+            "from onboarding import onboard; print(onboard.send('ada').get(timeout=60))",
+            folder=tmp_path,
+            PYTHONPATH=str(place),
+        )
+
+    assert out == "receipt-1\n"
+
+
+def test_onboarding_passes_its_own_tests(tmp_path: Path) -> None:
+    place = EXAMPLES / "onboarding"
+
+    out = python(
+        *("-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "--rootdir", str(place)),
+        *("-c", str(place / "setup.cfg"), str(place)),
+        folder=tmp_path,
+    )
+
+    [shown] = re.findall(r"^onboard: .*\n.*\n.*$", (place / "README.md").read_text(), re.MULTILINE)
+    assert shown in out
+    assert "4 passed" in out
+
+
 def test_the_file_store_passes_the_conformance_suites(tmp_path: Path) -> None:
     pytest.importorskip("fcntl")
     place = EXAMPLES / "store"

@@ -140,6 +140,25 @@ def test_both_fixtures_in_one_test_are_refused(pytester: pytest.Pytester) -> Non
     result.stdout.fnmatch_lines(["*takes both 'machinery' and 'machinery_worker'*"])
 
 
+def test_crash_points_of_a_task(pytester: pytest.Pytester) -> None:
+    project(
+        pytester,
+        tests="""
+        from machinery_py.testing import CrashPoints
+        from shop.tasks import add
+
+        def test_it(crash_points: CrashPoints):
+            report = crash_points.run(add, 1, 2)
+            assert report.points and not report.lost and not report.doubled
+
+        def test_both(crash_points, machinery): ...
+    """,
+    )
+    result = run(pytester)
+    result.assert_outcomes(passed=1, errors=1)
+    result.stdout.fnmatch_lines(["*takes both 'machinery' and 'crash_points'*"])
+
+
 def test_a_conftest_may_say_which_server(pytester: pytest.Pytester) -> None:
     project(pytester, tests=LISTING, app="")
     pytester.makeconftest("""
