@@ -1,10 +1,12 @@
-"""Onboarding of a customer: a mail, three days later a decision, the first payment, a receipt.
+"""Onboarding of a customer: a mail, three days later an approval, the first payment, a receipt.
 
-    welcome ──► sleep, 3 days ──► decide ──► charge ──► receipt
-                                     └──► sorry
+    welcome ──► sleep, 3 days ──► wait for approval ──► charge ──► receipt
+                                     └─ no, or 7 days ──► sorry
 
 Each box is a step: what it has returned is stored, and read in every later run. While the task
-sleeps it holds no slot, and workers may be restarted.
+sleeps or waits it holds no slot, and workers may be restarted. Somebody approves by
+
+    machinery signal onboarding UUID approval '{"by": "grace", "yes": true}'
 
 DAY is the length of a day in seconds: `DAY=1 machinery worker onboarding`.
 """
@@ -14,9 +16,10 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 
-from services import deliver, is_creditworthy, pay
+from services import deliver, pay
 
 from machinery_py import Server, current_task
+from machinery_py.errors import SignalTimeout
 
 DAY = timedelta(seconds=float(os.environ.get("DAY", "86400")))
 PRICE = 990  # cents
@@ -30,7 +33,7 @@ def onboard(customer: str) -> str:
     task = current_task()
     task.step("welcome", deliver, customer, "welcome")
     task.sleep(3 * DAY)
-    if not is_approved(customer):
+    if not is_approved():
         task.step("sorry", deliver, customer, "sorry")
         return ""
     receipt = task.step("charge", charge, customer)
@@ -38,9 +41,13 @@ def onboard(customer: str) -> str:
     return receipt
 
 
-def is_approved(customer: str) -> bool:
-    """Decide whether the customer may go on. In a step: each run must decide the same."""
-    return current_task().step("decide", is_creditworthy, customer)
+def is_approved() -> bool:
+    """Wait a week for somebody who says whether the customer may go on."""
+    try:
+        answer = current_task().wait_for("approval", timeout=7 * DAY)
+    except SignalTimeout:
+        return False
+    return bool(answer["yes"])
 
 
 def charge(customer: str) -> str:

@@ -1,4 +1,4 @@
-"""Stand-ins for a mail server, a credit check and a payment service. They log what they do."""
+"""Stand-ins for a mail server and a payment service. They log what they do."""
 
 from __future__ import annotations
 
@@ -16,10 +16,6 @@ payments: dict[str, int] = {}
 def deliver(customer: str, text: str) -> None:
     mails.append((customer, text))
     logger.info("mail to %s: %s", customer, text)
-
-
-def is_creditworthy(customer: str) -> bool:
-    return customer != "mallory"
 
 
 def pay(customer: str, cents: int, *, key: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from onboarding import onboard
+from onboarding import onboard, server
 from services import mails, payments
 
 from machinery_py.testing import CrashPoints, Harness
@@ -15,12 +15,15 @@ def new_services() -> None:
     payments.clear()
 
 
-def test_customer_pays_after_three_days(machinery: Harness) -> None:
+def test_customer_pays_when_somebody_has_approved(machinery: Harness) -> None:
     result = onboard.send("ada")
     machinery.drain()
     assert mails == [("ada", "welcome")]
 
     machinery.advance(days=3)
+    machinery.drain()
+    assert payments == {}
+    server.signal(result.uuid, "approval", {"by": "grace", "yes": True})
     machinery.drain()
 
     assert result.get(timeout=5) == "receipt-1"
@@ -28,21 +31,26 @@ def test_customer_pays_after_three_days(machinery: Harness) -> None:
     assert list(payments.values()) == [990]
 
 
-def test_declined_customer_pays_nothing(machinery: Harness) -> None:
+def test_customer_whom_nobody_approves_pays_nothing(machinery: Harness) -> None:
     onboard.send("mallory")
     machinery.drain()
 
-    machinery.advance(days=3)
-    machinery.drain()
+    for days in (3, 7):
+        machinery.advance(days=days)
+        machinery.drain()
 
     assert mails == [("mallory", "welcome"), ("mallory", "sorry")]
     assert payments == {}
 
 
-@pytest.mark.parametrize("customer", ["ada", "mallory"])
-def test_onboarding_survives_every_crash(crash_points: CrashPoints, customer: str) -> None:
+@pytest.mark.parametrize("yes", [True, False])
+def test_onboarding_survives_every_crash(crash_points: CrashPoints, yes: bool) -> None:
     report = crash_points.run(
-        onboard, customer, effects={"payment": payments}, at_least_once={"mail": mails}
+        onboard,
+        "ada",
+        signals={"approval": {"by": "grace", "yes": yes}},
+        effects={"payment": payments},
+        at_least_once={"mail": mails},
     )
 
     assert report.points > 20

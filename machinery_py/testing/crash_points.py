@@ -2,7 +2,11 @@
 
     def test_onboarding_survives(crash_points):
         report = crash_points.run(
-            onboard, 7, effects={"payment": payments}, at_least_once={"mail": mails}
+            onboard,
+            7,
+            signals={"approval": {"by": "ada"}},
+            effects={"payment": payments},
+            at_least_once={"mail": mails},
         )
         assert report.lost == [] and report.doubled == []
         print(report)        # mail twice: killed between its effect and the checkpoint "welcome"
@@ -31,6 +35,7 @@ from machinery_py.brokers.base import Delivery
 from machinery_py.errors import DecodeError
 from machinery_py.registry.task import Task
 from machinery_py.server import Server
+from machinery_py.signals import open_wait
 from machinery_py.stores.base import Firing, Mark, Session, Settlement, Store, Submission
 from machinery_py.stores.open import Stores
 from machinery_py.tasks.signature import Signature, Step, new_uuid
@@ -94,6 +99,7 @@ class CrashPoints:
         *args: Any,
         effects: Mapping[str, Effects] | None = None,
         at_least_once: Mapping[str, Effects] | None = None,
+        signals: Mapping[str, Any] | None = None,
         reset: Callable[[], object] | None = None,
         **kwargs: Any,
     ) -> CrashReport:
@@ -107,6 +113,7 @@ class CrashPoints:
                 have noted. All are cleared before each run.
             at_least_once: what may come again, and must not be missing. A name such as `task NAME`
                 of it allows that for a task that is sent.
+            signals: name → value, which the task gets as soon as it waits for that signal.
             reset: called before each run, for other things that the task changes outside.
 
         Raises:
@@ -117,7 +124,7 @@ class CrashPoints:
         if isinstance(step, Signature):
             step = step.replace(uuid=step.uuid or new_uuid())
         noted = {**(effects or {}), **(at_least_once or {})}
-        player = _Player(self.server, step, noted, reset)
+        player = _Player(self.server, step, noted, signals or {}, reset)
         first, second = player.play(), player.play()
         name, uuid = (step.name, step.uuid) if isinstance(step, Signature) else ("workflow", "")
         _check_first(first, second, name, uuid)
@@ -172,11 +179,13 @@ class _Player:
         server: Server,
         step: Step[Any],
         effects: Mapping[str, Effects],
+        signals: Mapping[str, Any],
         reset: Callable[[], object] | None,
     ) -> None:
         self._server = server
         self._step = step
         self._effects = effects
+        self._signals = signals
         self._reset = reset
 
     def play(self, crash_at: int | None = None) -> _Played:
@@ -209,10 +218,21 @@ class _Player:
                 for keeper in app.locks, app.slots:
                     keeper.close()  # what a dead worker holds ends with its lease
                 app.swap(app.config, app.clock, real)
+            if self._signal():
+                continue
             if pause is None:
                 return
             machinery.clock.advance(pause)
             real.store.tend()
+
+    def _signal(self) -> bool:
+        """Give the task the signal that it waits for. False: it waits for none of those."""
+        uuid = self._step.uuid if self._signals and isinstance(self._step, Signature) else ""
+        state = self._server.app.store.backend.get_states([uuid]).get(uuid) if uuid else None
+        wait = open_wait(self._server.app, state) if state is not None else None
+        if wait is None or wait.name not in self._signals:
+            return False
+        return self._server.signal(uuid, wait.name, self._signals[wait.name])
 
     def _pause(self, machinery: Harness, store: Store) -> float | None:
         """Return the seconds until something happens; None: nothing will."""

@@ -319,13 +319,14 @@ def test_two_workers_are_polite_to_an_api(tmp_path: Path, monkeypatch: pytest.Mo
         assert times[5] - times[0] >= 0.4  # ten a second
 
 
-def test_onboarding_pays_after_three_short_days(tmp_path: Path) -> None:
+def test_onboarding_pays_when_it_is_approved_after_three_short_days(tmp_path: Path) -> None:
     place = EXAMPLES / "onboarding"
 
     with worker("onboarding", place, tmp_path, DAY="0.1"):
         out = python(
             "-c",
-            "from onboarding import onboard; print(onboard.send('ada').get(timeout=60))",
+            "from onboarding import onboard, server; sent = onboard.send('ada'); "
+            "server.signal(sent.uuid, 'approval', {'yes': True}); print(sent.get(timeout=60))",
             folder=tmp_path,
             PYTHONPATH=str(place),
         )

@@ -287,3 +287,26 @@ def test_workflow_is_compared_task_by_task(shop: Shop) -> None:
     assert report.repeated == [
         "alarm twice: killed between its effect and the settlement of alarm (SUCCESS)"
     ]
+
+
+def test_task_gets_the_signals_that_it_waits_for(shop: Shop) -> None:
+    @shop.server.task
+    def approve(user: int) -> None:
+        task = current_task()
+        for _ in range(2):
+            kind = task.wait_for("approval", timeout=dt.timedelta(days=7))
+        task.step("mail", shop.send_mail, user, kind)
+
+    report = shop.run(approve, 7, signals={"approval": "yes"}, at_least_once={"mail": shop.mails})
+    assert (report.lost, report.doubled) == ([], [])
+    assert report.repeated == ['mail twice: killed between its effect and the checkpoint "mail"']
+    assert shop.mails[0] == (7, "yes")
+
+
+def test_task_that_gets_no_signal_never_ends(shop: Shop) -> None:
+    @shop.server.task
+    def approve() -> None:
+        current_task().wait_for("approval")
+
+    with pytest.raises(AssertionError, match="does not come to an end"):
+        shop.run(approve, signals={"other": 1})

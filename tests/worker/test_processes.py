@@ -496,7 +496,8 @@ def test_outcome_that_was_written_before_the_kill_counts(
     kill = TaskProcess._kill
     with monkeypatch.context() as patch:
         patch.setattr(TaskProcess, "_kill", kill_late)
-        assert pooled.sleeps_and_saves.options(kill_after=0.0, time_limit=2.0).send().get(HANG) == "saved"
+        saves = pooled.sleeps_and_saves.options(kill_after=0.0, time_limit=2.0)
+        assert saves.send().get(HANG) == "saved"
 
 
 def test_task_that_its_process_never_read_gets_no_strike(
