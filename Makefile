@@ -75,7 +75,7 @@ unit:
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 chaos: $(STAMP)
-	MACHINERY_TEST_FULL=1 CHAOS_KILLS=$${CHAOS_KILLS:-200} $(BIN)/python -m pytest tests/system/test_kills.py tests/system/test_crash_points.py tests/chaos tests/brokers/rabbitmq/test_cluster.py tests/brokers/rabbitmq/test_faults.py -v
+	MACHINERY_TEST_FULL=1 CHAOS_KILLS=$${CHAOS_KILLS:-200} $(BIN)/python -m pytest tests/system/test_kills.py tests/system/test_flows.py tests/system/test_crash_points.py tests/chaos tests/brokers/rabbitmq/test_cluster.py tests/brokers/rabbitmq/test_faults.py -v
 	MACHINERY_TEST_FULL=1 CHAOS_POISON=$${CHAOS_POISON:-100} CHAOS_HELD_KILLS=$${CHAOS_HELD_KILLS:-40} $(BIN)/python -m pytest tests/system/test_poison.py -v --timeout 7200
 	MACHINERY_TEST_FULL=1 $(BIN)/python -m pytest tests/system/test_pairs.py tests/stores/test_store_pairs.py tests/stores/redis/test_sentinel.py tests/system/test_unique.py tests/system/test_unique_kills.py tests/system/test_endings.py tests/system/test_stall_faults.py -v
 	MACHINERY_TEST_FULL=1 $(BIN)/python -m pytest tests/system/test_limit_faults.py tests/system/test_flow_crash_points.py -v --timeout 3600

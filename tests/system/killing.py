@@ -6,13 +6,20 @@ import os
 import signal
 import threading
 import time
+import uuid
 
-from machinery_py import Server, current_task
+from machinery_py import Config, Server, current_task
 from machinery_py.testing.waiting import wait_until
 
 server = Server(
-    os.environ.get("KILL_URL", "memory://"), result_backend=os.environ.get("KILL_BACKEND", "")
+    Config(
+        broker=os.environ.get("KILL_URL", "memory://"),
+        result_backend=os.environ.get("KILL_BACKEND", ""),
+        max_strikes=int(os.environ.get("KILL_STRIKES", "3")),
+    )
 )
+
+STEPS = 20
 
 
 def note(word: str) -> None:
@@ -54,6 +61,31 @@ def rest(seconds: float) -> None:
 @server.task(rate="10/s", burst=2)
 def polite(number: int) -> int:
     return number
+
+
+@server.task
+def flow() -> list[str]:
+    """Make steps with a sleep and a wait between them; note what each run has seen of them."""
+    task = current_task()
+    values: list[str] = []
+
+    def saw(value: str) -> None:
+        values.append(value)
+        note(f"saw_{len(values)}_{value}")
+
+    for number in range(STEPS):
+        saw(task.step(f"step-{number}", _made))
+        if number == STEPS // 3:
+            task.sleep(0.3)
+        if number == STEPS // 2:
+            saw(task.wait_for("go", timeout=600))
+    return values
+
+
+def _made() -> str:
+    note("made")
+    time.sleep(0.02)
+    return uuid.uuid4().hex
 
 
 @server.task

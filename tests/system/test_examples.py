@@ -345,7 +345,7 @@ def test_onboarding_passes_its_own_tests(tmp_path: Path) -> None:
 
     [shown] = re.findall(r"^onboard: .*\n.*\n.*$", (place / "README.md").read_text(), re.MULTILINE)
     assert shown in out
-    assert "4 passed" in out
+    assert "6 passed" in out
 
 
 def test_the_file_store_passes_the_conformance_suites(tmp_path: Path) -> None:
