@@ -69,7 +69,7 @@ OPERATIONS = (
     _look("ask a worker what it does", "control stats", "GET worker"),
     _look("list tasks, the newest first", "tasks", "GET tasks"),
     _look("show all that is known of a task; the start of a UUID is enough", "show", "GET task"),
-    _look("say what holds a task that has not ended, and what to type", "why"),
+    _look("say what holds a task that has not ended, and what to type", "why", "GET why"),
     _look("print the result of a task that was sent", "result"),
     _look("count failures by task and type of error", route="GET errors"),
     _look(

@@ -47,6 +47,7 @@ from machinery_py.inspection import (
 )
 from machinery_py.schedules.api import ScheduleReport
 from machinery_py.signals import signal
+from machinery_py.tasks.reasons import Reason
 from machinery_py.tasks.signature import UNLIMITED, Arg, Signature
 from machinery_py.tasks.states import FINISHED, ZERO_TIME, State, TaskState, state_named
 from machinery_py.texts import MAX_ERROR, cut
@@ -262,6 +263,14 @@ class Api:
             parent=state.parent,
             waits_for=report.waits_for,
         )
+
+    @route("GET why", "reasons")
+    def why(self, uuid: str) -> Sequence[Reason]:
+        """Return what holds a task that has not ended, the most telling first.
+
+        Workers are asked, for up to a second or two.
+        """
+        return self._inspect.why(uuid).reasons
 
     def _step(self, step: KeptStep) -> ShownCheckpoint:
         masked = [self._masking.masked(one.value, step.name) for one in step.results]

@@ -235,7 +235,7 @@ def test_every_page_can_be_read_over_every_broker(broker_url: str) -> None:
 def test_schema_has_every_route_and_every_record(site: Site) -> None:
     schema = site.get("schema")
 
-    assert len(schema["routes"]) == 33
+    assert len(schema["routes"]) == 34
     assert all(one["help"] for one in schema["routes"])
     assert {"TaskRow", "TaskDetail", "Overview", "Problem"} <= schema["definitions"].keys()
 
@@ -281,6 +281,10 @@ def test_task_gets_the_signal_that_it_waits_for(bench: Bench, site: Site) -> Non
     bench.drain()
     shown = site.get("task", uuid=sent.uuid)
     assert (shown["waits_for"], shown["message"]["args"][0]["value"]) == ("approval", "7")
+
+    [why] = [one for one in site.get("why", uuid=sent.uuid) if one["cause"] == "signal"]
+    assert why["text"].startswith("it waits for signal 'approval' until ")
+    assert "signal" in why["hint"]
 
     signal = {"uuid": sent.uuid, "name": "approval", "value": {"by": "ada"}, "key": "click"}
     assert site.post("tasks/signal", **signal)["done"] == 1

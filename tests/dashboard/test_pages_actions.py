@@ -211,7 +211,7 @@ def test_task_that_waits_gets_its_signals(shop: Shop, browser: Browser) -> None:
 
     sent = shop.server.task("order.approve")(approve).send()
     browser.open(f"#/task?uuid={sent.uuid}")
-    browser.see("Waits for approval")
+    browser.see("Waits for approval", "it waits for signal 'approval'", "machinery signal")
     browser.fill(".title ~ section input", '{"by": "ada"}')
     browser.press("Send signal")
     browser.see("Signal sent.", "wait for approval")

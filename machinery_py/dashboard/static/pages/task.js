@@ -182,6 +182,21 @@ const Steps = ({ steps }) =>
       pairs=${steps.map((one) => [one.name, html`${endOf(one)} <${Time} at=${one.at} />`])} />
   </section>`;
 
+/** What holds a task that has not ended, in the words of `machinery why`. */
+function Why({ uuid }) {
+  const { data } = useData("why", { uuid }, 5);
+  if (!data?.reasons.length) return null;
+  return html`<section>
+    <h2>Why</h2>
+    <ul>
+      ${data.reasons.map(
+        (one) => html`<li key=${one.text}>${one.text}
+          ${one.hint && html`<br /><code>${one.hint}</code>`}</li>`,
+      )}
+    </ul>
+  </section>`;
+}
+
 /** Return what was typed as a value: JSON, or else a text; nothing is null. */
 function valueOf(typed) {
   if (!typed.trim()) return null;
@@ -264,6 +279,7 @@ function Shown({ task, refresh }) {
       ${task.traceback &&
       html`<pre class="code" tabindex="0" aria-label="Traceback">${task.traceback}</pre>`}
     </section>`}
+    ${!isFinished(task.state) && html`<${Why} uuid=${task.uuid} />`}
     ${mayChange && task.waits_for &&
     html`<${Signal} key=${task.waits_for} task=${task} refresh=${refresh} />`}
     <${Timeline} task=${task} />
