@@ -13,7 +13,7 @@ import psycopg
 import pytest
 
 from machinery_py import Config, Server, TaskFailed, current_task
-from machinery_py.backends.base import Keeping
+from machinery_py.backends.base import SETTLED, Keeping
 from machinery_py.backends.rows import RowsBackend
 from machinery_py.errors import StateNotFound, StepFailed, Unsupported
 from machinery_py.rows.messages import MessageStep
@@ -293,6 +293,27 @@ def test_time_limit_ends_the_statement_of_a_step(shop: Shop, url: str) -> None:
         with psycopg.connect(url, autocommit=True) as looker:
             wait_until(lambda: not looker.execute(there, (pids,)).fetchall(), HANG)
     assert shop.orders() == []
+
+
+def test_commit_that_does_not_come_is_rolled_back_by_the_server(shop: Shop, url: str) -> None:
+    """A host that is gone between the checkpoint and the commit keeps nobody waiting."""
+    store = shop.server.app.store
+    sent = shop.note.send(1)
+    session = store.open_session([QUEUE], worker="w")
+    [delivery] = session.receive(1, HANG)
+    transaction = store.open_transaction()
+    keeping = Keeping(uuid=sent.uuid, rows={"0:book": encode(Checkpoint())})
+    assert transaction.keep(session, delivery, keeping) is SETTLED
+    waits = "SELECT 1 FROM machinery.items WHERE id = %s FOR UPDATE"
+    with psycopg.connect(url) as other:
+        other.execute("SET lock_timeout = '30s'")
+        [(id,)] = other.execute("SELECT id FROM machinery.items").fetchall()
+        assert other.execute(waits, (id,)).fetchall() == [(1,)]
+    with pytest.raises(psycopg.Error):
+        transaction.own.commit()
+    transaction.own.close()
+    session.close()
+    assert shop.server.backend.checkpoints(sent.uuid) == {}
 
 
 @pytest.mark.parametrize("stores", ["memory://", "sqlite:///a.db"])
