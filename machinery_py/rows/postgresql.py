@@ -366,7 +366,7 @@ class RowsWithin(_ReadRows):
         ):
             self._refuse("what takes messages, has conditions on queues or joins sets")
         arguments = _Statement([step]).arguments(self.driver.given_now())
-        sql = _COMMIT_LAST if step.takes else _COMMIT_WITHIN
+        sql = _COMMIT_LAST if step.takes or step.held else _COMMIT_WITHIN
         [cells] = self.ask(sql, arguments, doing="writing", sender=_SEND_WITHIN)
         self.takes += step.takes
         return _results([step], *cells[:4])

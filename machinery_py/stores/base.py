@@ -325,6 +325,13 @@ class StoreTransaction(ABC):
         """Settle as the last step before `own.commit`; unless SETTLED the caller rolls back."""
 
     @abstractmethod
+    def keep(self, session: Session, delivery: Delivery, keeping: Keeping) -> Verdict:
+        """Keep checkpoints as the last step before `own.commit`, with verdicts as `Session.keep`.
+
+        Unless SETTLED the caller rolls back. A CONFLICT may be followed by another `keep`.
+        """
+
+    @abstractmethod
     def is_held(self, session: Session, delivery: Delivery) -> bool:
         """Return whether the session has the delivery, when the transaction has come to an end."""
 

@@ -183,6 +183,10 @@ class _Transaction(StoreTransaction):
         self._within._name_queues(settlement.send)
         return session.settle_on(self._within.rows, settlement)
 
+    def keep(self, session: Session, delivery: Delivery, keeping: Keeping) -> Verdict:
+        assert isinstance(session, RowsSession)
+        return session.keep_on(self._within.rows, delivery, keeping)
+
     def is_held(self, session: Session, delivery: Delivery) -> bool:
         step = MessageStep()
         self._broker.plan_hold(delivery, session.consumer.session, step)
@@ -203,10 +207,14 @@ class RowsSession(Session):
         return deliveries
 
     def keep(self, delivery: Delivery, keeping: Keeping) -> Verdict:
+        return self.keep_on(self._store.rows, delivery, keeping)
+
+    def keep_on(self, rows: StepRows, delivery: Delivery, keeping: Keeping) -> Verdict:
+        """Keep checkpoints as a step of these rows, which may be in a transaction."""
         step = MessageStep()
         self._store._backend.plan_checkpoints(keeping, step)
         self._store._broker.plan_hold(delivery, self.consumer.session, step)
-        [done] = self._store.rows.commit([step])
+        [done] = rows.commit([step])
         if type(done) is Gone:
             return FENCED
         return CONFLICT if type(done) is Conflict else SETTLED

@@ -19,7 +19,7 @@ from collections.abc import (
     Sized,
 )
 from decimal import Decimal
-from typing import Any, Final, ParamSpec, Protocol, TypeVar
+from typing import Any, Final, ParamSpec, Protocol, TypeVar, overload
 
 import msgspec
 
@@ -55,6 +55,8 @@ class StepCaller(Protocol):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         /,
+        *,
+        within: bool = False,
     ) -> Any: ...
     def call_async(
         self,
@@ -68,6 +70,12 @@ class StepCaller(Protocol):
     def sleep_async(self, length: Seconds | dt.datetime, /) -> Coroutine[Any, Any, None]: ...
     def wait_for(self, name: str, timeout: Seconds | None, /) -> Any: ...
     def wait_for_async(self, name: str, timeout: Seconds | None, /) -> Coroutine[Any, Any, Any]: ...
+
+
+class StepWithOptions(Protocol):
+    """A step whose options are given; it takes the function and its arguments."""
+
+    def __call__(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
 
 
 class SlotHolder(Protocol):
@@ -202,16 +210,18 @@ class Context:
 
     @property
     def connection(self) -> Any:
-        """The connection of psycopg in whose transaction the task runs.
+        """The connection of psycopg in whose transaction the task, or this step of it, runs.
 
         Raises:
-            Unsupported: it has no `transaction=True`, or the run is over.
+            Unsupported: neither has `transaction=True`, or the run is over.
         """
-        if self._connection is None:
+        connection = STEP_CONNECTION.get() or self._connection
+        if connection is None:
             raise Unsupported(
-                f"{self.name} runs in no transaction (@server.task(transaction=True))"
+                f"{self.name} runs in no transaction (@server.task(transaction=True), or "
+                "task.step(name, transaction=True)(function, …))"
             )
-        return self._connection
+        return connection
 
     @property
     def is_redelivery(self) -> bool:
@@ -258,7 +268,15 @@ class Context:
             self._last_report = now
             self._report((done, total))
 
-    def step(self, name: str, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    @overload
+    def step(self, name: str, /, *, transaction: bool) -> StepWithOptions: ...
+    @overload
+    def step(
+        self, name: str, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T: ...
+    def step(
+        self, name: str, function: Callable[..., Any] | None = None, /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Call the function once, and return what it returned, now and in every later run.
 
         The result is stored before this returns: a checkpoint. If the worker is killed before that,
@@ -266,6 +284,10 @@ class Context:
 
         Args:
             name: of the step. Steps of one name are counted in the order of their calls.
+            transaction: an option, given before the function: `step("book", transaction=True)(book,
+                7)`. On PostgreSQL: what the function writes on `current_task().connection` and
+                sends is committed with the checkpoint, exactly once. It may be called again if
+                that was rolled back.
 
         Raises:
             StepFailed: from what the function raised. Nothing is kept, and the task's retries
@@ -274,8 +296,15 @@ class Context:
             StepLost: this run is not the task's any more.
             Unsupported: neither these stores nor such a task can have steps.
         """
-        value: T = self._steps().call(name, function, args, kwargs)
-        return value
+        if function is None:
+            return self._step_with(name, **kwargs)
+        return self._steps().call(name, function, args, kwargs)
+
+    def _step_with(self, name: str, *, transaction: bool) -> StepWithOptions:
+        def step(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            return self._steps().call(name, function, args, kwargs, within=transaction)
+
+        return step
 
     def step_async(
         self,
@@ -440,6 +469,11 @@ RUNNING: contextvars.ContextVar[Context | None] = contextvars.ContextVar(
 
 #: The key of the step that runs here; "" outside of one.
 STEP: contextvars.ContextVar[str] = contextvars.ContextVar("machinery_step", default="")
+
+#: The connection of the step that runs here, if it has a transaction.
+STEP_CONNECTION: contextvars.ContextVar[object] = contextvars.ContextVar(
+    "machinery_step_connection", default=None
+)
 
 enter: Final = RUNNING.set
 leave: Final = RUNNING.reset

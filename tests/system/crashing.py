@@ -32,7 +32,15 @@ from machinery_py.brokers.putting import PutsAhead, Putting
 from machinery_py.errors import SignalTimeout
 from machinery_py.rows import sqlite
 from machinery_py.stores import redis_steps
-from machinery_py.stores.base import Firing, Mark, Session, Settlement, Store, Submission
+from machinery_py.stores.base import (
+    Firing,
+    Mark,
+    Session,
+    Settlement,
+    Store,
+    StoreTransaction,
+    Submission,
+)
 from machinery_py.stores.outbox import TwoStores
 from machinery_py.stores.rows import RowsStore
 
@@ -151,6 +159,25 @@ def _made_of(value: int) -> int:
     return value
 
 
+@server.task(retries=1, backoff=[0.01])
+def books() -> int:
+    """Make three steps in transactions, fail once, and make them again."""
+    task = current_task()
+    done = sum(
+        task.step(f"book-{number}", transaction=True)(_book, number) for number in range(STEPS)
+    )
+    if task.attempt == 1:
+        raise ValueError("not yet")
+    return done
+
+
+def _book(number: int) -> int:
+    note(f"book-{number}")
+    current_task().connection.execute("INSERT INTO orders VALUES (%s)", (number,))
+    killer.reach(f"in-book-{number}")
+    return 1
+
+
 SHAPES: dict[str, Callable[[], Any]] = {
     "task": lambda: plain.signature(1).then(after.partial()),
     "retry": lambda: shaky.signature(1).then(after.partial()),
@@ -194,6 +221,14 @@ def revoked() -> Any:
 #: Of a task with steps: in a step, before it is kept, while that is not committed, and behind it.
 STEP_POINTS = tuple(
     f"{where}-step-{number}"
+    for number in range(STEPS)
+    for where in ("in", "before", "inside", "after")
+)
+
+
+#: Of one whose steps have transactions: it has written, its checkpoint is not; it is; committed.
+BOOK_POINTS = tuple(
+    f"{where}-book-{number}"
     for number in range(STEPS)
     for where in ("in", "before", "inside", "after")
 )
@@ -322,6 +357,9 @@ class KillingStore(Store):
 
     def open_session(self, queues: Sequence[str], *, worker: str) -> Session:
         return KillingSession(self._store.open_session(queues, worker=worker))
+
+    def open_transaction(self) -> StoreTransaction:
+        return KillingTransaction(self._store.open_transaction())
 
     def publish_left(self, key: str) -> None:
         self._store.publish_left(key)
@@ -486,6 +524,32 @@ class KillingSession(Session):
 
     def close(self) -> None:
         self._session.close()
+
+
+class KillingTransaction(StoreTransaction):
+    """The real transaction of a step, with points around its last write, and behind the commit."""
+
+    def __init__(self, transaction: StoreTransaction) -> None:
+        self._transaction = transaction
+        self.own = transaction.own
+        self.store = transaction.store
+
+    def settle(self, session: Session, settlement: Settlement) -> Verdict:
+        assert isinstance(session, KillingSession)
+        return self._transaction.settle(session._session, settlement)
+
+    def keep(self, session: Session, delivery: Delivery, keeping: Keeping) -> Verdict:
+        assert isinstance(session, KillingSession)
+        step = "".join(keeping.rows).partition(":")[2]
+        killer.reach(f"before-{step}")
+        verdict = self._transaction.keep(session._session, delivery, keeping)
+        killer.reach(f"inside-{step}")
+        self.own.commit = around("", self.own.commit, f"after-{step}")  # type: ignore[method-assign]
+        return verdict
+
+    def is_held(self, session: Session, delivery: Delivery) -> bool:
+        assert isinstance(session, KillingSession)
+        return self._transaction.is_held(session._session, delivery)
 
 
 class KillingStores:

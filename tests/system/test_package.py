@@ -29,7 +29,7 @@ UNBUILT = shutil.ignore_patterns("__pycache__", "*.db", "*.db-*", "*.egg-info", 
 HANG = 300.0  # seconds; a guard, nothing is measured with it
 
 #: Everything in machinery_py.testing but its conformance suites; our own are in tests/support.
-TESTING = {"__init__", "clocks", "flaky", "harness", "plugin", "waiting"}
+TESTING = {"__init__", "clocks", "crash_points", "flaky", "harness", "plugin", "waiting"}
 
 THIRD_PARTY_TEST = """
     import importlib.util

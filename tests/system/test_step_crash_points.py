@@ -10,11 +10,12 @@ import itertools
 import os
 from collections.abc import Iterator
 
+import psycopg
 import pytest
 
 from machinery_py import Server, State
 from tests.system import crashing
-from tests.system.crashing import STEP_POINTS, STEPS
+from tests.system.crashing import BOOK_POINTS, STEP_POINTS, STEPS
 from tests.system.stage import Stage, finish, python, stage, survivor
 
 __all__ = ["python", "stage", "survivor"]
@@ -64,6 +65,32 @@ def test_killed_flow_goes_on_behind_its_checkpoints(
         made = [line for line in lines if line.startswith(f"{name} ")]
         assert len(made) == (2 if name in again else 1)
         assert set(made) == {f"{name} {sent.uuid}:0:{name}"}
+    state = sent.get_state()
+    assert (state.state, [arg.value for arg in state.results]) == (State.SUCCESS, [STEPS])
+    assert len(survivor.backend.checkpoints(sent.uuid)) == STEPS
+
+
+@pytest.mark.parametrize("stage", ["postgresql"], indirect=True)
+@pytest.mark.parametrize("point", BOOK_POINTS)
+def test_killed_step_in_a_transaction_is_made_exactly_once(
+    stage: Stage, survivor: Server, point: str
+) -> None:
+    with psycopg.connect(stage.broker, autocommit=True) as connection:
+        connection.execute("DROP TABLE IF EXISTS orders")
+        connection.execute("CREATE TABLE orders (id int)")
+        sent = survivor.send(crashing.books.signature())
+
+        first = stage.run("worker", point)
+        finish(survivor)
+
+        orders = connection.execute("SELECT id FROM orders ORDER BY id").fetchall()
+    assert first.returncode == -9, first.stderr
+    where, _, step = point.partition("-")
+    made = stage.calls()
+    assert [made[f"book-{number}"] for number in range(STEPS)] == [
+        1 if where == "after" or step != f"book-{number}" else 2 for number in range(STEPS)
+    ]
+    assert orders == [(number,) for number in range(STEPS)]
     state = sent.get_state()
     assert (state.state, [arg.value for arg in state.results]) == (State.SUCCESS, [STEPS])
     assert len(survivor.backend.checkpoints(sent.uuid)) == STEPS

@@ -709,6 +709,8 @@ def onboard(user_id: int) -> str:
     assert_type(task.step("count", len, [user_id]), int)
     assert_type(task.step("add", add, user_id, 2), int)
     assert_type(task.step("mail", _mail, user_id, kind="welcome"), list[str])
+    in_transaction = task.step("mail", transaction=True)
+    assert_type(in_transaction(_mail, user_id, kind="welcome"), list[str])
     return task.step_key
 
 

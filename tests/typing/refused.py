@@ -179,5 +179,9 @@ current_task().step("mail", _mail, "7", kind="welcome")  # refused
 current_task().step("mail", _mail, 7)  # refused
 current_task().step("mail", _mail, 7, kind=1)  # refused
 current_task().step("mail", 7)  # refused
+current_task().step("mail")  # refused
+current_task().step("mail", transaction=1)  # refused
+current_task().step("mail", retry=1)  # refused
+current_task().step("mail", transaction=True)(_mail, "7", kind="welcome")  # refused
 current_task().step_async("mail", _mail, 7, kind="welcome")  # refused
 number: int = current_task().step("mail", _mail, 7, kind="welcome")  # refused

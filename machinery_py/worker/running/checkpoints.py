@@ -43,6 +43,8 @@ from machinery_py.errors import (
     StepRefused,
     Suspended,
     TimeLimitExceeded,
+    Unsupported,
+    for_good,
 )
 from machinery_py.names import check_step
 from machinery_py.registry.calls import Call
@@ -54,7 +56,8 @@ from machinery_py.tasks.workflow import result_value
 from machinery_py.texts import get_logger
 from machinery_py.wire.states import decode_results, encode_results
 from machinery_py.worker.running.hooks import text_of, type_name_of
-from machinery_py.worker.running.keeping import StepKeeper
+from machinery_py.worker.running.keeping import StepKeeper, StoreKeeper
+from machinery_py.worker.running.step_transactions import StepRaced, StepTransaction
 
 logger = get_logger(__name__)
 
@@ -138,9 +141,12 @@ class Checkpoints:
         function: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
+        *,
+        within: bool = False,
     ) -> Any:
+        """Make a step; `within` a transaction, which keeps its checkpoint as well."""
         self._check_own(name)
-        return self._call(name, function, args, kwargs)
+        return self._call(name, function, args, kwargs, within=within)
 
     def _call(
         self,
@@ -148,6 +154,8 @@ class Checkpoints:
         function: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] = NO_ARGS,
+        *,
+        within: bool = False,
     ) -> Any:
         step = self._begin(name, function, args, kwargs)
         if step.value_of.is_async:
@@ -157,15 +165,54 @@ class Checkpoints:
         kept = self._found(step, self._read())
         if kept is None:
             self._check_room(step)
-            token = STEP.set(self._key(step))
-            try:
-                value = function(*args, **kwargs)
-            except Exception as error:
-                self._raise_failed(step, error)
-            finally:
-                STEP.reset(token)
-            kept = self._keep(step, self._checkpoint(step, value))
+            kept = self._make_within(step) if within else self._make(step)
         return self._value(step, kept)
+
+    def _make(self, step: _StepCall, transaction: StepTransaction | None = None) -> Checkpoint:
+        """Call the function, and keep what it returned."""
+        token = STEP.set(self._key(step))
+        try:
+            with contextlib.nullcontext() if transaction is None else transaction.entered():
+                value = step.function(*step.args, **step.kwargs)
+        except Exception as error:
+            if transaction is not None:
+                transaction.check_race(error)
+            self._raise_failed(step, error)
+        finally:
+            STEP.reset(token)
+        new = self._checkpoint(step, value)
+        if transaction is None:
+            return self._keep(step, new, self._keeper)
+        try:
+            return self._keep(step, new, transaction)
+        except (MachineryError, StepRaced):
+            raise
+        except Exception as error:  # the server refuses the commit
+            self._raise_failed(step, error)
+
+    def _make_within(self, step: _StepCall) -> Checkpoint:
+        """Make it in a transaction; once more if that was rolled back through no fault of it."""
+        for tries in itertools.count():
+            self._context.check_time()
+            with contextlib.closing(self._begin_transaction(step, tries)) as transaction:
+                try:
+                    return self._make(step, transaction)
+                except StepRaced:
+                    continue
+        raise AssertionError
+
+    def _begin_transaction(self, step: _StepCall, tries: int) -> StepTransaction:
+        try:
+            if not isinstance(self._keeper, StoreKeeper):
+                raise Unsupported("the task runs in a process, and its worker has the delivery")
+            return StepTransaction(self._keeper, tries=tries)
+        except Unsupported as error:
+            text = (
+                f"step {step.name!r} with transaction=True needs broker and results in one "
+                f"postgresql:// URL, and a thread: {error}"
+            )
+            self.broken = refused = for_good(Unsupported(text))
+            raise refused from None
 
     def call_async(
         self,
@@ -204,7 +251,8 @@ class Checkpoints:
             finally:
                 STEP.reset(token)
             new = self._checkpoint(step, value)
-            kept = await in_thread(functools.partial(self._keep, step, new), goes_on=True)
+            keep = functools.partial(self._keep, step, new, self._keeper)
+            kept = await in_thread(keep, goes_on=True)
         return self._value(step, kept)
 
     # Sleep: a step that returns when it ends, and the end of the run if that is later
@@ -248,7 +296,7 @@ class Checkpoints:
             until = None if wait.end is None else self._call(f"{DEADLINE}{name}", wait.end)
             kept = self._found(wait.step, self._read())
             if kept is None:
-                kept = self._keep(wait.step, self._received(wait, until))
+                kept = self._keep(wait.step, self._received(wait, until), self._keeper)
         finally:
             self._waits_for = ""
         return self._signal(wait, kept)
@@ -272,7 +320,9 @@ class Checkpoints:
             kept = self._found(wait.step, await in_thread(self._read) if rows is None else rows)
             if kept is None:
                 new = await in_thread(functools.partial(self._received, wait, until))
-                kept = await in_thread(functools.partial(self._keep, wait.step, new), goes_on=True)
+                kept = await in_thread(
+                    functools.partial(self._keep, wait.step, new, self._keeper), goes_on=True
+                )
         finally:
             self._waits_for = ""
         return self._signal(wait, kept)
@@ -441,14 +491,16 @@ class Checkpoints:
                 "and return where)"
             )
 
-    def _keep(self, step: _StepCall, new: Checkpoint) -> Checkpoint:
+    def _keep(
+        self, step: _StepCall, new: Checkpoint, keeper: StepKeeper | StepTransaction
+    ) -> Checkpoint:
         """Keep a checkpoint, with failures that were caught; return what is stored of it then."""
         rows = self._kept if self._kept is not None else {}
         while True:
             more = {name: row for name, row in self._caught.items() if name not in rows}
             wanted = {**more, step.name: new}
             try:
-                there = self._keeper.keep(wanted)
+                there = keeper.keep(wanted)
             except MachineryError as error:
                 self.broken = error  # it may have been kept: no later step without it
                 raise

@@ -163,6 +163,7 @@ class Execution:
     session: Session | None = None  # that has the delivery
     stage: Stage = CLAIMED
     transaction: StoreTransaction | None = None  # that it runs in
+    step_transaction: StoreTransaction | None = None  # of its last step that had one
     context: Context | None = None  # of its run; None in a batch
     guard: Guard | None = None
     phase: State | None = None  # RECEIVED, STARTED: what a mark would say

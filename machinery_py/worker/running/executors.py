@@ -354,7 +354,8 @@ class Executors:
                 self._stuck.add(run.thread_id)
                 # The thread may be stuck for long: another one takes its slot and its token.
                 self._start_thread(instead_of=run.thread_id)
-                if (transaction := run.first.transaction) is not None:
+                transaction = run.first.transaction or run.first.step_transaction
+                if transaction is not None:
                     abandon = transaction.own.abandon
                     threading.Thread(target=abandon, name="machinery-abandon", daemon=True).start()
         if run.is_async:

@@ -68,7 +68,7 @@ class StoreKeeper:
     """Keeper of an execution's checkpoints in its store."""
 
     def __init__(self, execution: Execution) -> None:
-        self._execution = execution
+        self.execution = execution
         refuse(execution)
 
     def read(self) -> dict[str, Checkpoint]:
@@ -77,10 +77,10 @@ class StoreKeeper:
         Raises:
             StepRefused: some are gone, of those that earlier runs have kept.
         """
-        one = self._execution
+        one = self.execution
         if not one.may_have_kept:
             return {}
-        found, kept = self._read(), kept_of(one.signature)
+        found, kept = self.stored(), kept_of(one.signature)
         if kept is not None and len(found) < kept.number:
             raise StepRefused(
                 f"{len(found)} of {kept.number} checkpoints of task {one.signature.name} "
@@ -89,8 +89,9 @@ class StoreKeeper:
             )
         return found
 
-    def _read(self) -> dict[str, Checkpoint]:
-        one = self._execution
+    def stored(self) -> dict[str, Checkpoint]:
+        """Return those that are stored now."""
+        one = self.execution
         backend, uuid = one.app.store.backend, one.signature.uuid
         one.app.patiently(lambda: backend.fence_checkpoints(uuid, one.delivery.fence))
         rows = one.app.patiently(lambda: backend.checkpoints(uuid))
@@ -103,7 +104,29 @@ class StoreKeeper:
         return found
 
     def keep(self, new: Mapping[str, Checkpoint]) -> Mapping[str, Checkpoint]:
-        one = self._execution
+        one = self.execution
+        keeping, session = self.keeping(new), one.session
+        assert session is not None
+        for _ in range(MOST_CONFLICTS):
+            if one.is_over or session.consumer.is_lost(one.delivery):
+                break
+            one.knows_kept = False  # until there is an answer
+            verdict = one.app.patiently(lambda: session.keep(one.delivery, keeping))
+            if verdict is SETTLED:
+                self.note_kept(len(new))
+                return {}
+            if verdict is FENCED or not session.consumer.holds([one.delivery])[0]:
+                break
+            there = self.stored()
+            if not new.keys().isdisjoint(there):
+                return there
+        raise self.lost(new)
+
+    # For transactions of steps as well
+
+    def keeping(self, new: Mapping[str, Checkpoint]) -> Keeping:
+        """Return what is to be stored."""
+        one = self.execution
         signature, at = one.signature, micros(one.app.now())
         generation = generation_of(signature)
         rows = {
@@ -112,28 +135,23 @@ class StoreKeeper:
             )
             for name, row in new.items()
         }
-        keeping, session = Keeping(uuid=signature.uuid, rows=rows), one.session
-        assert session is not None
-        for _ in range(MOST_CONFLICTS):
-            if one.is_over or session.consumer.is_lost(one.delivery):
-                break
-            one.knows_kept = False  # until there is an answer
-            verdict = one.app.patiently(lambda: session.keep(one.delivery, keeping))
-            if verdict is SETTLED:
-                one.kept, one.kept_newly, one.knows_kept = one.kept + len(new), True, True
-                return {}
-            if verdict is FENCED or not session.consumer.holds([one.delivery])[0]:
-                break
-            there = self._read()
-            if not new.keys().isdisjoint(there):
-                return there
-        raise StepLost(
+        return Keeping(uuid=signature.uuid, rows=rows)
+
+    def note_kept(self, number: int) -> None:
+        """Note that so many new ones are stored."""
+        one = self.execution
+        one.kept, one.kept_newly, one.knows_kept = one.kept + number, True, True
+
+    def lost(self, new: Mapping[str, Checkpoint]) -> StepLost:
+        """Return the error of a run that has lost its delivery."""
+        signature = self.execution.signature
+        return StepLost(
             f"task {signature.name} {signature.uuid}: this run is not the task's any more, and "
             f"step {', '.join(map(repr, new))} is not kept (its lease was lost, or it is over)"
         )
 
     def receive(self, wanted: Wanted) -> Received:
-        return receive(self._execution, wanted)
+        return receive(self.execution, wanted)
 
 
 def refuse(execution: Execution) -> None:

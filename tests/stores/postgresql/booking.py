@@ -19,3 +19,8 @@ def anywhere() -> int:
 def book(order: int) -> int:
     current_task().connection.execute("INSERT INTO orders VALUES (%s)", (order,))
     return os.getpid()
+
+
+@server.task(pool="process")
+def flow(order: int) -> None:
+    current_task().step("book", transaction=True)(int, order)
