@@ -198,11 +198,12 @@ def test_every_page_can_be_read_over_every_broker(broker_url: str) -> None:
     server.new_worker("web-1", concurrency=2, burst=True).launch()
     with server.new_worker("web-2", queues=["mail"]), site_of(server) as site:
         told = site.get("task", uuid=sent[0].uuid)
+        why = site.get("why", uuid=sent[0].uuid)
         overview = site.get("overview")
         replies = {
             path: site.request("GET", f"api/{path}")
             for path, methods in ROUTES.items()
-            if "GET" in methods and path not in ("task", "worker", "workflow")
+            if "GET" in methods and path not in ("task", "why", "worker", "workflow")
         }
         asked = site.get("worker", name="web-2")
         held = site.get("workflow", uuid=flow.workflow)
@@ -214,6 +215,7 @@ def test_every_page_can_be_read_over_every_broker(broker_url: str) -> None:
     server.close()
 
     assert (told["state"], told["message"]["args"][0]["value"]) == ("FAILURE", "0")
+    assert [one["cause"] for one in why] == ["ended"]
     assert (overview["trouble"], overview["workers"]["alive"]) == ("", 1)
     unlisted = {path for path, reply in replies.items() if reply.status != 200}
     assert unlisted == (
