@@ -12,9 +12,9 @@ import msgspec
 from machinery_py.app import Application
 from machinery_py.backends.base import Backend, Rider, sending_key
 from machinery_py.backends.listings import COMPLETE
-from machinery_py.bounds import CHECKPOINT_LIFE
+from machinery_py.bounds import CHECKPOINT_LIFE, in_steps
 from machinery_py.brokers.base import Message
-from machinery_py.errors import SignalRefused, Unsupported
+from machinery_py.errors import DecodeError, SignalRefused, Unsupported
 from machinery_py.names import check_signal, check_step
 from machinery_py.registry.calls import Call
 from machinery_py.rows.contract import Patience
@@ -134,11 +134,10 @@ def keep_signals(app: Application, uuids: Sequence[str]) -> None:
     backend = app.store.backend
     if not backend.features.riders:
         return
-    for uuid, body in zip(uuids, backend.claims(list(map(record_of, uuids))), strict=True):
-        if body is not None:
-            backend.amend(
-                Rider(name=record_of(uuid), expected=body, body=body, life=CHECKPOINT_LIFE)
-            )
+    for some in in_steps([record_of(uuid) for uuid in uuids]):
+        for name, body in zip(some, backend.claims(some), strict=True):
+            if body is not None:
+                backend.amend(Rider(name=name, expected=body, body=body, life=CHECKPOINT_LIFE))
 
 
 def forget_signals(app: Application, uuid: str) -> None:
@@ -150,8 +149,10 @@ def forget_signals(app: Application, uuid: str) -> None:
 
 def suspended_by(app: Application, timers: Sequence[Message]) -> list[Message]:
     """Return the messages of the tasks that are suspended until these timers."""
-    uuids = [timed_by(decode_signature(one.body)) for one in timers]
-    found = app.store.backend.claims(list(map(record_of, uuids))) if uuids else []
+    if not (timers and app.store.backend.features.riders):
+        return []
+    uuids = list(map(_timed_by, timers))
+    found = app.store.backend.claims(list(map(record_of, uuids)))
     suspended: list[Message] = []
     for uuid, timer, body in zip(uuids, timers, found, strict=True):
         wait = decode(body).wait
@@ -159,6 +160,13 @@ def suspended_by(app: Application, timers: Sequence[Message]) -> list[Message]:
             name = decode_signature(wait.body).name
             suspended.append(msgspec.structs.replace(timer, uuid=uuid, name=name, body=wait.body))
     return suspended
+
+
+def _timed_by(timer: Message) -> str:
+    try:
+        return timed_by(decode_signature(timer.body))
+    except DecodeError:  # somebody else has named his message so
+        return ""
 
 
 def _mailbox(app: Application, uuid: str) -> tuple[bytes | None, Mailbox]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from machinery_py.config.config import Config
 from machinery_py.errors import MachineryError
 from machinery_py.stores.base import Session
+from machinery_py.tasks.states import STARTED
 from machinery_py.texts import get_logger
 from machinery_py.worker.control.signs import Signs
 from machinery_py.worker.control.steering import Steering
@@ -59,7 +60,7 @@ class Connected:
     def blame(self) -> None:
         """Give a strike to all begun tasks that are not settled."""
         for execution in self.receiver.held():
-            if execution.call_started:
+            if execution.phase is STARTED:  # not one that waits in its slot
                 self.session.consumer.run_begins(execution.delivery)
 
     def drain(self, request: StopRequest, timeout: float) -> None:

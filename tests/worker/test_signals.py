@@ -266,6 +266,32 @@ def test_purge_ends_a_waiting_task_beside_an_old_timer_of_its_own(server: Server
             result.get(timeout=HANG)
 
 
+def test_message_that_is_no_timer_is_purged(server: Server) -> None:
+    queue = server.config.default_queue
+    for body in (b"no JSON", b"{}"):
+        server.broker.put([Message(uuid="u", name=TIMER, queue=queue, body=body)], token="")
+    assert server.inspect.purge(queue) == 2
+
+
+def test_worker_outlives_a_hook_that_fails_when_a_waiting_task_is_ended(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("of a hook")
+
+    monkeypatch.setattr(settler, "end_if_revoked", fail)
+
+    @server.task
+    def flow() -> Any:
+        return current_task().wait_for("approval")
+
+    with server.new_worker():
+        result = flow.send()
+        waits(server, result)
+        server.signal(result.uuid, "approval", 7)
+        assert result.get(timeout=HANG) == 7
+
+
 def test_name_of_timers_is_taken(server: Server) -> None:
     with pytest.raises(NameRefused, match="the library's own"):
         server.register_task(TIMER, print)

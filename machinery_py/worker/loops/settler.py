@@ -399,6 +399,9 @@ class Settler:
                 if error.permanent or self.loop.pause(self._reconnect.failed(error)):
                     logger.error("task %s waits, revoked: %s", execution.signature.uuid, error)
                     return
+            except Exception:  # a hook of what follows its end is user code; this loop must live on
+                logger.exception("task %s waits, revoked", execution.signature.uuid)
+                return
 
     def _bury(self, execution: Execution, messages: Sequence[Message], error: Exception) -> None:
         for message in messages:
