@@ -32,7 +32,7 @@ from machinery_py.rows.messages import (
     StoredMessage,
     TopicListener,
 )
-from machinery_py.rows.suspects import Suspects
+from machinery_py.rows.suspects import Suspects, is_silent
 from machinery_py.texts import get_logger
 
 logger = get_logger(__name__)
@@ -78,7 +78,7 @@ INSERT INTO machinery.holds (id, body, beat_at, lease) VALUES (%s, %s, machinery
 """
 # Out: with whether it was silent for its lease.
 _HOLDS = """
-SELECT id, body, beat_at, lease, machinery.moment(%s) - beat_at > lease, stalled, ended
+SELECT id, body, beat_at, lease, machinery.moment(%s) - beat_at, stalled, ended
 FROM machinery.holds
 """
 _HOLDING = "SELECT hold, count(*) FROM machinery.items WHERE state = 2 GROUP BY hold"
@@ -225,9 +225,9 @@ class PostgreSQLMessages(MessageQueues, HoldKeeper):
                 body=body,
                 beat_at=beat_at,
                 holding=holding.get(id, 0),
-                stalled=stalled or is_silent,
+                stalled=stalled or silence > lease,
             )
-            for id, body, beat_at, _, is_silent, stalled, ended in found
+            for id, body, beat_at, lease, silence, stalled, ended in found
             if not ended and _look(id) is not SessionState.DEAD
         ]
 
@@ -235,8 +235,8 @@ class PostgreSQLMessages(MessageQueues, HoldKeeper):
         holds = self._holds()
         self._suspects.look(
             (id, beat_at, lease / 1e6)
-            for id, _, beat_at, lease, is_silent, *_ in holds
-            if is_silent
+            for id, _, beat_at, lease, silence, *_ in holds
+            if is_silent(silence, lease)
         )
         return [
             id

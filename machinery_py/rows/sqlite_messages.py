@@ -596,7 +596,7 @@ class SQLiteHold(FileHold):
             if connection.execute(_ALIVE, (self.id,)).fetchone() is None:
                 self.abandon()  # who gives its messages back reads the file first
                 return False
-        if now - self._beat_at >= self._lease / BEATS:
+        if abs(now - self._beat_at) >= self._lease / BEATS:  # also if the clock was set back
             with self._driver.claiming() as connection:
                 connection.execute("UPDATE holds SET beat_at = ? WHERE id = ?", (now, self.id))
             self._beat_at = now

@@ -9,6 +9,14 @@ from machinery_py.clock import Clock
 PATIENCE = 0.75  # of a lease; holds that live beat each quarter, and a call may take a half
 
 
+def is_silent(silence: int, lease: int) -> bool:
+    """Return whether a beat of this age (µs) is to be watched for a change.
+
+    One in the future is: the clock was set back behind it, and its age says nothing.
+    """
+    return not 0 <= silence <= lease
+
+
 class Suspects:
     """Holds that have missed their beats, and since when this process has seen that.
 
@@ -25,7 +33,7 @@ class Suspects:
         self.dead: dict[str, int] = {}
 
     def look(self, silent: Iterable[tuple[str, int, float]]) -> None:
-        """Take a look at all holds whose last beat is older than their lease (seconds)."""
+        """Take a look at all holds that are silent; with the lease (seconds)."""
         now = self._clock.monotonic()
         seen: dict[str, tuple[int, float]] = {}
         dead: dict[str, int] = {}

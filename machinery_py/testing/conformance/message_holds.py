@@ -83,6 +83,22 @@ class HoldConformance(MessageCase):
         assert hold.beat()
         assert isinstance(carry_out(rows, MessageStep(takes=(claimed.receipt,))), Committed)
 
+    def test_dead_hold_is_found_although_the_clock_was_set_back(
+        self, rows: MessageRows, hold: Hold, clock: ManualClock
+    ) -> None:
+        """Its last beat is in the future then."""
+        other = rows.open_hold(b"two", lease=LEASE)
+        self.hide(rows, hold)
+        self.hide(rows, other)
+        clock.set_back(3600.0)
+        for _ in range(6):
+            rows.dead_holds()
+            clock.advance(LEASE / 2)
+            assert other.beat()
+
+        assert rows.dead_holds() == [hold.id]
+        assert rows.condemn(hold.id, 9) == 0
+
     def test_hold_that_beats_meanwhile_is_not_condemned(
         self, rows: MessageRows, hold: Hold, clock: ManualClock
     ) -> None:
