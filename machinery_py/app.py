@@ -56,6 +56,7 @@ from machinery_py.stores.open import Stores
 from machinery_py.tasks.backoff import full_jitter
 from machinery_py.tasks.context import RUNNING, check_time, on_behalf_of
 from machinery_py.tasks.lineage import inherited
+from machinery_py.tasks.mailboxes import SILENT
 from machinery_py.tasks.signature import (
     COUNTED,
     FIRST_ATTEMPT,
@@ -200,7 +201,8 @@ class Application:
         sent: list[Signature[Any]] = []
         for given in signatures:
             signature = self.completed(given)
-            states.append(self.pending(signature, now))
+            if signature.name not in SILENT:
+                states.append(self.pending(signature, now))
             signature = self.stamped(signature)
             messages.append(self.message(signature))
             sent.append(signature)

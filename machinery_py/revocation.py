@@ -32,7 +32,7 @@ from machinery_py.registry.outcomes import REVOKED, Failed, broken, failing_of
 from machinery_py.signals import forget_signals, suspended_by
 from machinery_py.stores.base import Firing, change_of, in_place_of
 from machinery_py.tasks.context import on_behalf_of
-from machinery_py.tasks.mailboxes import TIMER
+from machinery_py.tasks.mailboxes import SILENT
 from machinery_py.tasks.plans import PREFIX
 from machinery_py.tasks.signature import Signature
 from machinery_py.tasks.states import SUSPENDED, State, TaskState
@@ -282,8 +282,8 @@ def _end_purged(app: Application, which: Container[State], messages: Sequence[Me
     if not backend.features.keeps:
         return
     known, revokes = [one for one in messages if one.uuid], backend.features.revocations
-    # A task that waits for a signal goes with its timer.
-    known += suspended_by(app, [one for one in known if one.name == TIMER])
+    # A task that waits goes with its timer, or with the result that it waits for.
+    known += suspended_by(app, [one for one in known if one.name in SILENT])
     for some in in_steps(known, PURGE_STEP):
         names = _both(one.uuid for one in some)
         if which is WAITED and revokes:

@@ -1,4 +1,4 @@
-"""Signals: what anybody tells a task that waits for it, or will wait."""
+"""Signals: what anybody tells a task that waits for it, or will wait; also results of tasks."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ import msgspec
 from machinery_py.app import Application
 from machinery_py.backends.base import Backend, Rider, sending_key
 from machinery_py.backends.listings import COMPLETE
-from machinery_py.bounds import CHECKPOINT_LIFE, in_steps
+from machinery_py.bounds import CHECKPOINT_LIFE, SIGNALS_BYTES, in_steps
 from machinery_py.brokers.base import Message
 from machinery_py.errors import DecodeError, SignalRefused, Unsupported
 from machinery_py.names import check_signal, check_step
 from machinery_py.registry.calls import Call
 from machinery_py.rows.contract import Patience
 from machinery_py.stores.base import Submission
-from machinery_py.tasks.checkpoints import newest_generation
+from machinery_py.tasks.context import Context
 from machinery_py.tasks.mailboxes import (
+    FAILED,
+    TIMER,
     WAIT,
     Mailbox,
     OpenWait,
+    brought_to,
     decode,
     delivered,
     encode,
     life_of,
-    read_in,
+    read_among,
     record_of,
     stands,
     timed_by,
@@ -38,9 +41,14 @@ from machinery_py.tasks.mailboxes import (
 from machinery_py.tasks.signature import Signature, new_uuid
 from machinery_py.tasks.states import SUSPENDED, TaskState
 from machinery_py.tasks.workflow import result_value
+from machinery_py.texts import get_logger
 from machinery_py.transactions import current
 from machinery_py.wire.signatures import decode_signature
 from machinery_py.wire.states import decode_results, encode_results
+
+logger = get_logger(__name__)
+
+TOO_LARGE = "machinery_py.errors.StepRefused"  # error type of a result that cannot be kept
 
 
 def _any() -> Any: ...
@@ -87,7 +95,7 @@ def _deliver(
     """Add it to the mailbox; False: it was there before. None: another one has changed that."""
     body, box = _mailbox(app, uuid)
     if body is None:
-        box = decode(None, read_in(newest_generation(app.store.backend.checkpoints(uuid))))
+        box = decode(None, read_among(app.store.backend.checkpoints(uuid)))
     if key in box.keys:
         return bool(tries)
     # Read behind the mailbox: while that does not change, this does not become another wait's.
@@ -121,6 +129,34 @@ def wake(app: Application, timer: Signature[Any]) -> None:
         patience.wait()
 
 
+def bring_result(app: Application, message: Signature[Any]) -> None:
+    """Tell a task what became of the one whose result it waits for, or has waited for."""
+    uuid, name = brought_to(message)
+    failed, results = None, encode_results(message.args[2:])
+    if message.name == FAILED:
+        failure = Context(message, queue="", delivery=1, worker="", report=None).failed
+        failed, results = (str(message.args[0].value), failure.error_type if failure else ""), b"[]"
+    if len(results) > SIGNALS_BYTES:
+        text = f"its result has {len(results):,} bytes, more than a checkpoint may have"
+        failed, results = (f"{text} ({SIGNALS_BYTES:,})", TOO_LARGE), b"[]"
+    patience = Patience()
+    while True:
+        body, box = _mailbox(app, uuid)
+        if body is None or name in box.keys:
+            return  # nobody waits for it any more, or it was told before
+        state = app.store.backend.get_states([uuid]).get(uuid)
+        if box.wait is not None and not stands(box.wait, state):
+            box = without_wait(box)
+        try:
+            new, ended = delivered(box, name, results, name, failed)
+        except SignalRefused as error:  # it came too late, so nobody misses it
+            logger.debug("task %s does not get %s: %s", uuid, name, error)
+            return
+        if _change(app, uuid, body, new, ended):
+            return
+        patience.wait()
+
+
 def open_wait(app: Application, state: TaskState) -> OpenWait | None:
     """Return the wait that the task is suspended in, by its state; None: it is in none."""
     if state.error_type != SUSPENDED or not app.store.backend.features.riders:
@@ -147,26 +183,30 @@ def forget_signals(app: Application, uuid: str) -> None:
         backend.release([(record, body)])
 
 
-def suspended_by(app: Application, timers: Sequence[Message]) -> list[Message]:
-    """Return the messages of the tasks that are suspended until these timers."""
-    if not (timers and app.store.backend.features.riders):
+def suspended_by(app: Application, messages: Sequence[Message]) -> list[Message]:
+    """Return the messages of the tasks whose waits these would end: timers, and results."""
+    if not (messages and app.store.backend.features.riders):
         return []
-    uuids = list(map(_timed_by, timers))
-    found = app.store.backend.claims(list(map(record_of, uuids)))
+    awaited = list(map(_awaited, messages))
+    found = app.store.backend.claims([record_of(uuid) for uuid, _ in awaited])
     suspended: list[Message] = []
-    for uuid, timer, body in zip(uuids, timers, found, strict=True):
+    for (uuid, what), message, body in zip(awaited, messages, found, strict=True):
         wait = decode(body).wait
-        if wait is not None and wait.id == timer.uuid:
+        if wait is not None and what in (wait.id, wait.name):
             name = decode_signature(wait.body).name
-            suspended.append(msgspec.structs.replace(timer, uuid=uuid, name=name, body=wait.body))
+            suspended.append(msgspec.structs.replace(message, uuid=uuid, name=name, body=wait.body))
     return suspended
 
 
-def _timed_by(timer: Message) -> str:
+def _awaited(message: Message) -> tuple[str, str]:
+    """Return the task that a message wakes, and what of: its wait, or a signal."""
     try:
-        return timed_by(decode_signature(timer.body))
+        signature = decode_signature(message.body)
     except DecodeError:  # somebody else has named his message so
-        return ""
+        return "", ""
+    if message.name == TIMER:
+        return timed_by(signature), signature.uuid
+    return brought_to(signature)
 
 
 def _mailbox(app: Application, uuid: str) -> tuple[bytes | None, Mailbox]:

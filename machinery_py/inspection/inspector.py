@@ -269,7 +269,8 @@ class Inspector:
             body = wait.body
         else:
             body = state.message if state.is_finished else self._waiting_body(state)
-        signature, signal = decoded(body), "" if wait is None else wait.name
+        signature = decoded(body)
+        signal = "" if wait is None or wait.child else wait.name
         rows = backend.checkpoints(state.task_uuid) if backend.features.checkpoints else {}
         if signature is None:
             return TaskReport(state=state, steps=steps_of(rows), waits_for=signal)

@@ -217,7 +217,7 @@ class _Look:
         unserved = list(self._unserved(queue))
         if message is None:
             yield from unserved
-            if (waits := self._waits_for_signal()) is not None:
+            if (waits := self._open_wait()) is not None:
                 yield waits
             else:
                 yield from self._unseen(queue)
@@ -239,16 +239,17 @@ class _Look:
         if place is not None:
             yield from self._behind(queue, place, message, waiting)
 
-    def _waits_for_signal(self) -> Reason | None:
-        """Return the signal that it waits for; None: it waits for none."""
+    def _open_wait(self) -> Reason | None:
+        """Return the signal, or the task, that it waits for; None: it waits for none."""
         wait = self._read("signals", lambda: open_wait(self._app, self._state))
         if wait is None:
             return None
-        return Reason(
-            cause="signal",
-            text=f"it {waits_for(wait.name, moment_of(wait.until) if wait.until else None)}",
-            hint=self._hint("signal", f"{self._state.task_uuid} {wait.name}"),
-        )
+        text = f"it {waits_for(wait.name, moment_of(wait.until) if wait.until else None)}"
+        if wait.child:
+            hint = self._hint("why", wait.child)
+            return Reason(cause="task", text=f"{text}: {wait.child}", hint=hint)
+        hint = self._hint("signal", f"{self._state.task_uuid} {wait.name}")
+        return Reason(cause="signal", text=text, hint=hint)
 
     def _messages(self, read: Callable[[Any], list[Message]]) -> list[Message]:
         return self._read("messages", lambda: read(self._app.store.broker)) or []

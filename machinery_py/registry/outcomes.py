@@ -20,6 +20,7 @@ from machinery_py.tasks.backoff import MAX_DELAY, Backoff, delay_for
 from machinery_py.tasks.checkpoints import next_generation, tried
 from machinery_py.tasks.lineage import Last, lasts_of
 from machinery_py.tasks.linking import link
+from machinery_py.tasks.mailboxes import RESULT
 from machinery_py.tasks.signature import (
     COUNTED,
     FIRST_ATTEMPT,
@@ -366,8 +367,12 @@ def _success_callbacks(
     callbacks = signature.on_success
     if not callbacks:
         return ()
-    if signature.immutable or not results:
+    if not results:
         return tuple(callbacks)
+    if signature.immutable:  # what waits for the result gets it all the same
+        return tuple(
+            one.with_args(after=results) if one.name == RESULT else one for one in callbacks
+        )
     return tuple(one if one.is_fixed else one.with_args(after=results) for one in callbacks)
 
 

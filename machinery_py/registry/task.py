@@ -38,7 +38,7 @@ from machinery_py.registry.options import (
 )
 from machinery_py.results.async_results import AsyncResult
 from machinery_py.tasks.context import Context
-from machinery_py.tasks.mailboxes import TIMER
+from machinery_py.tasks.mailboxes import SILENT
 from machinery_py.tasks.signature import HEADER_UNIQUE, Arg, Signature, Step, new_uuid
 from machinery_py.tasks.workflow import Group
 
@@ -87,7 +87,7 @@ class Task(Generic[P, R]):
             TypeError, ValueError: an option is unknown, or its value makes no sense.
         """
         check_task(name)
-        if name == TIMER:
+        if name in SILENT:
             raise NameRefused(f"task {name!r} is the library's own (choose another name)", name)
         self.name = name
         self.function = function

@@ -26,7 +26,7 @@ import msgspec
 from machinery_py.clock import Seconds, seconds_of, timeout_of
 from machinery_py.errors import ArgumentError, MachineryError, TimeLimitExceeded, Unsupported
 from machinery_py.fences import Fence, local_fence
-from machinery_py.tasks.signature import HEADER_FAILED, Signature
+from machinery_py.tasks.signature import HEADER_FAILED, Signature, Step
 from machinery_py.texts import quoted
 from machinery_py.values.json_values import Failure, NeedsTags, pack, shown
 from machinery_py.values.malformed import MALFORMED
@@ -68,8 +68,10 @@ class StepCaller(Protocol):
     ) -> Coroutine[Any, Any, Any]: ...
     def sleep(self, length: Seconds | dt.datetime, /) -> None: ...
     def sleep_async(self, length: Seconds | dt.datetime, /) -> Coroutine[Any, Any, None]: ...
-    def wait_for(self, name: str, timeout: Seconds | None, /) -> Any: ...
-    def wait_for_async(self, name: str, timeout: Seconds | None, /) -> Coroutine[Any, Any, Any]: ...
+    def wait_for(self, what: str | Step[Any], timeout: Seconds | None, /) -> Any: ...
+    def wait_for_async(
+        self, what: str | Step[Any], timeout: Seconds | None, /
+    ) -> Coroutine[Any, Any, Any]: ...
 
 
 class StepWithOptions(Protocol):
@@ -339,30 +341,46 @@ class Context:
         length = _checked(length)
         return self._steps().sleep_async(length)
 
-    def wait_for(self, name: str, *, timeout: Seconds | None = None) -> Any:
-        """Return the next signal of this name; suspend the task until it comes.
+    @overload
+    def wait_for(self, what: str, *, timeout: Seconds | None = None) -> Any: ...
+    @overload
+    def wait_for(self, what: Step[T], *, timeout: Seconds | None = None) -> T: ...
+    def wait_for(self, what: str | Step[Any], *, timeout: Seconds | None = None) -> Any:
+        """Return the next signal of this name, or the result of another task or workflow.
 
-        Signals are kept in the order in which they come, also before the task waits for them. Each
-        `wait_for` gets the next one of its name, and keeps it as a checkpoint.
+        Until that comes the task is suspended. It is kept as a checkpoint. Signals are kept in the
+        order in which they come, also before the task waits for them; each `wait_for` gets the next
+        one of its name.
 
         Args:
+            what: the name of a signal; or a signature, chain or group, which is sent in the same
+                step in which the task is suspended: once, in whatever run.
             timeout: seconds or a timedelta, from the first time on that this is reached; None: it
-                waits without end.
+                waits without end. A task that was sent goes on.
 
         Raises:
             SignalTimeout: it did not come in time; so it is in every later run.
+            TaskFailed: the other task has failed for good; the same.
             Suspended: it has not come yet. As `sleep`.
             StepRefused, StepLost, Unsupported: as `step`.
         """
-        timeout = timeout_of(timeout)
-        return self._steps().wait_for(name, timeout)
+        timeout, what = timeout_of(timeout), _awaitable(what)
+        return self._steps().wait_for(what, timeout)
 
+    @overload
     def wait_for_async(
-        self, name: str, *, timeout: Seconds | None = None
+        self, what: str, *, timeout: Seconds | None = None
+    ) -> Coroutine[Any, Any, Any]: ...
+    @overload
+    def wait_for_async(
+        self, what: Step[T], *, timeout: Seconds | None = None
+    ) -> Coroutine[Any, Any, T]: ...
+    def wait_for_async(
+        self, what: str | Step[Any], *, timeout: Seconds | None = None
     ) -> Coroutine[Any, Any, Any]:
         """`wait_for` for coroutines."""
-        timeout = timeout_of(timeout)
-        return self._steps().wait_for_async(name, timeout)
+        timeout, what = timeout_of(timeout), _awaitable(what)
+        return self._steps().wait_for_async(what, timeout)
 
     @property
     def step_key(self) -> str:
@@ -436,6 +454,15 @@ def notes_json(noted: Mapping[str, str]) -> str:
 
 def _checked(length: Seconds | dt.datetime) -> Seconds | dt.datetime:
     return length if isinstance(length, dt.datetime) else seconds_of("length", length)
+
+
+def _awaitable(what: str | Step[T]) -> str | Step[T]:
+    if isinstance(what, (str, Step)):
+        return what
+    raise TypeError(
+        f"wait_for: found {what!r} (expected the name of a signal; or, for the result of another "
+        "task, its signature, which this sends: wait_for(render.signature(7)))"
+    )
 
 
 def _number(what: str, value: object) -> float:

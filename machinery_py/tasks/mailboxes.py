@@ -10,6 +10,9 @@ message of the next run in it, in one step. Whoever ends the wait publishes that
 step. A timer is a late message of its own, which does no more than that; a wait without a timeout
 has none. So a task has a delivery,
 a wait or a message, one of them. docs/explanation/durable-functions.md has the crash points.
+
+The result of another task is a signal whose name no user can give. The settlement that suspends the
+task sends that one, with callbacks that bring what became of it.
 """
 
 from __future__ import annotations
@@ -32,15 +35,26 @@ WAIT = "wait for "  # before the name of a signal: of the steps that wait
 TIMER = "machinery.timer"  # name of the message that ends a wait when its time is up
 TIMERS = "timer_"  # their UUIDs begin so
 DEADLINE = "deadline "  # before the name of a signal: of the steps that keep when a wait ends
+CHILD = "result of "  # before the name of a task: of the steps that wait for its result
+RESULT = "machinery.result"  # names of the callbacks that bring a result, or that there is none
+FAILED = "machinery.failed"
+SILENT = frozenset((TIMER, RESULT, FAILED))  # no states are kept of these
 
 
 class Sent(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A signal. `number`: of its name, from 1; `results`: its value, as a state has results."""
+    """A signal.
+
+    Attributes:
+        number: of its name, from 1.
+        results: its value, as a state has results.
+        failed: error and error type of a task that has none.
+    """
 
     name: str
     number: int
     results: bytes
     key: str
+    failed: tuple[str, str] | None = None
 
 
 class OpenWait(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -52,6 +66,7 @@ class OpenWait(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         body: the message of the run that goes on, `run` its number.
         until: µs since 1970; 0: it has no end, and no timer.
         tenant: of the message, in a fair queue.
+        child: the task whose result is waited for; "": none.
     """
 
     id: str
@@ -60,6 +75,7 @@ class OpenWait(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     run: RunNumber
     until: int
     tenant: str | None = None
+    child: str = ""
 
 
 class Mailbox(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -116,12 +132,16 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         read: how many it has got of each name.
         until: µs since 1970; 0: no end.
         waits: the task is to wait for it; else only one that is there is wanted.
+        child: UUID of the task whose result it is; "": of none.
+        workflow: that ends with this task, as `pack_step` has it.
     """
 
     name: str
     read: dict[str, int]
     until: int
     waits: bool
+    child: str = ""
+    workflow: bytes = b""
 
     @property
     def number(self) -> int:
@@ -130,32 +150,39 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Received(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Answer to a Wanted: the value of the signal, as a state has results; or there is none.
+    """Answer to a Wanted: the signal; or there is none.
 
-    `waits`: the run is to end, and the task waits.
+    Attributes:
+        results: its value, as a state has results.
+        waits: the run is to end, and the task waits.
+        failed: as of Sent.
     """
 
     results: bytes | None = None
     waits: bool = False
+    failed: tuple[str, str] | None = None
 
 
-def delivered(box: Mailbox, name: str, results: bytes, key: str) -> tuple[Mailbox, OpenWait | None]:
+def delivered(
+    box: Mailbox, name: str, results: bytes, key: str, failed: tuple[str, str] | None = None
+) -> tuple[Mailbox, OpenWait | None]:
     """Return the mailbox with one more signal, and the wait that this ends.
 
     Raises:
-        SignalRefused: there is no room for it.
+        SignalRefused: there is no room for it. For one that ends a wait there always is.
     """
+    wait = box.wait if box.wait is not None and box.wait.name == name else None
     size = len(results) + sum(len(one.results) for one in box.sent)
-    if len(box.sent) >= MOST_SIGNALS or size > SIGNALS_BYTES:
+    is_full = len(box.sent) >= MOST_SIGNALS or size > SIGNALS_BYTES
+    if len(results) > SIGNALS_BYTES or (is_full and wait is None):
         raise SignalRefused(
             f"the task has {len(box.sent):,} unread signals, and with this one they would have "
             f"{size:,} bytes (at most {MOST_SIGNALS:,}, and {SIGNALS_BYTES:,} bytes)"
         )
     number = box.counts.get(name, 0) + 1
-    wait = box.wait if box.wait is not None and box.wait.name == name else None
     return (
         Mailbox(
-            sent=(*box.sent, Sent(name, number, results, key)),
+            sent=(*box.sent, Sent(name, number, results, key, failed)),
             counts={**box.counts, name: number},
             keys=(*box.keys, key)[-MOST_SIGNALS:],
             wait=None if wait is not None else box.wait,
@@ -165,22 +192,29 @@ def delivered(box: Mailbox, name: str, results: bytes, key: str) -> tuple[Mailbo
     )
 
 
-def signal_in(box: Mailbox, wanted: Wanted) -> bytes | None:
-    """Return the value of the signal; None: it has not come."""
+def signal_in(box: Mailbox, wanted: Wanted) -> Received | None:
+    """Return the signal; None: it has not come."""
     for one in box.sent:
         if one.name == wanted.name and one.number == wanted.number:
-            return one.results
+            return Received(one.results, failed=one.failed)
     return None
 
 
-def read_in(rows: Mapping[str, Checkpoint]) -> dict[str, int]:
-    """Return how many signals of each name are among these checkpoints."""
+def read_in(rows: Mapping[str, Checkpoint], generation: int) -> dict[str, int]:
+    """Return how many signals of each name are among the checkpoints of this generation."""
     read: dict[str, int] = {}
     for step, row in rows.items():
         if step.startswith(WAIT) and not row.failed:
             name = step.partition("#")[0].removeprefix(WAIT)
             read[name] = read.get(name, 0) + 1
+        elif step.startswith(CHILD):  # one that came too late is not wanted any more
+            read[result_signal(generation, step)] = 1
     return read
+
+
+def result_signal(generation: int, step: str) -> str:
+    """Return the name of the signal that is the result of the task that this step waits for."""
+    return f"#{generation} {step}"  # which no user can give: see `check_signal`
 
 
 def of_next_generation(box: Mailbox, read: Mapping[str, int], generation: int) -> Mailbox:
@@ -188,7 +222,7 @@ def of_next_generation(box: Mailbox, read: Mapping[str, int], generation: int) -
     counts: dict[str, int] = {}
     unread: list[Sent] = []
     for one in box.sent:
-        if one.number > read.get(one.name, 0):
+        if one.number > read.get(one.name, 0) and not one.name.startswith("#"):
             counts[one.name] = number = counts.get(one.name, 0) + 1
             unread.append(Sent(one.name, number, one.results, one.key))
     return msgspec.structs.replace(box, sent=tuple(unread), counts=counts, generation=generation)
@@ -198,7 +232,12 @@ def unread_in(box: Mailbox, rows: Mapping[str, bytes]) -> Mailbox:
     """Return the mailbox without the signals that the task has read, by all its checkpoints."""
     if box.generation > last_generation(rows):
         return box  # it has read none yet
-    return _without(box, read_in(newest_generation(rows)))
+    return _without(box, read_among(rows))
+
+
+def read_among(rows: Mapping[str, bytes]) -> dict[str, int]:
+    """Return how many signals of each name the task has read, by all its checkpoints."""
+    return read_in(newest_generation(rows), last_generation(rows))
 
 
 def _without(box: Mailbox, read: Mapping[str, int]) -> Mailbox:
@@ -222,6 +261,7 @@ def waiting(
         run=run,
         until=wanted.until,
         tenant=tenant,
+        child=wanted.child,
     )
     return msgspec.structs.replace(_without(box, wanted.read), wait=wait)
 
@@ -274,4 +314,29 @@ def timed_by(timer: Signature[Any]) -> str:
 def waits_for(name: str, until: dt.datetime | None) -> str:
     """Return what is shown of a task that waits."""
     end = "" if until is None else f" until {until:%Y-%m-%d %H:%M:%S} UTC"
-    return f"waits for signal {name!r}{end}"
+    what = f"the {name.partition(' ')[2]}" if name.startswith("#") else f"signal {name!r}"
+    return f"waits for {what}{end}"
+
+
+# The result of another task
+
+
+def brings_result(uuid: str, signal: str, queue: str) -> tuple[Signature[Any], Signature[Any]]:
+    """Return the callbacks that tell a task what became of another one: its success, its failure.
+
+    They are plain callbacks on the wire, so a worker of Go may run that one.
+    """
+    args = [Arg(type="string", value=uuid), Arg(type="string", value=signal)]
+    success: Signature[Any] = Signature(name=RESULT, args=args, routing_key=queue)
+    return success, success.replace(name=FAILED)
+
+
+def brought_to(message: Signature[Any]) -> tuple[str, str]:
+    """Return the task that such a callback tells, and the signal; ("", ""): it is none of ours."""
+    first = 1 if message.name == FAILED else 0  # behind the error text
+    values = [one.value for one in message.args[first : first + 2]]
+    if len(values) == 2 and all(isinstance(value, str) for value in values):
+        uuid, signal = values
+        if signal.startswith("#"):
+            return uuid, signal
+    return "", ""

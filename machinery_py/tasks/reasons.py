@@ -29,7 +29,7 @@ CAUSES = frozenset(
     (
         "ended", "running", "worker gone", "worker stalled", "revoked", "expired", "paused",
         "no worker", "unknown task", "behind", "limit", "lock", "delayed", "retried", "held",
-        "outbox", "members", "signal", "beyond", "store away", "not found",
+        "outbox", "members", "signal", "task", "beyond", "store away", "not found",
     )
 )  # fmt: skip
 

@@ -1,7 +1,7 @@
-"""A task that waits for signals, in any order of what workers, senders and timers do.
+"""A task that waits for signals and other tasks, in any order of what happens meanwhile.
 
 After each move the task has one of a message, a delivery, a wait and an end. In the end it has got
-the accepted signals in their order, and nothing else but timeouts.
+the accepted signals in their order, the results of the others, and nothing else but timeouts.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from machinery_py import Config, Server, State, current_task
+from machinery_py import Config, Server, State, TaskFailed, current_task
 from machinery_py.backends.base import CONFLICT, FENCED
 from machinery_py.errors import SignalRefused, SignalTimeout
 from machinery_py.revocation import end_if_revoked, revoked_among
 from machinery_py.stores.base import Session
-from machinery_py.tasks.mailboxes import TIMER, decode, record_of
+from machinery_py.tasks.mailboxes import SILENT, decode, record_of
 from machinery_py.testing import Harness
 from machinery_py.worker.admission.intake import accept, peek
 from machinery_py.worker.running.execution import Execution
@@ -28,6 +28,7 @@ from machinery_py.worker.running.waiting import run_again
 from tests.models.machine import EXAMPLES
 
 WAITS, TIMEOUT, WORKERS = 4, 100, 3
+LATE, BROKEN = -1, -2  # in place of a value
 
 
 @dataclass
@@ -50,13 +51,27 @@ class World:
         self.is_revoked = False
 
         @server.task
-        def flow() -> list[int]:
-            task, found = current_task(), list[int]()
+        def other(number: int) -> int:
+            if number == 2:
+                raise ValueError(number)
+            return number
+
+        @server.task
+        def flow() -> list[tuple[int, int]]:
+            task, found = current_task(), list[tuple[int, int]]()
             for number in range(WAITS):
+                timeout = TIMEOUT if number % 2 else None
                 try:
-                    found.append(task.wait_for("go", timeout=TIMEOUT if number % 2 else None))
+                    told = task.wait_for("go", timeout=timeout)
                 except SignalTimeout:
-                    found.append(-1)
+                    told = LATE
+                try:
+                    result = task.wait_for(other.signature(number), timeout=timeout)
+                except SignalTimeout:
+                    result = LATE
+                except TaskFailed:
+                    result = BROKEN
+                found.append((told, result))
             return found
 
         self.result: Any = flow.send()
@@ -171,18 +186,21 @@ class World:
         [body] = self.app.store.backend.claims([record_of(uuid)])
         places = {
             "message": sum(one.uuid == uuid for one in messages),
-            "delivery": sum(one.execution is not None for one in self.workers),
+            "delivery": sum(
+                one.execution is not None and one.execution.signature.uuid == uuid
+                for one in self.workers
+            ),
             "wait": int(decode(body).wait is not None),
         }
         if self.state.is_finished:
             assert places["wait"] == 0, (seed, places)
         else:
             assert sum(places.values()) == 1, (seed, places)
-        assert all(one.name in ("flow", TIMER) or one.uuid == uuid for one in messages)
+        assert all(one.name in ("other", *SILENT) or one.uuid == uuid for one in messages)
 
     def end(self, seed: str) -> None:
         """Let it come to its end, and look at what it has got."""
-        for _ in range(10 * WAITS):
+        for _ in range(30 * WAITS):
             for number in range(WORKERS):
                 for what in ("claim", "run", "settle"):
                     self.move(what, number)
@@ -196,8 +214,12 @@ class World:
         if self.is_revoked and state.state is State.FAILURE:
             return
         assert state.state is State.SUCCESS, (seed, state)
-        found = [number for number in self.result.get(timeout=1) if number > 0]
-        assert found == self.accepted[: len(found)], seed
+        found = self.result.get(timeout=1)
+        told = [number for number, _ in found if number != LATE]
+        assert told == self.accepted[: len(told)], seed
+        for number, (_, result) in enumerate(found):
+            expected = BROKEN if number == 2 else number
+            assert result == expected or (number % 2 and result == LATE), (seed, found)
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -208,7 +230,7 @@ def test_task_is_at_one_place_and_gets_each_signal_once(part: int) -> None:
         server = Server(Config(broker="memory://"))
         with Harness(server) as harness:
             world = World(server, harness)
-            for _ in range(random.randrange(20, 80)):
+            for _ in range(random.randrange(20, 160)):
                 moves = list(world.moves())
                 [(_, move)] = random.choices(moves, [weight for weight, _ in moves])
                 world.move(*move)

@@ -154,6 +154,19 @@ def times_out() -> int:
     return 0
 
 
+@server.task
+def answer(value: int) -> int:
+    note("answered", value)
+    return value
+
+
+@server.task
+def asks() -> int:
+    """Wait for another task's result, and make a step of it."""
+    task = current_task()
+    return task.step("made", _made_of, task.wait_for(answer.signature(7)))
+
+
 def _made_of(value: int) -> int:
     note("made", value)
     return value

@@ -79,7 +79,14 @@ def flow() -> list[str]:
             task.sleep(0.3)
         if number == STEPS // 2:
             saw(task.wait_for("go", timeout=600))
+        if number == 2 * STEPS // 3:
+            saw(task.wait_for(drawn.signature()))
     return values
+
+
+@server.task
+def drawn() -> str:
+    return uuid.uuid4().hex
 
 
 def _made() -> str:

@@ -54,7 +54,7 @@ def test_flows_under_kills_end_right_and_keep_each_step_once(fleet: Fleet, serve
         for uuid, values in found.items()
         for place, value in enumerate(values, start=1)
     }
-    assert {len(values) for values in found.values()} == {STEPS + 1}
+    assert {len(values) for values in found.values()} == {STEPS + 2}
     assert {values[STEPS // 2 + 1] for values in found.values()} == {"yes"}
     assert not server.inspect.dead()
 

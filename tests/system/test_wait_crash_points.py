@@ -57,6 +57,24 @@ def test_signal_wakes_a_task_whose_worker_was_killed(
     assert stage.calls()["made"] == 1
 
 
+@pytest.mark.parametrize(
+    ("stage", "point"), cells(*WAIT_POINTS, *WAKE_POINTS, put=True), indirect=["stage"]
+)
+@pytest.mark.parametrize("deaths", [1, 2, 3])
+def test_result_wakes_a_task_though_workers_were_killed(
+    stage: Stage, survivor: Server, point: str, deaths: int
+) -> None:
+    """One after the other, at the first such point of each."""
+    sent = survivor.send(crashing.asks.signature())
+    killed = [stage.run("worker", point).returncode for _ in range(deaths)]
+    assert killed[0] == -9
+
+    with survivor.new_worker(concurrency=2):
+        assert sent.get(timeout=HANG) == 7
+    assert stage.calls()["made"] == 1
+    assert 1 <= stage.calls()["answered"] <= deaths + 1  # an outbox may publish it twice
+
+
 @pytest.mark.parametrize(("stage", "point"), cells(*WAKE_POINTS), indirect=["stage"])
 def test_signal_of_a_sender_that_was_killed_is_given_once(
     stage: Stage, survivor: Server, point: str

@@ -303,6 +303,23 @@ def test_task_gets_the_signals_that_it_waits_for(shop: Shop) -> None:
     assert shop.mails[0] == (7, "yes")
 
 
+def test_task_that_waits_for_another_is_crashed_with_it(shop: Shop) -> None:
+    @shop.server.task
+    def render(page: int) -> str:
+        return f"page {page}"
+
+    @shop.server.task
+    def publish() -> None:
+        task = current_task()
+        text = task.wait_for(render.signature(7))
+        task.step("mail", shop.send_mail, 7, text)
+
+    report = shop.run(publish, at_least_once={"mail": shop.mails})
+    assert (report.lost, report.doubled) == ([], [])
+    assert shop.mails[0] == (7, "page 7")
+    assert report.points > 12
+
+
 def test_task_that_gets_no_signal_never_ends(shop: Shop) -> None:
     @shop.server.task
     def approve() -> None:

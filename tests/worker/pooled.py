@@ -22,6 +22,7 @@ from machinery_py import (
     Retry,
     RetryTaskLater,
     Server,
+    TaskFailed,
     TimeLimitExceeded,
     current_task,
 )
@@ -366,6 +367,17 @@ def told(trace: str) -> object:
     task = current_task()
     task.step("first", _step, trace, "first")
     return task.wait_for("approval", timeout=60)
+
+
+@server.task(pool="process")
+def asks(trace: str) -> list[object]:
+    task = current_task()
+    keys = task.wait_for(steps_async.signature(trace))
+    try:
+        task.wait_for(no_steps.signature(trace))
+    except TaskFailed as error:
+        return [keys, error.error_type]
+    return []
 
 
 @server.task(pool="process", on_worker_lost="fail")

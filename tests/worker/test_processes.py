@@ -228,6 +228,16 @@ def test_task_waits_for_a_signal_in_no_process(worker: Worker, tmp_path: Path) -
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_task_waits_for_another_one_in_no_process(worker: Worker, tmp_path: Path) -> None:
+    result = pooled.asks.send(str(tmp_path))
+
+    keys, error_type = result.get(HANG)
+    child = keys[0].partition(":")[0]
+    assert keys == [f"{child}:0:{name}" for name in ("first", "second")]
+    assert child != result.uuid
+    assert error_type == "machinery_py.errors.Unsupported"
+
+
 def test_steps_that_a_process_cannot_have_are_refused(worker: Worker, tmp_path: Path) -> None:
     with pytest.raises(TaskFailed, match="no_steps cannot have steps: on_worker_lost='fail'"):
         pooled.no_steps.send(str(tmp_path)).get(HANG)

@@ -17,7 +17,7 @@ from machinery_py.events import Event, TaskRejected, TaskSuspended
 from machinery_py.stores.base import Mark, Settlement
 from machinery_py.stores.rows import RowsSession
 from machinery_py.tasks import mailboxes
-from machinery_py.tasks.mailboxes import TIMER
+from machinery_py.tasks.mailboxes import FAILED, RESULT, TIMER
 from machinery_py.tasks.signature import Arg, Signature
 from machinery_py.testing import Harness
 from machinery_py.testing.waiting import HANG, wait_until
@@ -220,7 +220,7 @@ def test_step_may_not_be_named_like_a_wait(server: Server) -> None:
         current_task().step(name, int, 7)
 
     with server.new_worker():
-        for name in ("wait for approval", "deadline approval", "sleep"):
+        for name in ("wait for approval", "deadline approval", "result of a", "sleep"):
             with pytest.raises(TaskFailed, match="choose another name"):
                 flow.send(name).get(timeout=HANG)
 
@@ -292,9 +292,65 @@ def test_worker_outlives_a_hook_that_fails_when_a_waiting_task_is_ended(
         assert result.get(timeout=HANG) == 7
 
 
-def test_name_of_timers_is_taken(server: Server) -> None:
+@pytest.mark.parametrize("name", [TIMER, RESULT, FAILED])
+def test_names_of_what_ends_a_wait_are_taken(server: Server, name: str) -> None:
     with pytest.raises(NameRefused, match="the library's own"):
-        server.register_task(TIMER, print)
+        server.register_task(name, print)
+
+
+def test_task_waits_for_no_sent_task(server: Server) -> None:
+    @server.task
+    def add(a: int) -> int:
+        return a
+
+    @server.task(retries=0)
+    def flow(how: str) -> None:
+        if how == "sent":
+            current_task().wait_for(add.send(1))  # type: ignore[call-overload]
+        elif how == "named":
+            current_task().wait_for(add.options(uuid="mine").signature(1))
+        else:
+            current_task().wait_for(add.options(unique=True).signature(1))
+
+    with server.new_worker():
+        for how, text in (
+            ("sent", r"its signature, which this sends"),
+            ("named", "it has a UUID, mine"),
+            ("unique", "has no place in a chain"),
+        ):
+            with pytest.raises(TaskFailed, match=text):
+                flow.send(how).get(timeout=HANG)
+
+
+def test_task_that_no_worker_knows_ends_the_wait() -> None:
+    server = Server(Config(broker="memory://", unregistered_timeout=1.0))
+
+    @server.task(retries=0)
+    def flow() -> Any:
+        return current_task().wait_for(Signature(name="of another program"))
+
+    with Harness(server) as machinery:
+        result = flow.send()
+        for _ in range(3):
+            machinery.drain(raise_failures=False)
+            machinery.advance(minutes=1)
+        with pytest.raises(TaskFailed, match="task 'of another program' is not registered"):
+            result.touch()
+
+
+def test_waits_take_no_time_where_tasks_run_at_once() -> None:
+    server = Server(Config(broker="eager"))
+
+    @server.task
+    def add(a: int, b: int) -> int:
+        return a + b
+
+    @server.task
+    def flow() -> list[int]:
+        task = current_task()
+        return [task.wait_for(add.signature(n, 1), timeout=60) for n in range(2)]
+
+    assert flow.send().get(timeout=HANG) == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ class HoldConformance(MessageCase):
     def test_dead_hold_is_found_although_the_clock_was_set_back(
         self, rows: MessageRows, hold: Hold, clock: ManualClock
     ) -> None:
-        """Its last beat is in the future then."""
+        """The last beat is in the future then."""
         other = rows.open_hold(b"two", lease=LEASE)
         self.hide(rows, hold)
         self.hide(rows, other)

@@ -286,7 +286,7 @@ class SignalConformance(LostWorkerCase):
             finally:
                 first.close()
 
-        with pytest.raises(TaskFailed, match="one signal at a time"):
+        with pytest.raises(TaskFailed, match="one thing at a time"):
             flow.send().get(timeout=HANG)
 
     def test_signal_that_nobody_can_get_is_refused(self, app: App) -> None:

@@ -12,9 +12,9 @@ from machinery_py.errors import ArgumentError, DecodeError, MachineryError, Name
 from machinery_py.names import REASON as REASON_NAME
 from machinery_py.names import check_call, check_message, is_made
 from machinery_py.registry.outcomes import Failed, Succeeded
-from machinery_py.signals import wake
+from machinery_py.signals import bring_result, wake
 from machinery_py.stores.base import AWAY, REASON_REFUSED
-from machinery_py.tasks.mailboxes import TIMER, timed_by
+from machinery_py.tasks.mailboxes import SILENT, TIMER, brought_to, timed_by
 from machinery_py.tasks.signature import (
     HEADER_COLLECT,
     HEADER_EXPIRES,
@@ -107,7 +107,7 @@ def accept(execution: Execution, revoked: Mapping[str, bool]) -> bool:
     if execution.stage is not CLAIMED:
         return False
     signature, delivery = execution.signature, execution.delivery
-    if signature.name == TIMER:
+    if signature.name in SILENT:
         _wake(execution)
         return False
     execution.take(execution.app.registry.find(signature.name))
@@ -153,15 +153,20 @@ def _wait_for_store(execution: Execution, error: MachineryError) -> None:
 
 
 def _wake(execution: Execution) -> None:
-    """Let the task of a timer go on; the timer has no state."""
-    if not timed_by(execution.signature):
-        _reject(execution, REASON_NAME, f"{TIMER} is no task of yours, nor a timer of ours")
+    """Let the task go on that waits for this timer, or result. Neither has a state."""
+    message = execution.signature
+    uuid = timed_by(message) if message.name == TIMER else brought_to(message)[0]
+    if not uuid:
+        _reject(execution, REASON_NAME, f"{message.name} is no task of yours, nor is this ours")
         return
     try:
-        wake(execution.app, execution.signature)
+        if message.name == TIMER:
+            wake(execution.app, message)
+        else:
+            bring_result(execution.app, message)
     except AWAY as error:
         if not error.permanent:
-            logger.warning("task %s cannot go on now: %s", timed_by(execution.signature), error)
+            logger.warning("task %s cannot go on now: %s", uuid, error)
             eta = execution.app.now() + dt.timedelta(seconds=FIRST_PAUSE)
             execution.settle(execution.end_of_delivery(Fate.LATER, eta=eta, reason=WAITING))
             return

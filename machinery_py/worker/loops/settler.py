@@ -41,7 +41,7 @@ from machinery_py.events import (
 from machinery_py.registry.outcomes import REVOKED, Failed
 from machinery_py.revocation import end_if_revoked, let_go
 from machinery_py.stores.base import AWAY, Mark, Session, Settlement, in_place_of
-from machinery_py.tasks.mailboxes import TIMER
+from machinery_py.tasks.mailboxes import SILENT
 from machinery_py.tasks.signature import HEADER_KEPT, HEADER_UNIQUE
 from machinery_py.tasks.states import FAILURE, FINISHED, RECEIVED, RETRY, SUCCESS, SUSPENDED
 from machinery_py.texts import get_logger
@@ -572,7 +572,12 @@ def _events(execution: Execution, verdict: Verdict) -> Iterator[Event]:
 def _rejection(execution: Execution, settlement: Settlement) -> str:
     """Return why the worker did not run a task; "" if it did, or gives it back."""
     signature = execution.signature
-    is_taken = execution.phase is not None or signature.name in ("", TIMER) or execution.revoked
+    is_taken = (
+        execution.phase is not None
+        or not signature.name
+        or signature.name in SILENT
+        or execution.revoked
+    )
     if is_taken or settlement.fate is Fate.BACK or settlement.reason == WAITING:
         return ""
     reason = settlement.states[0].error_type if settlement.states else "unregistered"

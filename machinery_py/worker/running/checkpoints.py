@@ -23,6 +23,7 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple, NoReturn, cast
+from uuid import NAMESPACE_OID, uuid5
 
 from machinery_py.bounds import CHECKPOINT_BYTES, CHECKPOINTS
 from machinery_py.call_threads import in_thread
@@ -42,8 +43,10 @@ from machinery_py.errors import (
     StepLost,
     StepRefused,
     Suspended,
+    TaskFailed,
     TimeLimitExceeded,
     Unsupported,
+    WorkflowError,
     for_good,
 )
 from machinery_py.names import check_step
@@ -51,10 +54,21 @@ from machinery_py.registry.calls import Call
 from machinery_py.registry.task import Task
 from machinery_py.tasks.checkpoints import Checkpoint, digest_of, generation_of
 from machinery_py.tasks.context import STEP, Context
-from machinery_py.tasks.mailboxes import DEADLINE, WAIT, Wanted, read_in, waits_for
+from machinery_py.tasks.mailboxes import (
+    CHILD,
+    DEADLINE,
+    WAIT,
+    Wanted,
+    read_in,
+    result_signal,
+    waits_for,
+)
+from machinery_py.tasks.plans import group_label
+from machinery_py.tasks.signature import Signature, Step
 from machinery_py.tasks.workflow import result_value
-from machinery_py.texts import get_logger
+from machinery_py.texts import cut, get_logger
 from machinery_py.wire.states import decode_results, encode_results
+from machinery_py.wire.steps import pack_step, task_names
 from machinery_py.worker.running.hooks import text_of, type_name_of
 from machinery_py.worker.running.keeping import StepKeeper, StoreKeeper
 from machinery_py.worker.running.step_transactions import StepRaced, StepTransaction
@@ -78,6 +92,8 @@ _OF_THE_RUN = (
 
 
 SLEEP = "sleep"  # name of the steps that sleep
+TIMED_OUT = "(timeout)"  # in place of an error type: what it waited for did not come
+MAX_LABEL = 150  # bytes of the tasks' names in the name of a step that waits for them
 NO_ARGS: Mapping[str, Any] = {}
 
 
@@ -103,11 +119,25 @@ class _StepCall:
 
 
 class _Wait(NamedTuple):
-    """One call of `wait_for`. `end`: returns its deadline; None: it has none."""
+    """One call of `wait_for`.
+
+    Attributes:
+        name: of the signal.
+        end: returns its deadline; None: it has none.
+        workflow: whose result it is; None: of none.
+        child: UUID of its last task.
+    """
 
     name: str
     step: _StepCall
     end: Callable[[], dt.datetime] | None
+    workflow: Step[Any] | None = None
+    child: str = ""
+
+    @property
+    def deadline(self) -> str:
+        """Name of the step that keeps when it ends."""
+        return f"{DEADLINE}{self.name if self.workflow is None else self.step.name.split('#')[0]}"
 
 
 def _any() -> Any: ...
@@ -121,11 +151,17 @@ class Checkpoints:
     """
 
     def __init__(
-        self, context: Context, keeper: StepKeeper, *, now: Callable[[], dt.datetime]
+        self,
+        context: Context,
+        keeper: StepKeeper,
+        *,
+        now: Callable[[], dt.datetime],
+        find: Callable[[str], Task[..., Any] | None],
     ) -> None:
         self._context = context
         self._keeper = keeper
         self._now = now
+        self._find = find  # a task by its name
         self._kept: dict[str, Checkpoint] | None = None  # read at the first step
         self._counts: dict[str, itertools.count[int]] = {}
         self._callers: dict[str, object] = {}
@@ -290,10 +326,10 @@ class Checkpoints:
 
     # Waiting: a step whose result is the signal, or that it did not come
 
-    def wait_for(self, name: str, timeout: Seconds | None) -> Any:
-        wait = self._begin_wait(name, timeout)
+    def wait_for(self, what: str | Step[Any], timeout: Seconds | None) -> Any:
+        wait = self._begin_wait(what, timeout)
         try:
-            until = None if wait.end is None else self._call(f"{DEADLINE}{name}", wait.end)
+            until = None if wait.end is None else self._call(wait.deadline, wait.end)
             kept = self._found(wait.step, self._read())
             if kept is None:
                 kept = self._keep(wait.step, self._received(wait, until), self._keeper)
@@ -301,14 +337,16 @@ class Checkpoints:
             self._waits_for = ""
         return self._signal(wait, kept)
 
-    def wait_for_async(self, name: str, timeout: Seconds | None) -> Coroutine[Any, Any, Any]:
-        wait, deadline = self._begin_wait(name, timeout), None
+    def wait_for_async(
+        self, what: str | Step[Any], timeout: Seconds | None
+    ) -> Coroutine[Any, Any, Any]:
+        wait, deadline = self._begin_wait(what, timeout), None
         if (moment := wait.end) is not None:
 
             async def end() -> dt.datetime:
                 return moment()
 
-            deadline = self._call_async(f"{DEADLINE}{name}", end)
+            deadline = self._call_async(wait.deadline, end)
         return self._wait_for_async(wait, deadline)
 
     async def _wait_for_async(
@@ -327,20 +365,40 @@ class Checkpoints:
             self._waits_for = ""
         return self._signal(wait, kept)
 
-    def _begin_wait(self, name: str, timeout: Seconds | None) -> _Wait:
-        try:
-            check_step(name)
-        except NameRefused as error:
-            raise self._break(str(error)) from None
+    def _begin_wait(self, what: str | Step[Any], timeout: Seconds | None) -> _Wait:
+        if isinstance(what, str):
+            try:
+                check_step(what)
+            except NameRefused as error:
+                raise self._break(str(error)) from None
         if self._waits_for:
             raise self._break(
-                f"wait_for({name!r}) beside wait_for({self._waits_for!r}): a task waits for one "
-                "signal at a time (wait for one name, and say in its value which one it is)"
+                f"wait_for({what!r}) beside wait_for({self._waits_for}): a task waits for one "
+                "thing at a time (wait for one signal, and say in its value which one it is; for "
+                "the results of several tasks wait for a group of them)"
             )
         end = None if timeout is None else self._end_of(timeout)
-        wait = _Wait(name, self._begin(f"{WAIT}{name}", _any, (), {}), end)
-        self._waits_for = name
+        if isinstance(what, str):
+            wait = _Wait(what, self._begin(f"{WAIT}{what}", _any, (), {}), end)
+        else:
+            wait = self._begin_result(what, end)
+        self._waits_for = repr(what)
         return wait
+
+    def _begin_result(self, workflow: Step[Any], end: Callable[[], dt.datetime] | None) -> _Wait:
+        name, args, function = group_label(task_names(workflow)), (), _any
+        if isinstance(workflow, Signature):
+            if workflow.uuid:
+                raise self._break(
+                    f"wait_for({name!r}): it has a UUID, {workflow.uuid} (leave it out: the task "
+                    "gets one that is the same in each run)"
+                )
+            args = tuple(arg.value for arg in workflow.args)
+            function = self._find(name) or _any
+        step = self._begin(f"{CHILD}{cut(name.replace('#', '-'), MAX_LABEL)}", function, args, {})
+        generation = generation_of(self._context.signature)
+        child = f"task_{uuid5(NAMESPACE_OID, self._key(step))}"
+        return _Wait(result_signal(generation, step.name), step, end, workflow, child)
 
     def _received(self, wait: _Wait, until: dt.datetime | None) -> Checkpoint:
         """Return the checkpoint of a wait that is over.
@@ -349,23 +407,45 @@ class Checkpoints:
             Suspended: it is not.
         """
         self._check_room(wait.step)
+        try:
+            workflow = b"" if wait.workflow is None else bytes(pack_step(wait.workflow))
+        except (ArgumentError, WorkflowError) as unsent:
+            raise self._break(f"{wait.step.name} cannot be had: {unsent}") from None
         wanted = Wanted(
             name=wait.name,
-            read=read_in(self._kept or {}),
+            read=read_in(self._kept or {}, generation_of(self._context.signature)),
             until=0 if until is None else micros(until),
             waits=until is None or not self._has_come(until),
+            child=wait.child,
+            workflow=workflow,
         )
         received = self._keeper.receive(wanted)
         if received.waits:
             self.broken = error = Suspended(waits_for(wait.name, until), until, waits=True)
             raise error
+        if received.failed is not None:
+            text, kind = received.failed
+            return Checkpoint(digest=wait.step.digest, failed=True, error=text, error_type=kind)
         if received.results is None:
-            text = f"signal {wait.name!r} did not come in time"
-            return Checkpoint(digest=wait.step.digest, failed=True, error=text)
+            what = f"the {wait.step.name}" if wait.child else f"signal {wait.name!r}"
+            text = f"{what} did not come in time"
+            return Checkpoint(
+                digest=wait.step.digest, failed=True, error=text, error_type=TIMED_OUT
+            )
         self._check_size(wait.step, received.results)
         return Checkpoint(digest=wait.step.digest, results=received.results)
 
     def _signal(self, wait: _Wait, kept: Checkpoint) -> Any:
+        if kept.failed and wait.child and kept.error_type != TIMED_OUT:
+            # Kept is kept: a further try of this task would read the same.
+            raise for_good(
+                TaskFailed(
+                    wait.child,
+                    wait.step.name.removeprefix(CHILD),
+                    kept.error,
+                    error_type=kept.error_type,
+                )
+            )
         if kept.failed:
             raise SignalTimeout(kept.error)
         return self._value(wait.step, kept)
@@ -384,7 +464,7 @@ class Checkpoints:
     # Before the call
 
     def _check_own(self, name: str) -> None:
-        if name == SLEEP or name.startswith((WAIT, DEADLINE)):
+        if name == SLEEP or name.startswith((WAIT, DEADLINE, CHILD)):
             raise self._break(
                 f"step {name!r} is named like those of sleep and wait_for (choose another name)"
             )

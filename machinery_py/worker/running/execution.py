@@ -49,9 +49,11 @@ from machinery_py.stores.base import (
 )
 from machinery_py.tasks.checkpoints import generation_of, kept_of, with_kept
 from machinery_py.tasks.context import NO_STATE, Context, notes_json, on_behalf_of
+from machinery_py.tasks.linking import link
 from machinery_py.tasks.mailboxes import (
     Mailbox,
     Wanted,
+    brings_result,
     encode,
     life_of,
     record_of,
@@ -63,7 +65,9 @@ from machinery_py.tasks.signature import (
     HEADER_REST,
     HEADER_UNIQUE,
     HEADER_UNIQUE_START,
+    Chain,
     Signature,
+    Step,
 )
 from machinery_py.tasks.states import (
     FAILURE,
@@ -75,6 +79,7 @@ from machinery_py.tasks.states import (
 )
 from machinery_py.texts import get_logger
 from machinery_py.wire.signatures import encode_signature
+from machinery_py.wire.steps import unpack_step
 from machinery_py.worker.running.hooks import WorkerHooks, failure_by, text_of
 
 logger = get_logger(__name__)
@@ -142,11 +147,15 @@ class Guard(Protocol):
 
 
 class Suspension(NamedTuple):
-    """How a task would wait: for what, and what its mailbox was when the signal was not there."""
+    """How a task would wait: for what, and what its mailbox was when the signal was not there.
+
+    `is_sent`: the task whose result it waits for is known already.
+    """
 
     wanted: Wanted
     expected: bytes | None
     box: Mailbox
+    is_sent: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -528,7 +537,10 @@ def _following(execution: Execution, then: FollowUp) -> tuple[Outgoing, Sequence
 
 
 def _waiting(execution: Execution, then: FollowUp) -> tuple[Outgoing, Sequence[Rider]]:
-    """Let the task wait: the message of its next run is in its mailbox, its timer is sent."""
+    """Let the task wait: the message of its next run is in its mailbox.
+
+    Sent are its timer, and the task whose result it waits for.
+    """
     suspension, app, again = execution.suspension, execution.app, then.retry
     assert suspension is not None
     assert again is not None
@@ -544,8 +556,24 @@ def _waiting(execution: Execution, then: FollowUp) -> tuple[Outgoing, Sequence[R
         body=encode(box),
         life=life_of(box, app.now()),
     )
-    timer = [app.message(timer_of(again.uuid, box.wait, queue))] if wanted.until else ()
-    return Outgoing(timer, (), (), ()), (rider,)
+    out = NOTHING
+    if wanted.workflow and not suspension.is_sent:
+        out = _child(execution, wanted, queue)
+    if wanted.until:
+        timer = app.message(timer_of(again.uuid, box.wait, queue))
+        out = msgspec.structs.replace(out, messages=[timer, *out.messages])
+    return out, (rider,)
+
+
+def _child(execution: Execution, wanted: Wanted, queue: str) -> Outgoing:
+    """Return the workflow whose result the task waits for; its end tells the task."""
+    uuid, app = execution.signature.uuid, execution.app
+    success, failure = brings_result(uuid, wanted.name, queue)
+    role: Signature[Any] = Signature(name="", uuid=wanted.child, on_success=(success,))
+    workflow: Step[Any] = Chain((unpack_step(wanted.workflow),)).catch(failure)
+    plan = link(workflow, now=app.now(), role=role)
+    with _on_behalf_of(execution):
+        return app.outgoing(plan.first, plan.groups, plan.awaited)
 
 
 def _with_details(execution: Execution, state: TaskState) -> TaskState:

@@ -73,7 +73,8 @@ def failed(execution: Execution, error: BaseException) -> Outcome:
 
 
 def _may_retry(execution: Execution, error: BaseException) -> bool:
-    if isinstance(error, StepRefused) or (isinstance(error, Unsupported) and error.permanent):
+    is_final = isinstance(error, (TaskFailed, Unsupported)) and error.permanent
+    if is_final or isinstance(error, StepRefused):
         return False
     cause = error.__cause__ if isinstance(error, StepFailed) else None
     return execution.settings.may_retry(cause or error)

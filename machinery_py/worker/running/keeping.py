@@ -100,7 +100,7 @@ class StoreKeeper:
             one.app.patiently(lambda: backend.drop_checkpoints(uuid, old))
         found = of_generation(rows, generation_of(one.signature))
         one.kept, one.knows_kept = max(one.kept, len(found)), True
-        one.has_mailbox = one.has_mailbox or bool(read_in(found))
+        one.has_mailbox = one.has_mailbox or bool(read_in(found, 0))
         return found
 
     def keep(self, new: Mapping[str, Checkpoint]) -> Mapping[str, Checkpoint]:

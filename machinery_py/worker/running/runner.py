@@ -256,7 +256,8 @@ class Run:
         if self._steps is None:
             assert self.context is not None
             keeper = self.keeper or StoreKeeper(self.first)
-            self._steps = Checkpoints(self.context, keeper, now=self.first.app.now)
+            app = self.first.app
+            self._steps = Checkpoints(self.context, keeper, now=app.now, find=app.registry.find)
         return self._steps
 
     # Waiting for other tasks: see `tasks.context.SlotHolder`

@@ -11,18 +11,20 @@ from machinery_py.errors import MachineryError
 from machinery_py.registry.outcomes import Sleeping
 from machinery_py.rows.contract import Patience
 from machinery_py.signals import check_signals
-from machinery_py.tasks.checkpoints import generation_of, newest_generation
+from machinery_py.tasks.checkpoints import generation_of
 from machinery_py.tasks.mailboxes import (
     Received,
     Wanted,
     decode,
     encode,
     of_next_generation,
-    read_in,
+    read_among,
     record_of,
     signal_in,
 )
+from machinery_py.tasks.states import FAILURE, TaskState
 from machinery_py.texts import get_logger
+from machinery_py.wire.states import encode_results
 from machinery_py.worker.running.execution import Execution, Suspension, settlement_of
 
 logger = get_logger(__name__)
@@ -42,11 +44,24 @@ def receive(execution: Execution, wanted: Wanted) -> Received:
     [body] = app.patiently(lambda: backend.claims([record_of(uuid)]))
     execution.has_mailbox = True
     box = decode(body, wanted.read)
-    if (results := signal_in(box, wanted)) is not None:
-        return Received(results)
+    if (signal := signal_in(box, wanted)) is not None:
+        return signal
+    state: TaskState | None = None
+    if wanted.child:
+        state = app.patiently(lambda: backend.get_states([wanted.child])).get(wanted.child)
+        if (result := _result_in(state)) is not None:
+            return result
     if wanted.waits:
-        execution.suspension = Suspension(wanted, body, box)
+        execution.suspension = Suspension(wanted, body, box, is_sent=state is not None)
     return Received(waits=wanted.waits)
+
+
+def _result_in(state: TaskState | None) -> Received | None:
+    """Return what became of a task that an earlier run has sent, if its state has it."""
+    if state is None or not (state.state is FAILURE or (state.is_finished and state.results)):
+        return None
+    failed = (state.error, state.error_type) if state.state is FAILURE else None
+    return Received(encode_results(state.results), failed=failed)
 
 
 def begin_generation(execution: Execution, old: Mapping[str, bytes]) -> None:
@@ -55,7 +70,7 @@ def begin_generation(execution: Execution, old: Mapping[str, bytes]) -> None:
     What was not read is there for the next `wait_for`.
     """
     generation, uuid = generation_of(execution.signature), execution.signature.uuid
-    app, name, read = execution.app, record_of(uuid), read_in(newest_generation(old))
+    app, name, read = execution.app, record_of(uuid), read_among(old)
     backend, patience = app.store.backend, Patience()
     while backend.features.claims:
         [body] = app.patiently(lambda: backend.claims([name]))
