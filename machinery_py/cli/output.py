@@ -196,7 +196,9 @@ def at_home(path: str) -> str:
 
 
 def value_text(value: Any) -> str:
-    """Return a value on one line, as JSON if it has a JSON form."""
+    """Return a value on one line, as JSON if it has a JSON form; a moment, a Decimal, … as text."""
+    if isinstance(value, dict) and value.keys() == {"$", "v"} and isinstance(value["v"], str):
+        value = value["v"]
     try:
         text = json.dumps(value, ensure_ascii=False, default=_plain)
     except (TypeError, ValueError, RecursionError):

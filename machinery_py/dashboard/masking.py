@@ -63,6 +63,8 @@ class Masking:
         if isinstance(value, Mapping):
             if value.get("$") == "secret":  # what was a SecretStr
                 return MASKED
+            if value.keys() == {"$", "v"} and isinstance(value["v"], str):  # a moment, a Decimal, …
+                return value["v"][:limit]
             pairs = itertools.islice(value.items(), limit)
             return {key: self.masked(one, str(key), limit, depth + 1) for key, one in pairs}
         if isinstance(value, list | tuple):

@@ -107,6 +107,7 @@ def test_steps_of_a_task_are_shown(app: App) -> None:
                 task.step("charge", fail)
             except StepFailed:
                 pass
+            task.sleep(0.0)
             return task.step("mail", str, "sent")
     """
     app.write("flows.py", textwrap.dedent(source))
@@ -116,10 +117,12 @@ def test_steps_of_a_task_are_shown(app: App) -> None:
     steps = app.json("show", "flows", uuid)["steps"]
     text = app.run("show", "flows", uuid).stdout
 
-    assert [(one["name"], one["results"], one["error"]) for one in steps] == [
-        ("charge", [], "no money"),
-        ("mail", ["sent"], ""),
+    assert [one["name"] for one in steps] == ["charge", "sleep", "mail"]
+    assert [(one["results"], one["error"]) for one in (steps[0], steps[2])] == [
+        ([], "no money"),
+        (["sent"], ""),
     ]
+    assert re.search(r'^step sleep .* ago\)  "20\d\d-[^{]*"$', text, re.MULTILINE)
     assert re.search(r"^step charge .* ago\)  ValueError: no money$", text, re.MULTILINE)
     assert re.search(r'^step mail .* ago\)  "sent"$', text, re.MULTILINE)
 

@@ -70,6 +70,7 @@ class Shop:
             "hostile": hostile.uuid,
             "asleep": asleep.uuid,
             "running": running.uuid,
+            "flow": whole.workflow,
             "member": next(one.task_uuid for one in refunds if one.task_uuid != failed.uuid),
         }
 

@@ -115,3 +115,9 @@ def test_what_was_a_secret_is_masked_under_any_name(masking: Masking) -> None:
 
     assert arg.value == {"who": "ann", "pin": "•••"}
     assert "hunter2" not in python_call("login", [("", Arg(type="py", value=value))], "")
+
+
+def test_moment_is_shown_as_text(masking: Masking) -> None:
+    moment = {"$": "datetime", "v": "2026-11-29T15:00:00+00:00"}
+    assert masking.text([moment, 1]) == '["2026-11-29T15:00:00+00:00", 1]'
+    assert masking.text({"$": "set", "v": [1]}) == '{"$": "set", "v": [1]}'

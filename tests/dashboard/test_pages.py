@@ -22,6 +22,10 @@ PAGES = {
     "tries": ("#/task?uuid={flaky}", ["Try 1", "Try 2", "Try 3", "421 ada@example.com"]),
     "steps": ("#/task?uuid={asleep}", ["Suspended", "sleeps until", "welcome", "queued as", "•••"]),
     "workflow": ("#/task?uuid={member}", ["Group of 6", "after the group", "billing.charge"]),
+    "flow": (
+        "#/workflow?uuid={flow}",
+        ["mail.send, billing.refund ×6", "order 99 was never pa…", "order 99 was never paid"],
+    ),
     "running": ("#/task?uuid={running}", ["October", "so far", "40 of 100", "Revoke …"]),
     "errors": ("#/errors", ["billing.refund", "ValueError", "was never paid", "Retry all …"]),
     "dead": ("#/dead", ["mail.lost", "Send again …", "failed"]),

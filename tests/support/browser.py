@@ -65,7 +65,7 @@ NAMED = """
     const root = document.querySelector("dialog[open]") || document;
     return [...root.querySelectorAll("button, a")].find((one) =>
       !one.disabled && one.checkVisibility() &&
-      [one.getAttribute("aria-label"), one.innerText.trim()].includes(arguments[0]));
+      [one.getAttribute("aria-label"), (one.innerText || "").trim()].includes(arguments[0]));
 """
 DESKTOP = (1280, 860)
 PHONE = (390, 844)

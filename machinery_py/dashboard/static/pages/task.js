@@ -1,13 +1,15 @@
 import { html, useState } from "../preact.js";
 import { post, useData, useMayChange } from "../api.js";
 import { openBulk } from "../bulk.js";
-import { between, duration, exact, moment, now, number } from "../format.js";
+import { between, clock, duration, exact, moment, now, number } from "../format.js";
+import { Graph } from "../graph.js";
 import {
   Action, copy, Facts, Instead, isFinished, link, Progress, shortId, State, STATES, stateWord, Time,
 } from "../parts.js";
 import { Table, text } from "../table.js";
 
 const DEPTH = 4; // generations of follow-up tasks that are shown
+const BOXES = 40; // of the last steps of a task
 const MEMBERS = 20; // of a group, until all are asked for
 const WHEN = { success: "then", error: "on failure", chord: "after the group" };
 const NOT_SENT = "Not sent: it has not failed, or its message is gone.";
@@ -175,9 +177,28 @@ const endOf = (step) =>
     ? html`<span class="failed">${step.error_type}: ${step.error}</span>`
     : html`<code>${step.results.map((one) => one.value).join(", ")}</code>`;
 
-const Steps = ({ steps }) =>
+/** Return the last steps of a task as boxes, and what it does now. */
+function boxesOf(task) {
+  const steps = task.steps.slice(-BOXES).map((one) => ({
+    key: one.name,
+    title: one.name,
+    note: one.error_type ? one.error : clock(moment(one.at) / 1000),
+    state: one.error_type ? "FAILURE" : "SUCCESS",
+  }));
+  const isAsleep = task.error_type === "Suspended";
+  const before = task.steps.length - steps.length;
+  const now = { key: "now", title: isAsleep ? "Suspended" : stateWord(task.state), state: task.state };
+  return [
+    ...(before ? [{ key: "before", title: `${number(before)} before`, note: "", state: "" }] : []),
+    ...steps,
+    { ...now, note: isAsleep || task.state === "FAILURE" ? task.error : "" },
+  ].map((one) => [one]);
+}
+
+const Steps = ({ task, steps = task.steps }) =>
   steps.length > 0 &&
   html`<section class="pairs"><h2>Steps</h2>
+    <${Graph} label="Steps as boxes" columns=${boxesOf(task)} />
     <${Facts} label="Steps"
       pairs=${steps.map((one) => [one.name, html`${endOf(one)} <${Time} at=${one.at} />`])} />
   </section>`;
@@ -283,7 +304,7 @@ function Shown({ task, refresh }) {
     ${mayChange && task.waits_for &&
     html`<${Signal} key=${task.waits_for} task=${task} refresh=${refresh} />`}
     <${Timeline} task=${task} />
-    <${Steps} steps=${task.steps} />
+    <${Steps} task=${task} />
     ${message
       ? html`<${Values} title="Arguments" values=${message.args} />`
       : html`<section><h2>Arguments</h2><p class="muted">Not kept. A message is kept while it waits,

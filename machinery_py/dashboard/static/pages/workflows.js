@@ -1,9 +1,10 @@
 import { html } from "../preact.js";
+import { Graph } from "../graph.js";
 import { post, useData, useMayChange } from "../api.js";
 import { between, duration, number, plural } from "../format.js";
 import {
   Action, copy, Dialog, Facts, Instead, isFinished, link, openDialog, Progress, shortId, State,
-  STATES, Time,
+  STATES, stateWord, Time,
 } from "../parts.js";
 import { named, Table, taskColumn, time } from "../table.js";
 
@@ -103,6 +104,24 @@ function Step({ step }) {
   </section>`;
 }
 
+const BOXES = 6; // of the members of a group
+
+/** Return a step's boxes: of a group the first members, those that failed first. */
+function boxesOf(step) {
+  const boxes = step.tasks.slice(0, BOXES).map((one) => ({
+    key: one.uuid,
+    title: one.name || step.name,
+    note: one.error || stateWord(one.state),
+    state: one.state,
+    href: link("task", { uuid: one.uuid }),
+  }));
+  const others = step.total - boxes.length;
+  if (others <= 0) return boxes;
+  const note = boxes.length ? "" : "not sent";
+  const title = step.total > 1 ? `${number(others)} ${boxes.length ? "more" : step.name}` : step.name;
+  return [...boxes, { key: step.uuid, title, note, state: "" }];
+}
+
 export function Workflow({ query }) {
   const uuid = query.get("uuid") || "";
   const found = useData("workflow", { uuid }, 2);
@@ -120,5 +139,6 @@ export function Workflow({ query }) {
         ["Tasks", progress(flow)],
         ["Sent", html`<${Time} at=${flow.created_at} />`],
       ]} />
+      <${Graph} label="Steps" columns=${flow.steps.map(boxesOf).filter((one) => one.length)} />
       ${flow.steps.map((one) => html`<${Step} key=${one.uuid} step=${one} />`)}`}`;
 }
