@@ -339,8 +339,13 @@ class Application:
         signatures: Sequence[Signature[Any]],
         groups: Sequence[GroupMeta] = (),
         awaited: Sequence[Signature[Any]] = (),
+        *,
+        token: str = "",
     ) -> None:
         """Publish; `awaited` as for `outgoing`.
+
+        Args:
+            token: of this submission, if a repeat of it is to have the same one.
 
         Raises:
             ArgumentError, PublishRefused, PublishUnknown, Unsupported: as Server.send_task.
@@ -349,9 +354,9 @@ class Application:
         if not is_late:
             self.check_asked(signatures, awaited)
         if not self.hooks.sends or not signatures:
-            return self._submit(signatures, groups, awaited, is_late=is_late)
+            return self._submit(signatures, groups, awaited, token=token, is_late=is_late)
         with self.sending(signatures) as signatures:
-            self._submit(signatures, groups, awaited, is_late=is_late)
+            self._submit(signatures, groups, awaited, token=token, is_late=is_late)
 
     def is_entered(self) -> bool:
         """Return whether this thread is in a call of the stores: see `Store.is_entered`."""
@@ -381,13 +386,14 @@ class Application:
         groups: Sequence[GroupMeta],
         awaited: Sequence[Signature[Any]],
         *,
+        token: str,
         is_late: bool,
     ) -> None:
         out = self.outgoing(signatures, groups, awaited)
         if not out.messages:
             return
         submission = Submission(
-            token=new_uuid(""),
+            token=token or new_uuid(""),
             messages=out.messages,
             states=out.states,
             groups=out.groups,

@@ -46,9 +46,10 @@ from machinery_py.schedules.api import PeriodicOptions, Schedules, definition_of
 from machinery_py.schedules.scheduler import Declared
 from machinery_py.signals import signal
 from machinery_py.stores.open import split_config, url_of
+from machinery_py.tasks.context import STEP
 from machinery_py.tasks.reasons import Why
 from machinery_py.tasks.signature import Chain, Signature, Step
-from machinery_py.tasks.states import GroupMeta
+from machinery_py.tasks.states import GroupMeta, State
 from machinery_py.tasks.workflow import Group, chain, chord, group
 from machinery_py.transactions import Block, current, entered
 from machinery_py.unique import send_unique
@@ -248,13 +249,18 @@ class Server(TaskRegistrar):
         groups: Sequence[GroupMeta] = ()
         if needs_check(signature):
             signature, groups = self.app.registry.linked(signature, self.now())
+        step = STEP.get()
+        token = ""
+        if step is not None and not signature.uuid:
+            signature = signature.replace(uuid=step.uuid_of(signature))
+            token = signature.uuid
         signature = signature.with_uuid()
         task = self.app.registry.find(signature.name)
         uuid, duplicate = signature.uuid, False
         if is_unique(task, signature):
             uuid, duplicate = send_unique(self.app, task, signature, groups)
-        else:
-            self.app.submit((signature,), groups)
+        elif not (token and step is not None and step.may_repeat and self._has_come(uuid)):
+            self.app.submit((signature,), groups, token=token)
         queue = signature.routing_key or self.config.default_queue
         result: AsyncResult[R] = AsyncResult(
             self, uuid, name=signature.name, queue=queue, duplicate=duplicate
@@ -262,6 +268,13 @@ class Server(TaskRegistrar):
         return result.just_sent()
 
     send_task_async: Final = twin(send_task)
+
+    def _has_come(self, uuid: str) -> bool:
+        """Return whether a worker has had the task: PENDING it may be without a message."""
+        if not self.backend.features.keeps:
+            return False
+        state = self.app.patiently(lambda: self.backend.get_states([uuid])).get(uuid)
+        return state is not None and state.state is not State.PENDING
 
     def send_chain(self, chain: Chain[R]) -> ChainResult[R]:
         """Publish the first step; each step's worker publishes the next. Raises as `send_task`."""

@@ -37,7 +37,7 @@ from machinery_py.registry.options import (
     headers_of_call,
 )
 from machinery_py.results.async_results import AsyncResult
-from machinery_py.tasks.context import Context
+from machinery_py.tasks.context import STEP, Context
 from machinery_py.tasks.mailboxes import SILENT
 from machinery_py.tasks.signature import HEADER_UNIQUE, Arg, Signature, Step, new_uuid
 from machinery_py.tasks.workflow import Group
@@ -58,6 +58,7 @@ class TaskSender(Protocol):
 
     @property
     def config(self) -> Config: ...
+    def result(self, uuid: str) -> Any: ...
     def send(self, step: Step[Any]) -> Any: ...
     def send_async(self, step: Step[Any]) -> Coroutine[Any, Any, Any]: ...
 
@@ -168,6 +169,10 @@ class Task(Generic[P, R]):
         signature = self._signature(args, kwargs, now=True)
         return cast("AsyncResult[R]", await self._sender.send_async(signature))
 
+    def result(self, uuid: str) -> AsyncResult[R]:
+        """Return the result of a call that any process has sent."""
+        return cast("AsyncResult[R]", self._sender.result(uuid))
+
     def signature(self, *args: P.args, **kwargs: P.kwargs) -> Signature[R]:
         """Return the call as an object: to be sent, chained, put into a group."""
         return self._signature(args, kwargs)
@@ -239,14 +244,14 @@ class Task(Generic[P, R]):
         partial: bool = False,
         now: bool = False,
     ) -> Signature[R]:
-        """Return a call. `now`: it is sent at once, and so has a UUID and a queue."""
+        """Return a call. `now`: it is sent at once: it has a queue and, outside of steps, a UUID."""
         settings, options = self.settings, self._options
         arguments = self.call.arguments(args, kwargs, partial=partial)
         if not options:
             return Signature(
                 name=self.name,
                 args=arguments,
-                uuid=new_uuid() if now else "",
+                uuid=new_uuid() if now and STEP.get() is None else "",
                 routing_key=settings.queue or (self._sender.config.default_queue if now else ""),
                 priority=settings.priority,
                 retry_count=settings.retries,

@@ -320,6 +320,21 @@ def test_task_that_waits_for_another_is_crashed_with_it(shop: Shop) -> None:
     assert report.points > 12
 
 
+def test_task_that_a_step_sends_is_sent_once(shop: Shop) -> None:
+    noted: list[int] = []
+
+    @shop.server.task
+    def note(number: int) -> None:
+        noted.append(number)
+
+    @shop.server.task
+    def flow() -> None:
+        current_task().step("notify", note.send, 7)
+
+    report = shop.run(flow, at_least_once={"noted": noted})
+    assert (report.lost, report.doubled) == ([], [])
+
+
 def test_task_that_gets_no_signal_never_ends(shop: Shop) -> None:
     @shop.server.task
     def approve() -> None:

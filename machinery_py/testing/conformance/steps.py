@@ -150,6 +150,44 @@ class StepConformance(LostWorkerCase):
         assert flow.send().get(timeout=HANG) == "paid"
         assert len(app.calls) == 3
 
+    def test_step_that_is_made_again_sends_each_task_once(self, app: App) -> None:
+        def spread() -> list[str]:
+            sent = [app.note.send(name, "sent") for name in ("a", "a", "b")]
+            for one in sent:
+                one.get(timeout=HANG)
+            if current_task().attempt < 3:
+                raise OSError("again")
+            return [one.uuid for one in sent]
+
+        @app.server.task(retries=3, backoff=[0.0])
+        def flow() -> list[str]:
+            return current_task().step("spread", spread)
+
+        uuids = flow.send().get(timeout=HANG)
+        assert len(set(uuids)) == 3
+        assert sorted(app.wait_for("sent")) == [("a", "sent"), ("a", "sent"), ("b", "sent")]
+
+    def test_sending_is_a_step(self, app: App) -> None:
+        @app.server.task(retries=3, backoff=[0.0])
+        def flow() -> list[Any]:
+            task = current_task()
+            sent = task.step("notify", app.add.send, 3, 4)
+            app.calls.append((sent.uuid,))
+            if task.attempt < 2:
+                raise OSError("again")
+            return [sent.uuid, sent.get(timeout=HANG)]
+
+        uuid, value = flow.send().get(timeout=HANG)
+        assert (value, app.calls) == (7, [(uuid,)] * 2)
+
+    def test_sending_is_a_step_of_a_coroutine(self, app: App) -> None:
+        @app.server.task
+        async def flow() -> int:
+            sent = await current_task().step_async("notify", app.add.send_async, 3, 4)
+            return await sent.get_async(timeout=HANG)
+
+        assert flow.send().get(timeout=HANG) == 7
+
     def test_retry_on_looks_at_what_the_step_raised(self, app: App) -> None:
         @app.server.task(retries=3, backoff=[0.0], dont_retry_on=ValueError)
         def flow() -> str:

@@ -21,7 +21,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any, NamedTuple, NoReturn, cast
 from uuid import NAMESPACE_OID, uuid5
 
@@ -50,10 +50,9 @@ from machinery_py.errors import (
     for_good,
 )
 from machinery_py.names import check_step
-from machinery_py.registry.calls import Call
 from machinery_py.registry.task import Task
 from machinery_py.tasks.checkpoints import Checkpoint, digest_of, generation_of
-from machinery_py.tasks.context import STEP, Context
+from machinery_py.tasks.context import STEP, Context, OpenStep
 from machinery_py.tasks.mailboxes import (
     CHILD,
     DEADLINE,
@@ -64,13 +63,14 @@ from machinery_py.tasks.mailboxes import (
     waits_for,
 )
 from machinery_py.tasks.plans import group_label
-from machinery_py.tasks.signature import Signature, Step
+from machinery_py.tasks.signature import FIRST_RUN, Signature, Step
 from machinery_py.tasks.workflow import result_value
 from machinery_py.texts import cut, get_logger
 from machinery_py.wire.states import decode_results, encode_results
 from machinery_py.wire.steps import pack_step, task_names
 from machinery_py.worker.running.hooks import text_of, type_name_of
 from machinery_py.worker.running.keeping import StepKeeper, StoreKeeper
+from machinery_py.worker.running.step_calls import call_of
 from machinery_py.worker.running.step_transactions import StepRaced, StepTransaction
 
 logger = get_logger(__name__)
@@ -206,7 +206,7 @@ class Checkpoints:
 
     def _make(self, step: _StepCall, transaction: StepTransaction | None = None) -> Checkpoint:
         """Call the function, and keep what it returned."""
-        token = STEP.set(self._key(step))
+        token = STEP.set(self._open(step))
         try:
             with contextlib.nullcontext() if transaction is None else transaction.entered():
                 value = step.function(*step.args, **step.kwargs)
@@ -279,7 +279,7 @@ class Checkpoints:
         kept = self._found(step, await in_thread(self._read) if rows is None else rows)
         if kept is None:
             self._check_room(step)
-            token = STEP.set(self._key(step))
+            token = STEP.set(self._open(step))
             try:
                 value = await step.function(*step.args, **step.kwargs)
             except Exception as error:
@@ -480,7 +480,7 @@ class Checkpoints:
         if self.broken is not None:
             raise self.broken
         self._context.check_time()
-        if STEP.get():
+        if STEP.get() is not None:
             raise self._break(f"step {name!r} inside of another step (make one after the other)")
         try:
             check_step(name)
@@ -536,6 +536,11 @@ class Checkpoints:
                 f"step {step.name!r}: the task has {CHECKPOINTS:,} checkpoints, the most that one "
                 "may have (raise Replace with its next part)"
             )
+
+    def _open(self, step: _StepCall) -> OpenStep:
+        context = self._context
+        is_first = context.signature.run == FIRST_RUN and not context.is_redelivery
+        return OpenStep(self._key(step), may_repeat=not is_first)
 
     def _key(self, step: _StepCall) -> str:
         return f"{self._context.uuid}:{generation_of(self._context.signature)}:{step.name}"
@@ -612,21 +617,3 @@ def _caller() -> object:
             if (task := current_task()) is not None:
                 return cast(object, task)
     return threading.current_thread()
-
-
-_calls: dict[CodeType, Call] = {}
-
-
-def call_of(function: Callable[..., Any]) -> Call:
-    """Return how the results of a function are stored and read: by its annotations."""
-    if isinstance(function, Task):
-        return function.call
-    # Not of a closure: it would live on with all that it holds.
-    lasts = isinstance(function, FunctionType) and function.__closure__ is None
-    call = _calls.get(function.__code__) if lasts else None
-    if call is None or call.function.__annotations__ != function.__annotations__:
-        name = getattr(function, "__qualname__", type(function).__qualname__)
-        call = Call(str(name), function)
-        if lasts:
-            _calls[function.__code__] = call
-    return call
