@@ -244,7 +244,7 @@ class Task(Generic[P, R]):
         partial: bool = False,
         now: bool = False,
     ) -> Signature[R]:
-        """Return a call. `now`: it is sent at once: it has a queue and, outside of steps, a UUID."""
+        """Return a call. `now`: it is sent at once: it has a queue and, outside steps, a UUID."""
         settings, options = self.settings, self._options
         arguments = self.call.arguments(args, kwargs, partial=partial)
         if not options:
