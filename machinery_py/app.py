@@ -201,8 +201,10 @@ class Application:
         sent: list[Signature[Any]] = []
         for given in signatures:
             signature = self.completed(given)
-            if signature.name not in SILENT:
-                states.append(self.pending(signature, now))
+            if signature.name in SILENT:
+                messages.append(self.message(signature))
+                continue
+            states.append(self.pending(signature, now))
             signature = self.stamped(signature)
             messages.append(self.message(signature))
             sent.append(signature)
@@ -222,7 +224,7 @@ class Application:
             signature = signature.replace(headers=self._inherited(signature))
         if not COUNTED.isdisjoint(signature.headers):
             signature = counted(signature, self.moment())
-        if self.pre_publish is not None:
+        if self.pre_publish is not None and signature.name not in SILENT:
             signature = self.pre_publish(signature) or signature
         return signature
 

@@ -23,6 +23,7 @@ from machinery_py.tasks.context import Context
 from machinery_py.tasks.mailboxes import (
     FAILED,
     TIMER,
+    UNREAD,
     WAIT,
     Mailbox,
     OpenWait,
@@ -41,7 +42,7 @@ from machinery_py.tasks.mailboxes import (
 from machinery_py.tasks.signature import Signature, new_uuid
 from machinery_py.tasks.states import SUSPENDED, TaskState
 from machinery_py.tasks.workflow import result_value
-from machinery_py.texts import get_logger
+from machinery_py.texts import MAX_ERROR, cut, get_logger, printable
 from machinery_py.transactions import current
 from machinery_py.wire.signatures import decode_signature
 from machinery_py.wire.states import decode_results, encode_results
@@ -135,18 +136,21 @@ def bring_result(app: Application, message: Signature[Any]) -> None:
     failed, results = None, encode_results(message.args[2:])
     if message.name == FAILED:
         failure = Context(message, queue="", delivery=1, worker="", report=None).failed
-        failed, results = (str(message.args[0].value), failure.error_type if failure else ""), b"[]"
+        text = cut(printable(str(message.args[0].value)), MAX_ERROR)
+        failed, results = (text, failure.error_type if failure else ""), b"[]"
     if len(results) > SIGNALS_BYTES:
         text = f"its result has {len(results):,} bytes, more than a checkpoint may have"
         failed, results = (f"{text} ({SIGNALS_BYTES:,})", TOO_LARGE), b"[]"
     patience = Patience()
     while True:
         body, box = _mailbox(app, uuid)
-        if body is None or name in box.keys:
-            return  # nobody waits for it any more, or it was told before
         state = app.store.backend.get_states([uuid]).get(uuid)
+        if body is None or name in box.counts or (state is not None and state.is_finished):
+            return  # nobody waits for it any more, or it was told before
         if box.wait is not None and not stands(box.wait, state):
             box = without_wait(box)
+        if box.wait is None or box.wait.name != name:
+            results = UNREAD  # perhaps it came too late: so it takes no room
         try:
             new, ended = delivered(box, name, results, name, failed)
         except SignalRefused as error:  # it came too late, so nobody misses it
@@ -176,11 +180,13 @@ def keep_signals(app: Application, uuids: Sequence[str]) -> None:
                 backend.amend(Rider(name=name, expected=body, body=body, life=CHECKPOINT_LIFE))
 
 
-def forget_signals(app: Application, uuid: str) -> None:
-    """Delete what a task was told, and its wait."""
+def forget_signals(app: Application, uuid: str) -> bool:
+    """Delete what a task was told, and its wait; return whether there was any."""
     backend, record = app.store.backend, record_of(uuid)
-    if backend.features.riders and (body := backend.claims([record])[0]) is not None:
-        backend.release([(record, body)])
+    if not backend.features.riders or (body := backend.claims([record])[0]) is None:
+        return False
+    backend.release([(record, body)])
+    return True
 
 
 def suspended_by(app: Application, messages: Sequence[Message]) -> list[Message]:

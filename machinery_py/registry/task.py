@@ -169,6 +169,10 @@ class Task(Generic[P, R]):
         signature = self._signature(args, kwargs, now=True)
         return cast("AsyncResult[R]", await self._sender.send_async(signature))
 
+    def is_sent_by(self, sender: object) -> bool:
+        """Return whether this Server sends it."""
+        return sender is self._sender
+
     def result(self, uuid: str) -> AsyncResult[R]:
         """Return the result of a call that any process has sent."""
         return cast("AsyncResult[R]", self._sender.result(uuid))

@@ -21,6 +21,7 @@ import msgspec
 
 from machinery_py.errors import WorkflowError
 from machinery_py.tasks.lineage import last_header
+from machinery_py.tasks.mailboxes import FAILED
 from machinery_py.tasks.plans import PREFIX, RecordedStep, group_label, record_of
 from machinery_py.tasks.signature import (
     HEADER_COLLECT,
@@ -203,8 +204,11 @@ class _Linker:
 
         `begins`: the first is sent now.
         """
-        if role is not None and steps[-1].is_group:
-            steps = (*steps, _GATHER)
+        if role is not None and isinstance(steps[-1], Group):
+            # The group has the role's error callbacks. A task that waits is told in any case, also
+            # if this last task is revoked; perhaps twice.
+            told = [one for one in role.on_error if one.name == FAILED]
+            steps = (*steps, _GATHER.replace(on_error=told))
         # Members of chords are looked for in what follows a failed task, which a cut would hide.
         may_cut = self._may_cut and role is None and len(steps) > LONG and _is_plain(steps)
         planned: list[PlannedStep] = []

@@ -25,7 +25,8 @@ import msgspec
 
 from machinery_py.bounds import CHECKPOINT_LIFE, MOST_SIGNALS, SIGNALS_BYTES
 from machinery_py.clock import LONGEST, moment_of
-from machinery_py.errors import DecodeError, SignalRefused
+from machinery_py.errors import DecodeError, NameRefused, SignalRefused
+from machinery_py.names import check_uuid
 from machinery_py.tasks.checkpoints import Checkpoint, last_generation, newest_generation
 from machinery_py.tasks.signature import Arg, RunNumber, Signature, new_uuid
 from machinery_py.tasks.states import RETRY, SUSPENDED, TaskState
@@ -38,6 +39,7 @@ DEADLINE = "deadline "  # before the name of a signal: of the steps that keep wh
 CHILD = "result of "  # before the name of a task: of the steps that wait for its result
 RESULT = "machinery.result"  # names of the callbacks that bring a result, or that there is none
 FAILED = "machinery.failed"
+UNREAD = b""  # in place of a result for which nobody waited just then: the state has it
 SILENT = frozenset((TIMER, RESULT, FAILED))  # no states are kept of these
 
 
@@ -308,7 +310,17 @@ def timer_of(uuid: str, wait: OpenWait, queue: str) -> Signature[Any]:
 def timed_by(timer: Signature[Any]) -> str:
     """Return the UUID of the task that a timer is of; "": it is none of ours."""
     value = timer.args[0].value if timer.args else ""
-    return value if isinstance(value, str) and timer.uuid.startswith(TIMERS) else ""
+    is_ours = isinstance(value, str) and timer.uuid.startswith(TIMERS)
+    return value if is_ours and _is_uuid(value) else ""
+
+
+def _is_uuid(text: str) -> bool:
+    """Return whether a task may have this UUID; a stranger's message may name anything."""
+    try:
+        check_uuid(text)
+    except NameRefused:
+        return False
+    return True
 
 
 def waits_for(name: str, until: dt.datetime | None) -> str:
@@ -327,8 +339,9 @@ def brings_result(uuid: str, signal: str, queue: str) -> tuple[Signature[Any], S
     They are plain callbacks on the wire, so a worker of Go may run that one.
     """
     args = [Arg(type="string", value=uuid), Arg(type="string", value=signal)]
-    success: Signature[Any] = Signature(name=RESULT, args=args, routing_key=queue)
-    return success, success.replace(name=FAILED)
+    failure: Signature[Any] = Signature(name=FAILED, args=args, routing_key=queue)
+    # Its own error callback, if the broker refuses the result.
+    return failure.replace(name=RESULT, on_error=(failure,)), failure
 
 
 def brought_to(message: Signature[Any]) -> tuple[str, str]:
@@ -337,6 +350,6 @@ def brought_to(message: Signature[Any]) -> tuple[str, str]:
     values = [one.value for one in message.args[first : first + 2]]
     if len(values) == 2 and all(isinstance(value, str) for value in values):
         uuid, signal = values
-        if signal.startswith("#"):
+        if signal.startswith("#") and _is_uuid(uuid):
             return uuid, signal
     return "", ""

@@ -16,11 +16,15 @@ from machinery_py.tasks.checkpoints import encode as encode_checkpoint
 from machinery_py.tasks.mailboxes import (
     Mailbox,
     Wanted,
+    brings_result,
+    brought_to,
     decode,
     delivered,
     encode,
     life_of,
     of_next_generation,
+    read_in,
+    result_signal,
     signal_in,
     stands,
     timed_by,
@@ -53,12 +57,17 @@ def full(*names: str) -> Mailbox:
     return box
 
 
+def value_in(box: Mailbox, one: Wanted) -> bytes | None:
+    signal = signal_in(box, one)
+    return None if signal is None else signal.results
+
+
 def test_signals_of_a_name_have_an_order_of_their_own() -> None:
     box = decode(encode(full("a", "b", "a")))
 
-    assert signal_in(box, wanted("a", a=1)) == b"2"
-    assert signal_in(box, wanted("b")) == b"1"
-    assert signal_in(box, wanted("b", b=1)) is None
+    assert value_in(box, wanted("a", a=1)) == b"2"
+    assert value_in(box, wanted("b")) == b"1"
+    assert value_in(box, wanted("b", b=1)) is None
 
 
 def test_only_the_signal_that_is_waited_for_ends_the_wait() -> None:
@@ -75,13 +84,13 @@ def test_what_was_read_is_forgotten_with_the_next_wait() -> None:
 
     assert [(one.name, one.number) for one in box.sent] == [("b", 1)]
     box, _ = delivered(box, "a", b"third", "k")
-    assert signal_in(box, wanted("a", a=2)) == b"third"
+    assert value_in(box, wanted("a", a=2)) == b"third"
 
 
 def test_record_that_was_lost_counts_what_was_read() -> None:
     box, _ = delivered(decode(None, {"a": 2}), "a", b"third", "k")
 
-    assert signal_in(box, wanted("a", a=2)) == b"third"
+    assert value_in(box, wanted("a", a=2)) == b"third"
 
 
 def test_what_was_read_by_all_checkpoints_is_left_out() -> None:
@@ -97,10 +106,38 @@ def test_what_was_read_by_all_checkpoints_is_left_out() -> None:
 def test_next_generation_numbers_what_is_unread() -> None:
     box = of_next_generation(full("a", "a", "b"), {"a": 1}, 1)
 
-    assert (signal_in(box, wanted("a")), signal_in(box, wanted("b"))) == (b"1", b"2")
+    assert (value_in(box, wanted("a")), value_in(box, wanted("b"))) == (b"1", b"2")
     box, _ = delivered(box, "a", b"new", "k")
-    assert signal_in(box, wanted("a", a=1)) == b"new"
+    assert value_in(box, wanted("a", a=1)) == b"new"
     assert box.generation == 1
+
+
+def test_results_of_an_earlier_generation_are_dropped() -> None:
+    box = full("a", result_signal(0, "result of render"))
+
+    assert [one.name for one in of_next_generation(box, {}, 1).sent] == ["a"]
+
+
+def test_result_that_came_too_late_is_forgotten_with_the_next_wait() -> None:
+    rows = {"result of render": Checkpoint(failed=True), "wait for a": Checkpoint()}
+    read = read_in(rows, 3)
+    assert read == {"#3 result of render": 1, "a": 1}
+    box = waits(full("#3 result of render", "#3 result of other"), wanted("b", **read))
+    assert [one.name for one in box.sent] == ["#3 result of other"]
+
+
+@pytest.mark.parametrize("uuid", ["", "a\x00b", "x" * 300, "machinery_tasks"])
+def test_message_that_wakes_no_task_is_none_of_ours(uuid: str) -> None:
+    success, failure = brings_result(uuid, "#0 result of render", "queue")
+    assert brought_to(success) == ("", "")
+    assert brought_to(failure.with_args(before=[Arg(type="string", value="text")])) == ("", "")
+
+
+def test_signal_that_ends_a_wait_has_room() -> None:
+    box = waits(full(*("a" for _ in range(MOST_SIGNALS))), wanted("b"))
+    box, ended = delivered(box, "b", b"", "k")
+    assert ended is not None
+    assert value_in(box, wanted("b")) == b""
 
 
 def test_mailbox_is_bounded() -> None:

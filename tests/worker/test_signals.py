@@ -9,19 +9,29 @@ from typing import Any
 
 import pytest
 
-from machinery_py import Config, Server, State, TaskFailed, Unsupported, current_task
+from machinery_py import (
+    Config,
+    Server,
+    State,
+    TaskFailed,
+    Unsupported,
+    chain,
+    current_task,
+    group,
+)
 from machinery_py.backends.base import Verdict
 from machinery_py.brokers.base import Message
 from machinery_py.errors import BackendUnavailable, NameRefused, SignalRefused, SignalTimeout
-from machinery_py.events import Event, TaskRejected, TaskSuspended
+from machinery_py.events import Event, TaskRejected, TaskSent, TaskSuspended
 from machinery_py.stores.base import Mark, Settlement
 from machinery_py.stores.rows import RowsSession
 from machinery_py.tasks import mailboxes
-from machinery_py.tasks.mailboxes import FAILED, RESULT, TIMER
+from machinery_py.tasks.mailboxes import FAILED, RESULT, TIMER, brings_result, brought_to
 from machinery_py.tasks.signature import Arg, Signature
 from machinery_py.testing import Harness
 from machinery_py.testing.waiting import HANG, wait_until
-from machinery_py.wire.signatures import encode_signature
+from machinery_py.texts import MAX_ERROR
+from machinery_py.wire.signatures import decode_signature, encode_signature
 from machinery_py.worker.loops import settler
 from machinery_py.worker.running import checkpoints
 
@@ -303,23 +313,120 @@ def test_task_waits_for_no_sent_task(server: Server) -> None:
     def add(a: int) -> int:
         return a
 
+    foreign = Server(Config(broker="memory://other")).task("add")(lambda a: a)
+
     @server.task(retries=0)
     def flow(how: str) -> None:
         if how == "sent":
             current_task().wait_for(add.send(1))  # type: ignore[call-overload]
         elif how == "named":
             current_task().wait_for(add.options(uuid="mine").signature(1))
+        elif how == "inside":
+            current_task().wait_for(group(add.options(uuid="mine").signature(1)) | add.partial())
+        elif how == "foreign":
+            current_task().wait_for(foreign.signature(1))
         else:
             current_task().wait_for(add.options(unique=True).signature(1))
 
     with server.new_worker():
         for how, text in (
             ("sent", r"its signature, which this sends"),
-            ("named", "it has a UUID, mine"),
-            ("unique", "has no place in a chain"),
+            ("named", "add has a UUID, mine"),
+            ("unique", "add has options"),
+            ("inside", "add has a UUID, mine"),
+            ("foreign", "add is a task of another Server"),
         ):
             with pytest.raises(TaskFailed, match=text):
                 flow.send(how).get(timeout=HANG)
+
+
+def test_result_that_the_broker_refuses_ends_the_wait(server: Server) -> None:
+    uuid = "task_00000000-0000-4000-8000-000000000000"
+    result, _ = brings_result(uuid, "#0 result of add", "machinery_tasks")
+    message = server.app.message(result.with_args(after=[Arg(type="int64", value=7)]).with_uuid())
+    refusal = server.app.refusal(message, ValueError("too large"))
+
+    [sent] = map(decode_signature, (one.body for one in refusal.send))
+    assert sent.name == FAILED
+    assert brought_to(sent) == (uuid, "#0 result of add")
+    assert sent.args[0].value == "it cannot be sent: too large"
+    assert [one.task_name for one in refusal.states] == [RESULT]
+
+
+def test_hook_before_sending_does_not_see_how_a_result_travels(server: Server) -> None:
+    seen: list[str] = []
+
+    def look(signature: Signature[Any]) -> Signature[Any] | None:
+        seen.append(signature.name)
+        return signature.replace(routing_key="") if signature.name.startswith("mach") else None
+
+    server.set_pre_publish_handler(look)
+
+    @server.task
+    def add(a: int) -> int:
+        return a
+
+    @server.task
+    def flow() -> int:
+        return current_task().wait_for(add.signature(1))
+
+    with server.new_worker():
+        assert flow.send().get(timeout=HANG) == 1
+    assert set(seen) == {"flow", "add"}
+
+
+def test_key_of_a_user_is_no_result(server: Server) -> None:
+    @server.task
+    def add(a: int) -> int:
+        return a
+
+    @server.task
+    def flow() -> list[Any]:
+        task = current_task()
+        return [task.wait_for("go"), task.wait_for(add.signature(1))]
+
+    with server.new_worker():
+        result = flow.send()
+        server.signal(result.uuid, "go", 7, key="#0 result of add")
+        assert result.get(timeout=HANG) == [7, 1]
+
+
+def test_result_of_an_immutable_step_travels_as_any_other(server: Server) -> None:
+    """A worker of Go passes no result of an immutable task on."""
+
+    @server.task
+    def add(a: int) -> int:
+        return a
+
+    @server.task
+    def flow() -> int:
+        return current_task().wait_for(chain(add.signature(1), pass_results=False))
+
+    sent: list[Signature[Any]] = []
+    server.events.subscribe(TaskSent, lambda event: sent.append(event.signature))
+    with server.new_worker():
+        assert flow.send().get(timeout=HANG) == 1
+    [child] = [one for one in sent if one.name == "add"]
+    assert not child.immutable
+    assert [one.name for one in sent] == ["flow", "add"]
+
+
+def test_text_of_a_failure_is_bounded(server: Server) -> None:
+    @server.task
+    def flow() -> str:
+        task = current_task()
+        try:
+            task.wait_for(Signature(name="go.task", routing_key="of Go"))
+        except TaskFailed as error:
+            return task.step("after", str, len(error.error))
+        return ""
+
+    with server.new_worker():
+        result = flow.send()
+        wait_until(lambda: "waits for" in result.get_state().error, what="the wait")
+        _, failure = brings_result(result.uuid, "#0 result of go.task", "machinery_tasks")
+        server.send(failure.with_args(before=[Arg(type="string", value="x" * 2**21)]))
+        assert int(result.get(timeout=HANG)) <= MAX_ERROR
 
 
 def test_task_that_no_worker_knows_ends_the_wait() -> None:

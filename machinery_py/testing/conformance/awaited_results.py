@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import pytest
 
-from machinery_py import State, TaskFailed, chain, current_task, group
+from machinery_py import Replace, State, TaskFailed, chain, current_task, group
 from machinery_py.backends.base import FENCED, SETTLED
 from machinery_py.bounds import SIGNALS_BYTES
 from machinery_py.errors import SignalTimeout
@@ -178,6 +178,63 @@ class AwaitedResultConformance(LostWorkerCase):
         with pytest.raises(TaskFailed, match=r"task render .* failed: Revoked"):
             result.get(timeout=HANG)
 
+    def test_group_that_is_revoked_ends_the_wait(self, app: App, press: Press) -> None:
+        @app.server.task
+        def flow() -> None:
+            later = press.render.options(delay=HANG)
+            current_task().wait_for(group(later.signature(page) for page in range(2)))
+
+        result = flow.send()
+        app.server.revoke(self._awaited(app, result.uuid))
+        with pytest.raises(TaskFailed, match="Revoked"):
+            result.get(timeout=HANG)
+
+    def test_values_are_of_the_types_of_their_tasks(self, app: App) -> None:
+        @app.server.task
+        def numbered(first: int) -> tuple[int, dt.date]:
+            return first, dt.date(2026, 11, first)
+
+        @app.server.task
+        def flow() -> bool:
+            task = current_task()
+            return (
+                task.wait_for(group(numbered.signature(n) for n in (1, 2)))
+                == [(1, dt.date(2026, 11, 1)), (2, dt.date(2026, 11, 2))]
+            ) and task.wait_for(app.add.signature(1, 2) | numbered.partial()) == (
+                3,
+                dt.date(2026, 11, 3),
+            )
+
+        assert flow.send().get(timeout=HANG)
+
+    def test_wait_for_another_workflow_of_the_same_name_is_refused(self, app: App) -> None:
+        @app.server.task(retries=1, backoff=[0.0])
+        def flow() -> list[Any]:
+            task = current_task()
+            parts = [group(app.add.signature(n, n) for n in some) for some in ((1, 2), (3, 4))]
+            if task.attempt == 2:
+                parts.reverse()
+            found = [task.wait_for(part) for part in parts]
+            if task.attempt == 1:
+                raise OSError("again")
+            return found
+
+        with pytest.raises(TaskFailed, match="other arguments than in the run before"):
+            flow.send().get(timeout=HANG)
+
+    def test_task_is_sent_although_nobody_has_time_to_wait(self, app: App, press: Press) -> None:
+        @app.server.task
+        def flow() -> str:
+            try:
+                return current_task().wait_for(press.render.signature(1), timeout=0)
+            except SignalTimeout:
+                return "late"
+
+        assert flow.send().get(timeout=HANG) in ("late", "page 1")
+        wait_until(lambda: app.calls, what="the other task")
+        app.wait_until_idle()
+        assert app.calls == [("render", 1)]
+
     def test_task_that_is_revoked_leaves_the_other_one_alone(self, app: App) -> None:
         @app.server.task
         def held() -> str:
@@ -270,6 +327,51 @@ class AwaitedResultConformance(LostWorkerCase):
         app.server.inspect.retry([again.uuid], from_start=True)
         assert again.get(timeout=HANG) == "page 1"
         assert app.calls == [("render", 1)] * 3
+
+    def test_task_without_a_checkpoint_sends_the_other_anew_from_its_start(
+        self, app: App, press: Press
+    ) -> None:
+        @app.server.task
+        def nothing() -> None:
+            app.calls.append(("nothing",))
+
+        @app.server.task
+        def flow() -> Any:
+            app.calls.append(("run",))
+            if len(app.calls) == 3:
+                raise OSError("before it reads anything")
+            return current_task().wait_for(nothing.signature())
+
+        result = flow.send()
+        with pytest.raises(TaskFailed, match="before it reads"):
+            result.get(timeout=HANG)
+        app.server.inspect.retry([result.uuid], from_start=True)
+        assert result.get(timeout=HANG) is None
+        assert app.calls == [("run",), ("nothing",), ("run",)] * 2
+
+    def test_late_result_takes_no_room(self, app: App) -> None:
+        @app.server.task
+        def slow() -> str:
+            app.gate("open").wait(HANG)
+            return "x" * (SIGNALS_BYTES * 9 // 10)
+
+        @app.server.task
+        def flow(part: int) -> Any:
+            task = current_task()
+            if part == 1:
+                try:
+                    task.wait_for(slow.signature(), timeout=0.2)
+                except SignalTimeout:
+                    app.gate("open").set()
+                    raise Replace(flow.signature(2)) from None
+            return [task.wait_for("go"), task.wait_for("go")]
+
+        result = flow.send(1)
+        wait_until(lambda: app.server.inspect.task(result.uuid).waits_for, what="the second part")
+        app.wait_until_idle()
+        for _ in range(2):
+            app.server.signal(result.uuid, "go", "y" * (SIGNALS_BYTES // 5))
+        assert len(result.get(timeout=HANG)) == 2
 
     def test_task_that_died_before_it_waits_has_sent_nothing(
         self, idle: App, press: Press, lost: LostWorker

@@ -211,12 +211,14 @@ class CallbackConformance(AppCase):
         assert whole.get(timeout=HANG) is None
         assert ("end", value, 7) in app.calls
 
-    @pytest.mark.parametrize("at", range(3))
-    def test_failure_of_the_workflow_fails_the_task_it_replaces(self, app: App, at: int) -> None:
+    @pytest.mark.parametrize("at", [0, 1, 2, "group"])
+    def test_failure_of_the_workflow_fails_the_task_it_replaces(self, app: App, at: object) -> None:
         def step(number: int) -> Any:
             return app.fail.signature("boom").fixed() if number == at else app.note.partial()
 
         def give_way() -> None:
+            if at == "group":
+                raise Replace(group(app.fail.signature("boom") for _ in range(2)))
             raise Replace(chain(step(0), group(step(1), app.note.partial()), step(2)))
 
         task = app.server.register_task("give_way", give_way)

@@ -63,14 +63,20 @@ from machinery_py.tasks.mailboxes import (
     waits_for,
 )
 from machinery_py.tasks.plans import group_label
-from machinery_py.tasks.signature import FIRST_RUN, Signature, Step
+from machinery_py.tasks.signature import FIRST_RUN, Step
 from machinery_py.tasks.workflow import result_value
 from machinery_py.texts import cut, get_logger
 from machinery_py.wire.states import decode_results, encode_results
 from machinery_py.wire.steps import pack_step, task_names
 from machinery_py.worker.running.hooks import text_of, type_name_of
 from machinery_py.worker.running.keeping import StepKeeper, StoreKeeper
-from machinery_py.worker.running.step_calls import call_of
+from machinery_py.worker.running.step_calls import (
+    StepCall,
+    WorkflowCall,
+    arguments_of,
+    call_of,
+    problem_of,
+)
 from machinery_py.worker.running.step_transactions import StepRaced, StepTransaction
 
 logger = get_logger(__name__)
@@ -115,7 +121,7 @@ class _StepCall:
         self.args, self.kwargs = args, kwargs
         self.caller = caller
         self.digest = digest_of(args, kwargs)
-        self.value_of = call_of(function)
+        self.value_of: StepCall = call_of(function)
 
 
 class _Wait(NamedTuple):
@@ -386,16 +392,12 @@ class Checkpoints:
         return wait
 
     def _begin_result(self, workflow: Step[Any], end: Callable[[], dt.datetime] | None) -> _Wait:
-        name, args, function = group_label(task_names(workflow)), (), _any
-        if isinstance(workflow, Signature):
-            if workflow.uuid:
-                raise self._break(
-                    f"wait_for({name!r}): it has a UUID, {workflow.uuid} (leave it out: the task "
-                    "gets one that is the same in each run)"
-                )
-            args = tuple(arg.value for arg in workflow.args)
-            function = self._find(name) or _any
-        step = self._begin(f"{CHILD}{cut(name.replace('#', '-'), MAX_LABEL)}", function, args, {})
+        name = group_label(task_names(workflow))
+        if text := problem_of(workflow, self._find(self._context.name)):
+            raise self._break(f"wait_for({name!r}): {text}")
+        label = cut(name.replace("#", "-"), MAX_LABEL)
+        step = self._begin(f"{CHILD}{label}", _any, arguments_of(workflow), {})
+        step.value_of = WorkflowCall(workflow, self._find)
         generation = generation_of(self._context.signature)
         child = f"task_{uuid5(NAMESPACE_OID, self._key(step))}"
         return _Wait(result_signal(generation, step.name), step, end, workflow, child)
@@ -415,7 +417,7 @@ class Checkpoints:
             name=wait.name,
             read=read_in(self._kept or {}, generation_of(self._context.signature)),
             until=0 if until is None else micros(until),
-            waits=until is None or not self._has_come(until),
+            waits=until is None or not self._has_ended(wait, until),
             child=wait.child,
             workflow=workflow,
         )
@@ -454,6 +456,11 @@ class Checkpoints:
         """Return whether it is past, or the task was delivered for it."""
         eta = self._context.eta
         return moment <= self._now() or (eta is not None and eta >= moment)
+
+    def _has_ended(self, wait: _Wait, until: dt.datetime) -> bool:
+        """Return whether the time of a wait is up; not before what it waits for was sent."""
+        eta = self._context.eta
+        return self._has_come(until) if not wait.child else eta is not None and eta >= until
 
     def _suspend_until(self, moment: dt.datetime) -> None:
         """End the run, unless the moment has come, or the task was delivered for it."""

@@ -67,7 +67,6 @@ from machinery_py.tasks.signature import (
     HEADER_UNIQUE_START,
     Chain,
     Signature,
-    Step,
 )
 from machinery_py.tasks.states import (
     FAILURE,
@@ -569,9 +568,11 @@ def _child(execution: Execution, wanted: Wanted, queue: str) -> Outgoing:
     """Return the workflow whose result the task waits for; its end tells the task."""
     uuid, app = execution.signature.uuid, execution.app
     success, failure = brings_result(uuid, wanted.name, queue)
-    role: Signature[Any] = Signature(name="", uuid=wanted.child, on_success=(success,))
-    workflow: Step[Any] = Chain((unpack_step(wanted.workflow),)).catch(failure)
-    plan = link(workflow, now=app.now(), role=role)
+    role = Signature[Any](name="", uuid=wanted.child, on_success=(success,), on_error=(failure,))
+    *steps, last = Chain((unpack_step(wanted.workflow),)).steps
+    if isinstance(last, Signature) and last.immutable and not last.on_success:
+        last = last.replace(immutable=False)  # a worker of Go would pass on no result
+    plan = link(Chain((*steps, last)).catch(failure), now=app.now(), role=role)
     with _on_behalf_of(execution):
         return app.outgoing(plan.first, plan.groups, plan.awaited)
 

@@ -1,4 +1,4 @@
-"""How what a step returns is stored and read."""
+"""How what a step returns, or a workflow that a task waits for, is stored and read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any, Protocol
 
 from machinery_py.registry.calls import Call
 from machinery_py.registry.task import Task
-from machinery_py.tasks.signature import Arg
+from machinery_py.tasks.signature import HEADER_UNIQUE, Arg, Chain, Signature, Step
+from machinery_py.tasks.workflow import Group
+from machinery_py.values.json_values import Failure
 
 
 class StepCall(Protocol):
@@ -19,6 +21,60 @@ class StepCall(Protocol):
 
     def results(self, value: Any) -> Sequence[Arg]: ...
     def result(self, value: Any) -> Any: ...
+
+
+class WorkflowCall:
+    """A workflow whose result is waited for: read as the annotations of its last tasks say."""
+
+    is_async = False
+
+    def __init__(self, workflow: Step[Any], find: Callable[[str], Task[..., Any] | None]) -> None:
+        self.name: str = repr(workflow)
+        self._workflow, self._find = workflow, find
+
+    def results(self, value: Any) -> Sequence[Arg]:
+        raise NotImplementedError("its tasks have written them")
+
+    def result(self, value: Any) -> Any:
+        return self._read(self._workflow, value)
+
+    def _read(self, step: Step[Any], value: Any) -> Any:
+        if isinstance(step, Chain):
+            return self._read(step.steps[-1], value)
+        if isinstance(step, Group):
+            if not isinstance(value, list) or len(value) != len(step.steps):
+                return value  # failed members are left out
+            return [self._read(*pair) for pair in zip(step.steps, value, strict=True)]
+        task = self._find(step.name) if isinstance(step, Signature) else None
+        return value if task is None or isinstance(value, Failure) else task.call.result(value)
+
+
+def arguments_of(step: Step[Any]) -> Sequence[Any]:
+    """Return names and arguments of all tasks of a workflow, by which it is known again."""
+    if isinstance(step, Signature):
+        return step.name, [arg.value for arg in step.args]
+    return [arguments_of(one) for one in steps_in(step)]
+
+
+def problem_of(step: Step[Any], own: Task[..., Any] | None) -> str:
+    """Return why a task cannot wait for this workflow; "" if it can. `own`: that task."""
+    if not isinstance(step, Signature):
+        return next((text for one in steps_in(step) if (text := problem_of(one, own))), "")
+    if step.uuid:
+        return (
+            f"{step.name} has a UUID, {step.uuid} (leave it out: it gets one that is the same in "
+            "each run)"
+        )
+    if step.headers.get(HEADER_UNIQUE):
+        return f"{step.name} has options(unique=…), and is sent in any case (leave it out)"
+    if own is not None and step.sender is not None and not own.is_sent_by(step.sender):
+        return f"{step.name} is a task of another Server (send it, and let it give a signal)"
+    return ""
+
+
+def steps_in(step: Step[Any]) -> Sequence[Step[Any]]:
+    """Return the steps of a chain, or the members of a group."""
+    return step.steps if isinstance(step, (Chain, Group)) else ()
 
 
 class SendCall:

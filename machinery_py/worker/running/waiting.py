@@ -12,7 +12,9 @@ from machinery_py.registry.outcomes import Sleeping
 from machinery_py.rows.contract import Patience
 from machinery_py.signals import check_signals
 from machinery_py.tasks.checkpoints import generation_of
+from machinery_py.tasks.linking import link
 from machinery_py.tasks.mailboxes import (
+    UNREAD,
     Received,
     Wanted,
     decode,
@@ -25,9 +27,12 @@ from machinery_py.tasks.mailboxes import (
 from machinery_py.tasks.states import FAILURE, TaskState
 from machinery_py.texts import get_logger
 from machinery_py.wire.states import encode_results
+from machinery_py.wire.steps import unpack_step
 from machinery_py.worker.running.execution import Execution, Suspension, settlement_of
 
 logger = get_logger(__name__)
+
+EXPIRED = "machinery_py.errors.ResultExpired"  # error type
 
 
 def receive(execution: Execution, wanted: Wanted) -> Received:
@@ -44,24 +49,32 @@ def receive(execution: Execution, wanted: Wanted) -> Received:
     [body] = app.patiently(lambda: backend.claims([record_of(uuid)]))
     execution.has_mailbox = True
     box = decode(body, wanted.read)
-    if (signal := signal_in(box, wanted)) is not None:
+    signal = signal_in(box, wanted)
+    if signal is not None and (signal.failed or signal.results != UNREAD):
         return signal
     state: TaskState | None = None
     if wanted.child:
+        # An earlier run has sent it, if it is known: one that was revoked meanwhile, say.
         state = app.patiently(lambda: backend.get_states([wanted.child])).get(wanted.child)
-        if (result := _result_in(state)) is not None:
-            return result
+        if state is not None and state.is_finished:
+            failed = (state.error, state.error_type) if state.state is FAILURE else None
+            return Received(encode_results(state.results), failed=failed)
+        if signal is not None:
+            return Received(b"[]", failed=("its result has expired", EXPIRED))
     if wanted.waits:
+        if state is None:
+            _check_child(execution, wanted)
         execution.suspension = Suspension(wanted, body, box, is_sent=state is not None)
     return Received(waits=wanted.waits)
 
 
-def _result_in(state: TaskState | None) -> Received | None:
-    """Return what became of a task that an earlier run has sent, if its state has it."""
-    if state is None or not (state.state is FAILURE or (state.is_finished and state.results)):
-        return None
-    failed = (state.error, state.error_type) if state.state is FAILURE else None
-    return Received(encode_results(state.results), failed=failed)
+def _check_child(execution: Execution, wanted: Wanted) -> None:
+    """Raise what the sending of a task would, that this one waits for."""
+    if wanted.workflow:
+        app = execution.app
+        plan = link(unpack_step(wanted.workflow), now=app.now())
+        app.registry.check(plan.first)
+        app.check_asked(plan.first)
 
 
 def begin_generation(execution: Execution, old: Mapping[str, bytes]) -> None:
