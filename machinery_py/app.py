@@ -93,6 +93,7 @@ NOTHING = Outgoing((), (), (), ())
 
 _PLAIN = TaskSettings()
 FIRST_PAUSE = 0.05  # seconds until a submission is repeated
+KEPT_WITH_EVENTS = 2_048  # bytes
 
 
 class Application:
@@ -164,6 +165,12 @@ class Application:
         stores.store.refusal = self.refusal
         if self._attached is not None:
             stores.store.attach(self._attached)
+
+    @property
+    def largest_call(self) -> int:
+        """Bytes of the largest message that states of running and ended tasks keep; 0: of none."""
+        limit = self.config.keep_calls
+        return limit if limit >= 0 else KEPT_WITH_EVENTS if self.publisher.is_on else 0
 
     def close(self) -> None:
         """Give the stores back. May be called twice; the next use opens them again."""

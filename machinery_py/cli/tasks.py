@@ -31,6 +31,7 @@ from machinery_py.errors import ArgumentError, ResultExpired, TaskFailed
 from machinery_py.tasks.signature import HEADER_ATTEMPTS, UNLIMITED
 from machinery_py.tasks.states import State, TaskState
 from machinery_py.tasks.workflow import result_value
+from machinery_py.texts import cut
 
 if TYPE_CHECKING:
     from machinery_py.inspection import KeptStep, TaskReport
@@ -38,8 +39,10 @@ if TYPE_CHECKING:
     from machinery_py.registry.task import Task
     from machinery_py.results.async_results import AsyncResult
     from machinery_py.server import Server
-    from machinery_py.tasks.signature import Signature
+    from machinery_py.tasks.signature import Arg, Signature
 
+
+MAX_CALL = 40  # bytes of the arguments in a list
 
 # Sending and waiting
 
@@ -151,17 +154,32 @@ def tasks(server: Server, args: argparse.Namespace) -> int:
         worker=args.worker,
         text=args.text,
     )
-    now = server.now()
+    now, calls = server.now(), server.inspect.calls(found)
     columns: dict[str, Callable[[TaskState], str]] = {
         "UUID": lambda one: one.task_uuid,
         "STATE": lambda one: one.state,
         "NAME": lambda one: one.task_name,
+        "ARGUMENTS": lambda one: _call(calls.get(one.task_uuid)),
         "QUEUE": lambda one: one.queue,
         "AGE": lambda one: ago(one.created_at, now),
         "ATTEMPT": lambda one: str(one.attempt),
         "RESULT": _outcome,
     }
-    return listing(args, found, columns, right=("AGE", "ATTEMPT"), record=_state_record)
+
+    def record(state: TaskState) -> dict[str, Any]:
+        known = calls.get(state.task_uuid)
+        told = None if known is None else [one.value for one in known]
+        return {**_state_record(state), "arguments": told}
+
+    return listing(args, found, columns, right=("AGE", "ATTEMPT"), record=record)
+
+
+def _call(args: Sequence[Arg] | None) -> str:
+    """Return the arguments of a task for a cell."""
+    if args is None:
+        return NONE
+    shown = (f"{one.name + '=' if one.name else ''}{value_text(one.value)}" for one in args)
+    return cut(", ".join(shown), MAX_CALL)
 
 
 def _outcome(state: TaskState) -> str:
@@ -180,12 +198,17 @@ def _progress(state: TaskState) -> str:
 
 def show(server: Server, args: argparse.Namespace) -> int:
     """Run `machinery show`."""
-    report = server.inspect.task(args.rest[0])
+    report = server.inspect.task(args.rest[0], ask=True)
     state, signature = report.state, report.signature
     message = None if signature is None else _signature_record(signature)
     text = "" if args.json else _description(server, report)
     attempts = [msgspec.structs.asdict(one) for one in report.attempts]
-    record = {"message": message, "attempts": attempts, "steps": _steps_record(report)}
+    record = {
+        "message": message,
+        "arguments": None if report.args is None else [one.value for one in report.args],
+        "attempts": attempts,
+        "steps": _steps_record(report),
+    }
     return answer(args, {**_state_record(state), **record}, text)
 
 
@@ -231,11 +254,11 @@ def _description(server: Server, report: TaskReport) -> str:
     ]
     if state.started_at and state.finished_at:
         rows.append(("took", length((state.finished_at - state.started_at).total_seconds())))
+    rows += [
+        ("argument", f"{arg.name + ' = ' if arg.name else ''}{value_text(arg.value)}")
+        for arg in report.args or ()
+    ]
     if signature is not None:
-        rows += [
-            ("argument", f"{arg.name + ' = ' if arg.name else ''}{value_text(arg.value)}")
-            for arg in signature.args
-        ]
         left = signature.retry_count
         rows.append(("retries left", "no limit" if left == UNLIMITED else str(left)))
         rows += [

@@ -157,6 +157,13 @@ class Config(Section):
     events: bool = option(
         False, "send the events of this process to all that open a stream of them"
     )
+    keep_calls: int = option(
+        -1,
+        "states of running and ended tasks keep a message up to this size, so that their arguments "
+        "are shown; -1 = 2,048 while the process sends events, else 0",
+        "bytes",
+        low=-1,
+    )
     control: bool = option(True, "workers receive the orders of `server.control`")
     go_program: str = option(
         "", "a Go program with the same schedules: ticks are sent under its lock only; empty = none"

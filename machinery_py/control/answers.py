@@ -8,6 +8,8 @@ from typing import TypeVar
 
 import msgspec
 
+from machinery_py.tasks.signature import Arg
+
 T = TypeVar("T")
 
 
@@ -115,12 +117,14 @@ class ActiveTask(HeldTask, frozen=True, kw_only=True):
         seconds: since then.
         place: the name of its thread, "event loop" or "process <pid>".
         cancelled: it was asked to stop.
+        args: its arguments; None: its message has more than 2,048 bytes, or its worker is stalled.
     """
 
     started_at: dt.datetime | None
     seconds: float
     place: str
     cancelled: bool = False
+    args: Sequence[Arg] | None = None
 
 
 class WorkerQueue(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import msgspec
 
 from machinery_py.brokers.base import DeadLetter
+from machinery_py.control.answers import ActiveTask
 from machinery_py.control.client import TIMEOUT, ChosenWorkers
 from machinery_py.control.orders import ANY
 from machinery_py.dashboard.fleet import Fleet
@@ -189,7 +190,8 @@ class Api:
             name=name, queue=queue, worker=worker, text=text, since=since, until=until
         )
         page = self._search(wanted, _states(state), limit, cursor)
-        rows = [self._row(one) for one in page.tasks]
+        calls = self._inspect.calls(page.tasks)
+        rows = [self._row(one, calls.get(one.task_uuid, ())) for one in page.tasks]
         return Tasks(tasks=rows, cursor=page.cursor, looked=page.looked)
 
     def _search(
@@ -237,15 +239,19 @@ class Api:
             "created_at": state.created_at if state.created_at > ZERO_TIME else None,
         }
 
-    def _row(self, state: TaskState) -> TaskRow:
-        return TaskRow(**self._fields(state))
+    def _row(self, state: TaskState, args: Sequence[Arg] = ()) -> TaskRow:
+        shown = (
+            f"{name}={self._masking.text(arg.value)}" if name else self._masking.text(arg.value)
+            for name, arg in self._masking.args(state.task_name, args)
+        )
+        return TaskRow(**self._fields(state), args=cut(", ".join(shown), SHORT))
 
     @route("GET task")
     def task(self, uuid: str) -> TaskDetail:
         """Return all that is known of a task; the start of its UUID is enough."""
-        report = self._inspect.task(uuid)
+        report = self._inspect.task(uuid, ask=True)
         state, signature, group = report.state, report.signature, report.group
-        args = self._masking.args(signature.name, signature.args) if signature else []
+        args = self._masking.args(state.task_name, report.args or ())
         members = [self._row(one) for one in report.members]
         queue = "" if state.queue == self._fleet.app.config.default_queue else state.queue
         return TaskDetail(
@@ -253,6 +259,7 @@ class Api:
             traceback=state.traceback,
             results=[self._value("", one) for one in state.results],
             notes={key: self._masking.text(one, key) for key, one in state.notes.items()},
+            arguments=None if report.args is None else [self._value(*one) for one in args],
             message=self._message(signature, args) if signature else None,
             attempts=[ShownAttempt(**msgspec.structs.asdict(one)) for one in report.attempts],
             steps=[self._step(one) for one in report.steps],
@@ -507,8 +514,16 @@ class Api:
             return WorkerDetail(trouble=str(error))
         label = next(iter(stats))
         return WorkerDetail(
-            stats=stats[label], active=active.get(label, ()), queues=queues.get(label, ())
+            stats=stats[label],
+            active=[self._active(one) for one in active.get(label, ())],
+            queues=queues.get(label, ()),
         )
+
+    def _active(self, task: ActiveTask) -> ActiveTask:
+        if not task.args:
+            return task
+        args = [arg for _, arg in self._masking.args(task.name, task.args)]
+        return msgspec.structs.replace(task, args=args)
 
     @route("POST workers/shutdown")
     def shut_down(self, name: str) -> Changed:

@@ -69,10 +69,16 @@ class TaskFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class TaskRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A task in a list. `error`, `result`: the start of it."""
+    """A task in a list.
+
+    Attributes:
+        args: the start of its arguments; empty: they are not known, or there are none.
+        error, result: the start of it.
+    """
 
     uuid: str
     name: str
+    args: str = ""
     state: str
     queue: str
     attempt: int
@@ -152,6 +158,7 @@ class TaskDetail(TaskRow, frozen=True, kw_only=True):
     """All that is known of a task.
 
     Attributes:
+        arguments: also of a task that runs, whose worker was asked; None: they are not known.
         message: None: it is not kept.
         attempts: the tries before the last.
         python: the call as Python; empty without a message.
@@ -162,6 +169,7 @@ class TaskDetail(TaskRow, frozen=True, kw_only=True):
     traceback: str
     results: Sequence[ShownValue]
     notes: Mapping[str, str]
+    arguments: Sequence[ShownValue] | None
     message: ShownMessage | None
     attempts: Sequence[ShownAttempt]
     steps: Sequence[ShownCheckpoint]

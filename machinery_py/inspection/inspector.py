@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from machinery_py.app import Application
@@ -21,6 +21,7 @@ from machinery_py.errors import (
     StateNotFound,
     Unsupported,
 )
+from machinery_py.inspection.calls import WAITING, calls_of, decoded
 from machinery_py.inspection.limits import LimitReport, limit_reports
 from machinery_py.inspection.replay import anew, replay, replayed
 from machinery_py.inspection.reports import (
@@ -34,7 +35,6 @@ from machinery_py.inspection.reports import (
 from machinery_py.inspection.search import (
     UNTIMED,
     Filter,
-    decoded,
     moment,
     search,
     states_of,
@@ -46,6 +46,7 @@ from machinery_py.revocation import purge
 from machinery_py.signals import open_wait
 from machinery_py.tasks.attempts import attempts_of
 from machinery_py.tasks.reasons import Why
+from machinery_py.tasks.signature import Arg
 from machinery_py.tasks.states import State, TaskState
 from machinery_py.texts import get_logger, quoted
 from machinery_py.wire.signatures import decode_signature
@@ -256,8 +257,12 @@ class Inspector:
 
     find_async: Final = twin(find)
 
-    def task(self, uuid: str) -> TaskReport:
+    def task(self, uuid: str, *, ask: bool = False) -> TaskReport:
         """Return all that is known of a task; the start of its UUID is enough.
+
+        Args:
+            ask: True: of a task that runs, its worker is asked for the arguments, if its state does
+                not have them. That can take a second.
 
         Raises:
             StateNotFound: nothing is known.
@@ -268,18 +273,20 @@ class Inspector:
         if wait is not None:
             body = wait.body
         else:
-            body = state.message if state.is_finished else self._waiting_body(state)
+            body = self._waiting_body(state) if state.state in WAITING else state.message
         signature = decoded(body)
         signal = "" if wait is None or wait.child else wait.name
         rows = backend.checkpoints(state.task_uuid) if backend.features.checkpoints else {}
         if signature is None:
-            return TaskReport(state=state, steps=steps_of(rows), waits_for=signal)
+            args = self._running_args(state) if ask else None
+            return TaskReport(state=state, args=args, steps=steps_of(rows), waits_for=signal)
         group = backend.get_group(signature.group_uuid) if signature.group_uuid else None
         uuids = group.task_uuids[:MEMBERS] if group is not None else ()
         states = backend.member_states(signature.group_uuid, uuids) if uuids else {}
         return TaskReport(
             state=state,
             signature=signature,
+            args=signature.args,
             attempts=attempts_of(signature),
             children=children_of(signature),
             group=group,
@@ -305,6 +312,26 @@ class Inspector:
         return why(self._app, self._ask if ask else None, uuid, stack=stack)
 
     why_async: Final = twin(why)
+
+    def _running_args(self, state: TaskState) -> Sequence[Arg] | None:
+        """Return what the worker says that this task was called with."""
+        if state.state is not State.STARTED or not state.worker:
+            return None
+        try:
+            answers = self._ask(state.worker).active()
+        except MachineryError:
+            return None
+        running = (one for tasks in answers.values() for one in tasks)
+        return next((one.args for one in running if one.uuid == state.task_uuid), None)
+
+    def calls(self, states: Sequence[TaskState]) -> Mapping[str, Sequence[Arg]]:
+        """Return the arguments of these tasks, by UUID; without those that are not known.
+
+        They are known of the next 200 of a queue, of failed ones, and with `keep_calls`.
+        """
+        return calls_of(self._app, states)
+
+    calls_async: Final = twin(calls)
 
     def _waiting_body(self, state: TaskState) -> bytes:
         broker = self._app.store.broker

@@ -120,9 +120,11 @@ def steps_of(rows: Mapping[str, bytes]) -> list[KeptStep]:
 class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a task, and what its message says, if that is known.
 
-    A message is known while it waits in a queue, and of tasks that failed or were tried again.
+    A message is known while it waits in a queue, of tasks that failed or were tried again, and with
+    the setting `keep_calls`.
 
     Attributes:
+        args: its arguments, also of a task whose worker was asked; None: they are not known.
         attempts: tries that another followed, the first and the last 19 of them.
         children: what it sends when it has ended; of a chain the next step.
         group: the group that it is a member of.
@@ -133,6 +135,7 @@ class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
 
     state: TaskState
     signature: Signature[object] | None = None
+    args: Sequence[Arg] | None = None
     attempts: Sequence[Attempt] = ()
     children: Sequence[ChildTask] = ()
     group: GroupMeta | None = None

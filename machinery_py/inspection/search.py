@@ -17,12 +17,11 @@ import msgspec
 from machinery_py.app import Application
 from machinery_py.backends.listings import Listing, Place
 from machinery_py.clock import LONGEST, Seconds, micros, moment_of, seconds_of
-from machinery_py.errors import ArgumentError, DecodeError
+from machinery_py.errors import ArgumentError
+from machinery_py.inspection.calls import kept_call
 from machinery_py.inspection.reports import ErrorGroup, ErrorSummary, TaskPage
-from machinery_py.tasks.signature import Signature
 from machinery_py.tasks.states import State, TaskState, state_named
 from machinery_py.texts import quoted
-from machinery_py.wire.signatures import decode_signature
 
 STEP = 500  # finds of a step that are to be looked at here
 UNTIMED = math.inf
@@ -57,17 +56,9 @@ class Filter:
 def _texts(state: TaskState) -> Iterator[str]:
     yield state.error
     yield state.error_type
-    signature = decoded(state.message) if state.is_finished else None
+    signature = kept_call(state)
     for arg in (*state.results, *(signature.args if signature is not None else ())):
         yield f"{arg.name} {arg.value}"
-
-
-def decoded(body: bytes) -> Signature[object] | None:
-    """Return the signature; None if the bytes are none."""
-    try:
-        return decode_signature(body) if body else None
-    except DecodeError:
-        return None
 
 
 def states_of(given: str | State | Sequence[str | State] | None) -> Sequence[State]:

@@ -18,9 +18,9 @@ from machinery_py.clock import moment_of
 from machinery_py.control.answers import ActiveTask, HeldTask
 from machinery_py.control.client import ChosenWorkers
 from machinery_py.errors import ArgumentError, MachineryError, Unsupported
+from machinery_py.inspection.calls import decoded, kept_call
 from machinery_py.inspection.hints import NO_WORKER, problems, typed
 from machinery_py.inspection.limits import rule_text
-from machinery_py.inspection.search import decoded
 from machinery_py.limits.base import Rule, UsageReport, stored_name
 from machinery_py.limits.settings import EXCLUSIVE, scope_of
 from machinery_py.registry.unique_keys import lock_name, owner
@@ -98,7 +98,7 @@ class _Look:
         self._state = state
         self._now = app.now()
         self._away: list[Reason] = []
-        self._signature: Signature[Any] | None = None
+        self._signature: Signature[Any] | None = kept_call(state)
 
     def why(self, *, stack: bool) -> Why:
         state = self._state

@@ -98,7 +98,12 @@ def test_secrets_are_masked_wherever_they_have_a_name(bench: Bench, site: Site) 
     assert told["message"]["headers"]["tenant"] == '"a"'
     assert "api_key='•••'" in told["python"]
     assert letters[0]["body"].count("•••") == 2
-    assert "s3cret" not in json.dumps([told, letters])
+    listed = site.get("tasks")["tasks"]
+    assert {one["args"] for one in listed if one["uuid"] == sent.uuid} == {
+        'user="ada", password="•••", settings={"db": [{"Passwd": "•••"}], "colour": "red"}, '
+        'api_key="•••"'
+    }
+    assert "s3cret" not in json.dumps([told, letters, listed])
 
 
 def test_mask_of_the_user_decides_what_is_shown(bench: Bench) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from machinery_py.rows.contract import Facts, Key, Write
 from machinery_py.rows.messages import MessageStep
 from machinery_py.tasks.signature import HEADER_ATTEMPT, HEADER_LOST, HEADER_LOST_HOW, UNLIMITED
 from machinery_py.tasks.states import ZERO_TIME
-from machinery_py.testing.waiting import HANG
+from machinery_py.testing.waiting import HANG, wait_until
 from machinery_py.wire.bodies import encode
 from machinery_py.wire.signatures import encode_signature
 from tests.support.apps import Bench, bench
@@ -333,3 +334,55 @@ def test_inspection_works_beside_a_running_worker() -> None:
         assert len(bench.server.inspect.workers()) == 1
         assert [one.state for one in bench.server.inspect.tasks(name="add")] == [State.SUCCESS]
     bench.server.close()
+
+
+# What tasks were called with
+
+
+def test_arguments_of_tasks_that_wait_and_have_failed_are_known(bench: Bench) -> None:
+    failed, done = bench.fail.send("x"), bench.add.send(1, 2)
+    bench.drain()
+    waits, later = bench.add.send(3, 4), bench.add.options(delay=60).send(5, 6)
+    inspect = bench.server.inspect
+
+    calls = inspect.calls(inspect.tasks())
+
+    found = {uuid: [one.value for one in args] for uuid, args in calls.items()}
+    assert found == {failed.uuid: ["x"], waits.uuid: [3, 4], later.uuid: [5, 6]}
+    assert inspect.task(done.uuid).args is None
+    assert [one.value for one in inspect.task(waits.uuid).args or ()] == [3, 4]
+
+
+def test_calls_that_are_kept_are_found(bench: Bench) -> None:
+    bench.server.app.publisher.enable()
+    done, other = bench.add.send(1, 217), bench.add.send(1, 2)
+    bench.drain()
+    inspect = bench.server.inspect
+
+    assert [one.value for one in inspect.task(done.uuid).args or ()] == [1, 217]
+    assert [one.task_uuid for one in inspect.tasks(text="217")] == [done.uuid]
+    assert inspect.calls(inspect.tasks()).keys() == {done.uuid, other.uuid}
+    assert not inspect.retry([done.uuid])
+
+
+def test_worker_is_asked_for_the_arguments_of_what_it_runs() -> None:
+    server = Server("memory://")
+    begun, gate = threading.Event(), threading.Event()
+
+    @server.task
+    def slow(number: int, text: str) -> None:
+        begun.set()
+        gate.wait(HANG)
+
+    with server.new_worker():
+        result, large = slow.send(7, "short"), slow.send(8, "x" * 3_000)
+        begun.wait(HANG)
+        wait_until(
+            lambda: {one.get_state().state for one in (result, large)} == {State.STARTED},
+            what="their start",
+        )
+        assert server.inspect.task(result.uuid).args is None
+        args = server.inspect.task(result.uuid, ask=True).args
+        assert [one.value for one in args or ()] == [7, "short"]
+        assert server.inspect.task(large.uuid, ask=True).args is None
+        gate.set()

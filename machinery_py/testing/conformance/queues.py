@@ -23,12 +23,32 @@ from machinery_py.stores.base import Mark
 from machinery_py.testing.conformance.application import App
 from machinery_py.testing.conformance.messages import MessageConformance
 from machinery_py.testing.waiting import HANG, together, wait_until
+from machinery_py.wire.signatures import decode_signature
 
 MANY = 20  # messages of a queue that is never empty; more than a worker takes at once
 
 
 class QueueConformance(MessageConformance):
     """Workers on several queues, or on a paused one."""
+
+    def test_call_is_kept_while_and_after_the_task_runs(self, app: App) -> None:
+        if not app.server.backend.features.keeps:
+            pytest.skip("this backend keeps no states")
+        app.server.app.publisher.enable()
+        result = app.wait.send("gate")
+        app.wait_for_state(result.uuid, State.STARTED)
+        running = result.get_state()
+        app.gate("gate").set()
+        assert result.get(timeout=HANG) == "gate"
+        for state in (running, result.get_state()):
+            assert [one.value for one in decode_signature(state.message).args] == ["gate"]
+
+        large = app.note.send("x" * 2_048)
+        assert large.get(timeout=HANG) is None
+        app.server.app.publisher.disable()
+        small = app.note.send("x")
+        assert small.get(timeout=HANG) is None
+        assert [one.get_state().message for one in (large, small)] == [b"", b""]
 
     def test_pausing_a_queue_lets_running_tasks_go_on(self, idle: App) -> None:
         inspect, queue = idle.server.inspect, idle.server.config.default_queue

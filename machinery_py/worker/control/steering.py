@@ -35,6 +35,7 @@ from machinery_py.errors import MachineryError
 from machinery_py.names import check_queue
 from machinery_py.queues import PLAIN, QueueOrder
 from machinery_py.revocation import revoked_among
+from machinery_py.tasks.signature import Arg
 from machinery_py.texts import cut, get_logger, quoted
 from machinery_py.version import __version__
 from machinery_py.worker.control.agent import Handlers
@@ -46,6 +47,7 @@ from machinery_py.worker.running.executors import Executors
 PACKAGE = "machinery_py"  # the logger of all our modules
 MAX_STACK = 16_000  # bytes of one thread's stack
 MAX_STACKS = 200  # threads
+MAX_CALL = 2_048  # bytes of a message whose arguments are told
 MAX_TOLD = 50  # tasks that the keeper knows of
 
 logger = get_logger(__name__)
@@ -115,7 +117,10 @@ class Steering:
         if not self._app.config.control:
             return {}
         try:
-            stats, active = self._stats(None), self._active(None)[:MAX_TOLD]
+            stats, active = (
+                self._stats(None),
+                [msgspec.structs.replace(one, args=None) for one in self._active(None)[:MAX_TOLD]],
+            )
             return {
                 "worker": self._worker,
                 **msgspec.to_builtins({"stats": stats, "active": active}),
@@ -157,6 +162,7 @@ class Steering:
                 seconds=time.perf_counter() - run.first.call_started,
                 place=self._executors.place_of(run) or threads.get(run.thread_id, "?"),
                 cancelled=run.context is not None and run.context.cancelled,
+                args=_args_of(one),
             )
             for run in self._executors.running()
             for one in run.calls
@@ -234,6 +240,14 @@ class Steering:
     def _find(self, given: Find) -> list[str]:
         signatures = [one.signature for one in self._receiver.held()]
         return [one.uuid for one in signatures if contains(one.headers, given.headers)]
+
+
+def _args_of(execution: Execution) -> list[Arg] | None:
+    """Return the arguments of a task, if its message is small."""
+    if len(execution.delivery.body) > MAX_CALL:
+        return None
+    # Its own are of the wire, and encoded as Go has them.
+    return [Arg(type=one.type, value=one.value, name=one.name) for one in execution.signature.args]
 
 
 def _task_of(execution: Execution) -> dict[str, Any]:

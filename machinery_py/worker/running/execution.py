@@ -244,6 +244,12 @@ class Execution:
         return None if since is None else max(0.0, (until - since).total_seconds())
 
     @property
+    def kept_call(self) -> bytes:
+        """The message, if it is small enough for its states to keep it."""
+        body = self.delivery.body
+        return body if len(body) <= self.app.largest_call else b""
+
+    @property
     def is_over(self) -> bool:
         return self.stage >= SETTLED
 
@@ -381,6 +387,7 @@ class Execution:
             queue=self.delivery.queue,
             worker=self.worker,
             started_at=self.started_at,
+            message=self.kept_call,
         )
         if self.signature.headers or self.progress or self.noted:
             state = _with_details(self, state)
@@ -510,7 +517,7 @@ def _kept(execution: Execution, then: FollowUp) -> bytes:
     is_kept = then.state is FAILURE or HEADER_ATTEMPTS in execution.signature.headers
     if is_kept and execution.kept:
         return encode_signature(execution.signature)
-    return execution.delivery.body if is_kept else b""
+    return execution.delivery.body if is_kept else execution.kept_call
 
 
 def _on_behalf_of(execution: Execution) -> contextlib.AbstractContextManager[object]:

@@ -305,10 +305,11 @@ function Shown({ task, refresh }) {
     html`<${Signal} key=${task.waits_for} task=${task} refresh=${refresh} />`}
     <${Timeline} task=${task} />
     <${Steps} task=${task} />
-    ${message
-      ? html`<${Values} title="Arguments" values=${message.args} />`
-      : html`<section><h2>Arguments</h2><p class="muted">Not kept. A message is kept while it waits,
-          and when its task failed or was tried again.</p></section>`}
+    ${task.arguments
+      ? html`<${Values} title="Arguments" values=${task.arguments} />`
+      : html`<section><h2>Arguments</h2><p class="muted">Not kept. They are known while a task waits
+          or runs, when it failed or was tried again, and with the setting
+          <code>keep_calls</code>.</p></section>`}
     ${task.state === "SUCCESS" &&
     html`<${Values} title="Result" values=${task.results} />`}
     <${Workflow} task=${task} />

@@ -142,6 +142,11 @@ function Outcome({ of: { state, error, error_type, result, progress, eta } }) {
 const COLUMNS = [
   { head: "State", kind: "state-cell", cell: (one) => html`<${State} of=${one.state} />` },
   taskColumn,
+  {
+    head: "Arguments",
+    kind: "call",
+    cell: (one) => html`<code title=${one.args}>${one.args}</code>`,
+  },
   { head: "Outcome", kind: "wide", cell: (one) => html`<${Outcome} of=${one} />` },
   text("Queue", "queue"),
   figure("Try", "attempt"),

@@ -67,6 +67,11 @@ const ACTIVE = [
   figure("Try", "attempt"),
   text("Queue", "queue"),
   text("Place", "place"),
+  {
+    head: "Arguments",
+    kind: "call",
+    cell: (one) => html`<code>${one.args?.map(({ value }) => JSON.stringify(value)).join(", ")}</code>`,
+  },
   { head: "Note", kind: "wide", cell: (one) => one.cancelled && "asked to stop" },
 ];
 
