@@ -31,7 +31,6 @@ from machinery_py.errors import ArgumentError, ResultExpired, TaskFailed
 from machinery_py.tasks.signature import HEADER_ATTEMPTS, UNLIMITED
 from machinery_py.tasks.states import State, TaskState
 from machinery_py.tasks.workflow import result_value
-from machinery_py.texts import cut
 
 if TYPE_CHECKING:
     from machinery_py.inspection import KeptStep, TaskReport
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from machinery_py.tasks.signature import Arg, Signature
 
 
-MAX_CALL = 40  # bytes of the arguments in a list
+MAX_CALL = 40  # characters of the arguments in a list
 
 # Sending and waiting
 
@@ -179,7 +178,8 @@ def _call(args: Sequence[Arg] | None) -> str:
     if args is None:
         return NONE
     shown = (f"{one.name + '=' if one.name else ''}{value_text(one.value)}" for one in args)
-    return cut(", ".join(shown), MAX_CALL)
+    text = ", ".join(shown)
+    return text if len(text) <= MAX_CALL else f"{text[: MAX_CALL - 1]}…"
 
 
 def _outcome(state: TaskState) -> str:
