@@ -5,6 +5,7 @@
     served    a worker serves so many queues, and its tasks are spread over them
     workers   so many workers are registered and beat; one of them runs the tasks
     threads   so many threads of one process send
+    suspended so many tasks wait for a signal
 
 All servers of an axis run at once, and are measured in turns. Costs are CPU time: of the sending
 process, of the worker process, and of Redis.
@@ -68,11 +69,11 @@ class Stage:
         self.fill(self.served, self.backlog + self.runs - self._waiting())
         return figures | self._run()
 
-    def fill(self, queues: Sequence[str], count: int) -> None:
+    def fill(self, queues: Sequence[str], count: int, task: Any = None) -> None:
         """Send so many tasks in large steps, spread over the queues."""
         from machinery_py import group
 
-        tasks = [self.task.options(queue=queue) for queue in queues]
+        tasks = [(task or self.task).options(queue=queue) for queue in queues]
         for start in range(0, count, BULK):
             numbers = range(start, min(count, start + BULK))
             group(tasks[number % len(tasks)].signature(number) for number in numbers).send()
@@ -141,6 +142,13 @@ def threads(stage: Stage, point: int) -> None:
     stage.threads = point
 
 
+def suspended(stage: Stage, point: int) -> None:
+    stage.fill(stage.served, point, stage.server.get_registered_task("waits"))
+    with stage.server.new_worker(concurrency=4):
+        while any(one.waiting + one.running for one in stage.server.inspect.queues()):
+            time.sleep(0.5)
+
+
 @dataclass(frozen=True, slots=True)
 class Axis:
     """What grows: a function that brings a stage to a point, and the points."""
@@ -163,6 +171,7 @@ AXES: Mapping[str, Axis] = {
         Axis(served, (1, 10, 100, 1_000), (1, 3)),
         Axis(workers, (1, 10, 100, 1_000), (1, 5)),
         Axis(threads, (1, 10, 100), (1, 4), ("send", "send redis")),
+        Axis(suspended, (100, 10_000, 100_000), (2, 20)),
     )
 }
 Found = dict[int, list[Figures]]  # by point: the figures of each round

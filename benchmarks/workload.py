@@ -41,6 +41,10 @@ def make_server(url: str) -> Any:
         return number
 
     @server.task
+    def waits(number: int) -> object:
+        return machinery_py.current_task().wait_for("go")
+
+    @server.task
     def increase(number: int) -> int:
         return number + 1
 
