@@ -17,6 +17,7 @@ import msgspec
 from machinery_py.app import Application
 from machinery_py.backends.base import Backend, Rider, sending_key
 from machinery_py.backends.listings import COMPLETE
+from machinery_py.bounds import CHECKPOINT_LIFE
 from machinery_py.errors import (
     BackendUnavailable,
     DuplicateTask,
@@ -43,7 +44,7 @@ from machinery_py.tasks.signature import (
     Signature,
     new_uuid,
 )
-from machinery_py.tasks.states import GroupMeta, State, TaskState
+from machinery_py.tasks.states import SUSPENDED, GroupMeta, State, TaskState
 from machinery_py.texts import get_logger
 from machinery_py.transactions import current
 
@@ -297,26 +298,32 @@ def start(app: Application, signature: Signature[Any]) -> bool:
 
 
 def tidy(app: Application, settlements: Iterable[tuple[Signature[Any], Settlement]]) -> None:
-    """Remove the claims of tasks that are over. A failure does no harm: they stand no more."""
-    over = {
-        str(signature.headers[HEADER_UNIQUE]): signature.uuid
+    """Remove the claims of tasks that are over; those of suspended ones live as long as they.
+
+    A failure does no harm: the first stand no more, the others live a week from the sending on.
+    """
+    states = {
+        str(signature.headers[HEADER_UNIQUE]): settlement.states[0]
         for signature, settlement in settlements
         if signature.headers
         and signature.headers.get(HEADER_UNIQUE)
         and settlement.states
-        and settlement.states[0].is_finished
+        and (settlement.states[0].is_finished or settlement.states[0].error_type == SUSPENDED)
     }
-    if not over:
+    if not states:
         return
-    backend = app.store.backend
+    backend, over = app.store.backend, list[tuple[str, bytes]]()
     try:
-        found = zip(over.items(), backend.claims(list(over)), strict=True)
-        ours = [
-            (key, body)
-            for (key, uuid), body in found
-            if body is not None and (held := decode_claim(body)) and held.uuid == uuid
-        ]
-        if ours:
-            backend.release(ours)
+        for key, body in zip(states, backend.claims(list(states)), strict=True):
+            held, state = None if body is None else decode_claim(body), states[key]
+            if body is None or held is None or held.uuid != state.task_uuid:
+                continue
+            if state.is_finished:
+                over.append((key, body))
+            elif not held.until:
+                life = CHECKPOINT_LIFE if state.eta is None else held.life(app.now(), state.eta)
+                backend.amend(Rider(name=key, expected=body, body=body, life=life))
+        if over:
+            backend.release(over)
     except MachineryError as error:
-        logger.debug("claims of finished tasks could not be removed: %s", error)
+        logger.debug("claims of tasks could not be removed or prolonged: %s", error)

@@ -445,6 +445,28 @@ def test_task_that_no_worker_knows_ends_the_wait() -> None:
             result.touch()
 
 
+@pytest.mark.parametrize("how", ["sleep", "wait", "wait for a while"])
+def test_key_of_a_suspended_task_is_its_own_until_the_end(server: Server, how: str) -> None:
+    month = dt.timedelta(days=30)
+
+    @server.task(unique=True)
+    def flow() -> Any:
+        task = current_task()
+        if how == "sleep":
+            return task.sleep(month)
+        return task.wait_for("go", timeout=None if how == "wait" else month)
+
+    with Harness(server) as machinery:
+        result = flow.send()
+        machinery.drain()
+        machinery.advance(days=29)
+        assert flow.send().uuid == result.uuid
+        machinery.advance(days=1)
+        server.signal(result.uuid, "go") if how == "wait" else None
+        machinery.drain(raise_failures=False)
+        assert flow.send().uuid != result.uuid
+
+
 def test_waits_take_no_time_where_tasks_run_at_once() -> None:
     server = Server(Config(broker="eager"))
 
