@@ -46,7 +46,6 @@ from machinery_py.schedules.api import PeriodicOptions, Schedules, definition_of
 from machinery_py.schedules.scheduler import Declared
 from machinery_py.signals import signal
 from machinery_py.stores.open import split_config, url_of
-from machinery_py.tasks.context import STEP
 from machinery_py.tasks.reasons import Why
 from machinery_py.tasks.signature import Chain, Signature, Step
 from machinery_py.tasks.states import GroupMeta, State
@@ -249,18 +248,13 @@ class Server(TaskRegistrar):
         groups: Sequence[GroupMeta] = ()
         if needs_check(signature):
             signature, groups = self.app.registry.linked(signature, self.now())
-        step = STEP.get()
-        token = ""
-        if step is not None and not signature.uuid:
-            signature = signature.replace(uuid=step.uuid_of(signature))
-            token = signature.uuid
         signature = signature.with_uuid()
         task = self.app.registry.find(signature.name)
         uuid, duplicate = signature.uuid, False
         if is_unique(task, signature):
             uuid, duplicate = send_unique(self.app, task, signature, groups)
-        elif not (token and step is not None and step.may_repeat and self._has_come(uuid)):
-            self.app.submit((signature,), groups, token=token)
+        else:
+            self.app.submit((signature,), groups)
         queue = signature.routing_key or self.config.default_queue
         result: AsyncResult[R] = AsyncResult(
             self, uuid, name=signature.name, queue=queue, duplicate=duplicate
@@ -269,12 +263,23 @@ class Server(TaskRegistrar):
 
     send_task_async: Final = twin(send_task)
 
-    def _has_come(self, uuid: str) -> bool:
-        """Return whether a worker has had the task: PENDING it may be without a message."""
-        if not self.backend.features.keeps:
-            return False
-        state = self.app.patiently(lambda: self.backend.get_states([uuid])).get(uuid)
-        return state is not None and state.state is not State.PENDING
+    def send_once(self, signature: Signature[R]) -> AsyncResult[R]:
+        """Publish a call that has a UUID, unless that is a repeat. Raises as `send_task`.
+
+        A repeat is known for 10 minutes, and as soon as a worker has had the first. Until then its
+        PENDING state says nothing: between two stores it may be there without a message.
+        """
+        uuid, state = signature.uuid, None
+        if needs_check(signature):
+            signature, groups = self.app.registry.linked(signature, self.now())
+        else:
+            groups = ()
+        if self.backend.features.keeps:
+            state = self.app.patiently(lambda: self.backend.get_states([uuid])).get(uuid)
+        if state is None or state.state is State.PENDING:
+            self.app.submit((signature,), groups, token=uuid)
+        queue = signature.routing_key or self.config.default_queue
+        return AsyncResult(self, uuid, name=signature.name, queue=queue)
 
     def send_chain(self, chain: Chain[R]) -> ChainResult[R]:
         """Publish the first step; each step's worker publishes the next. Raises as `send_task`."""

@@ -180,13 +180,11 @@ def keep_signals(app: Application, uuids: Sequence[str]) -> None:
                 backend.amend(Rider(name=name, expected=body, body=body, life=CHECKPOINT_LIFE))
 
 
-def forget_signals(app: Application, uuid: str) -> bool:
-    """Delete what a task was told, and its wait; return whether there was any."""
+def forget_signals(app: Application, uuid: str) -> None:
+    """Delete what a task was told, and its wait."""
     backend, record = app.store.backend, record_of(uuid)
-    if not backend.features.riders or (body := backend.claims([record])[0]) is None:
-        return False
-    backend.release([(record, body)])
-    return True
+    if backend.features.riders and (body := backend.claims([record])[0]) is not None:
+        backend.release([(record, body)])
 
 
 def suspended_by(app: Application, messages: Sequence[Message]) -> list[Message]:

@@ -28,6 +28,7 @@ from machinery_py.cli.output import (
     value_text,
 )
 from machinery_py.errors import ArgumentError, ResultExpired, TaskFailed
+from machinery_py.inspection.calls import calls_of
 from machinery_py.tasks.signature import HEADER_ATTEMPTS, UNLIMITED
 from machinery_py.tasks.states import State, TaskState
 from machinery_py.tasks.workflow import result_value
@@ -153,7 +154,7 @@ def tasks(server: Server, args: argparse.Namespace) -> int:
         worker=args.worker,
         text=args.text,
     )
-    now, calls = server.now(), server.inspect.calls(found)
+    now, calls = server.now(), calls_of(found)
     columns: dict[str, Callable[[TaskState], str]] = {
         "UUID": lambda one: one.task_uuid,
         "STATE": lambda one: one.state,

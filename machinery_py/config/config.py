@@ -60,6 +60,11 @@ def _publish_problem(seconds: float) -> str:
     )
 
 
+def _keep_problem(size: float) -> str:
+    most = 65_536  # each state has it
+    return "" if size <= most else f"found {size:,} (expected {most:,} at most)"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(Section):
     """Every setting of a Server, checked; one `ConfigError` tells all that is wrong.
@@ -163,6 +168,7 @@ class Config(Section):
         "are shown; -1 = 2,048 while the process sends events, else 0",
         "bytes",
         low=-1,
+        check=_keep_problem,
     )
     control: bool = option(True, "workers receive the orders of `server.control`")
     go_program: str = option(

@@ -117,7 +117,8 @@ class ActiveTask(HeldTask, frozen=True, kw_only=True):
         seconds: since then.
         place: the name of its thread, "event loop" or "process <pid>".
         cancelled: it was asked to stop.
-        args: its arguments; None: its message has more than 2,048 bytes, or its worker is stalled.
+        args: its arguments. None: its message has more than 2,048 bytes, those of the tasks before
+            it have 32,768, or its worker is stalled.
     """
 
     started_at: dt.datetime | None

@@ -46,6 +46,7 @@ from machinery_py.inspection import (
     TaskPage,
     limit_rows,
 )
+from machinery_py.inspection.calls import calls_of
 from machinery_py.schedules.api import ScheduleReport
 from machinery_py.signals import signal
 from machinery_py.tasks.reasons import Reason
@@ -190,7 +191,7 @@ class Api:
             name=name, queue=queue, worker=worker, text=text, since=since, until=until
         )
         page = self._search(wanted, _states(state), limit, cursor)
-        calls = self._inspect.calls(page.tasks)
+        calls = calls_of(page.tasks)
         rows = [self._row(one, calls.get(one.task_uuid, ())) for one in page.tasks]
         return Tasks(tasks=rows, cursor=page.cursor, looked=page.looked)
 
@@ -240,9 +241,10 @@ class Api:
         }
 
     def _row(self, state: TaskState, args: Sequence[Arg] = ()) -> TaskRow:
+        # Without its name nobody knows whether a value is a secret.
+        named = [(name or "?", arg) for name, arg in self._masking.args(state.task_name, args)]
         shown = (
-            f"{name}={self._masking.text(arg.value)}" if name else self._masking.text(arg.value)
-            for name, arg in self._masking.args(state.task_name, args)
+            f"{name}={self._masking.text(arg.value) if name != '?' else '…'}" for name, arg in named
         )
         return TaskRow(**self._fields(state), args=cut(", ".join(shown), SHORT))
 

@@ -63,6 +63,8 @@ class Masking:
         if isinstance(value, Mapping):
             if value.get("$") == "secret":  # what was a SecretStr
                 return MASKED
+            if value.get("$") == "dict" and isinstance(value.get("v"), list):  # of pairs
+                return {"$": "dict", "v": self._pairs(value["v"][:limit], limit, depth + 1)}
             if value.keys() == {"$", "v"} and isinstance(value["v"], str):  # a moment, a Decimal, …
                 return value["v"][:limit]
             pairs = itertools.islice(value.items(), limit)
@@ -70,6 +72,14 @@ class Masking:
         if isinstance(value, list | tuple):
             return [self.masked(one, "", limit, depth + 1) for one in value[:limit]]
         return value
+
+    def _pairs(self, pairs: Sequence[Any], limit: int, depth: int) -> list[Any]:
+        return [
+            [one[0], self.masked(one[1], str(one[0]), limit, depth)]
+            if isinstance(one, list) and len(one) == 2
+            else self.masked(one, "", limit, depth)
+            for one in pairs
+        ]
 
     def args(self, task: str, args: Sequence[Arg]) -> list[tuple[str, Arg]]:
         """Return the arguments masked, each under its own name or that of its parameter."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from machinery_py.app import Application
@@ -21,7 +21,7 @@ from machinery_py.errors import (
     StateNotFound,
     Unsupported,
 )
-from machinery_py.inspection.calls import WAITING, calls_of, decoded
+from machinery_py.inspection.calls import WAITING, decoded
 from machinery_py.inspection.limits import LimitReport, limit_reports
 from machinery_py.inspection.replay import anew, replay, replayed
 from machinery_py.inspection.reports import (
@@ -58,6 +58,7 @@ RATE_WINDOW = 60.0  # seconds that "per minute" is counted over
 MOST = 100_000  # dead letters that one call looks through
 NEWEST = 1_000  # that it looks through first
 MEMBERS = 1000  # of a group, whose states are read
+ASKED = 0.5  # seconds for a worker to say what it runs
 
 
 class Inspector:
@@ -262,7 +263,7 @@ class Inspector:
 
         Args:
             ask: True: of a task that runs, its worker is asked for the arguments, if its state does
-                not have them. That can take a second.
+                not have them. That takes half a second at most.
 
         Raises:
             StateNotFound: nothing is known.
@@ -273,7 +274,8 @@ class Inspector:
         if wait is not None:
             body = wait.body
         else:
-            body = self._waiting_body(state) if state.state in WAITING else state.message
+            kept = b"" if state.state in WAITING else state.message
+            body = kept if kept or state.is_finished else self._waiting_body(state)
         signature = decoded(body)
         signal = "" if wait is None or wait.child else wait.name
         rows = backend.checkpoints(state.task_uuid) if backend.features.checkpoints else {}
@@ -318,20 +320,11 @@ class Inspector:
         if state.state is not State.STARTED or not state.worker:
             return None
         try:
-            answers = self._ask(state.worker).active()
+            answers = self._ask(state.worker, timeout=ASKED).active()
         except MachineryError:
             return None
         running = (one for tasks in answers.values() for one in tasks)
         return next((one.args for one in running if one.uuid == state.task_uuid), None)
-
-    def calls(self, states: Sequence[TaskState]) -> Mapping[str, Sequence[Arg]]:
-        """Return the arguments of these tasks, by UUID; without those that are not known.
-
-        They are known of the next 200 of a queue, of failed ones, and with `keep_calls`.
-        """
-        return calls_of(self._app, states)
-
-    calls_async: Final = twin(calls)
 
     def _waiting_body(self, state: TaskState) -> bytes:
         broker = self._app.store.broker

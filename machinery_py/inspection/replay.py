@@ -110,9 +110,7 @@ def _behind_steps(app: Application, pair: Sent, *, from_start: bool) -> Sent:
     rows = backend.checkpoints(signature.uuid)
     kept, number = kept_of(signature), len(of_generation(rows, generation_of(signature)))
     if from_start:
-        has_waited = forget_signals(app, signature.uuid)
-        if not (kept or number or has_waited):
-            return pair
+        forget_signals(app, signature.uuid)
         backend.end_checkpoints(signature.uuid, 0)
         signature = from_its_start(signature)
     elif kept is not None and number < kept.number:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from hashlib import sha256
 from typing import (
     Any,
     Concatenate,
@@ -16,6 +17,7 @@ from typing import (
     cast,
     overload,
 )
+from uuid import NAMESPACE_OID, uuid5
 
 import msgspec
 
@@ -37,10 +39,11 @@ from machinery_py.registry.options import (
     headers_of_call,
 )
 from machinery_py.results.async_results import AsyncResult
-from machinery_py.tasks.context import STEP, Context
+from machinery_py.tasks.context import Context
 from machinery_py.tasks.mailboxes import SILENT
 from machinery_py.tasks.signature import HEADER_UNIQUE, Arg, Signature, Step, new_uuid
 from machinery_py.tasks.workflow import Group
+from machinery_py.wire.signatures import encode_signature
 
 INTERRUPTIBLE = True  # calls user code and takes no lock, see worker/running/executors.py
 
@@ -60,6 +63,7 @@ class TaskSender(Protocol):
     def config(self) -> Config: ...
     def result(self, uuid: str) -> Any: ...
     def send(self, step: Step[Any]) -> Any: ...
+    def send_once(self, signature: Signature[Any]) -> Any: ...
     def send_async(self, step: Step[Any]) -> Coroutine[Any, Any, Any]: ...
 
 
@@ -173,6 +177,19 @@ class Task(Generic[P, R]):
         """Return whether this Server sends it."""
         return sender is self._sender
 
+    def send_once(self, key: str, *args: P.args, **kwargs: P.kwargs) -> AsyncResult[R]:
+        """`send`, and nothing if the same call was sent with this key before.
+
+        It is known by its UUID, which is made of key and call. One that has a UUID of its own, or
+        is unique, is sent as ever.
+        """
+        signature = self.signature(*args, **kwargs)
+        if signature.uuid or is_unique(self, signature):
+            return self.send(*args, **kwargs)
+        call = sha256(encode_signature(signature)).hexdigest()
+        signature = signature.replace(uuid=f"task_{uuid5(NAMESPACE_OID, f'{key} {call}')}")
+        return cast("AsyncResult[R]", self._sender.send_once(signature))
+
     def result(self, uuid: str) -> AsyncResult[R]:
         """Return the result of a call that any process has sent."""
         return cast("AsyncResult[R]", self._sender.result(uuid))
@@ -248,14 +265,14 @@ class Task(Generic[P, R]):
         partial: bool = False,
         now: bool = False,
     ) -> Signature[R]:
-        """Return a call. `now`: it is sent at once: it has a queue and, outside steps, a UUID."""
+        """Return a call. `now`: it is sent at once: it has a UUID and a queue."""
         settings, options = self.settings, self._options
         arguments = self.call.arguments(args, kwargs, partial=partial)
         if not options:
             return Signature(
                 name=self.name,
                 args=arguments,
-                uuid=new_uuid() if now and STEP.get() is None else "",
+                uuid=new_uuid() if now else "",
                 routing_key=settings.queue or (self._sender.config.default_queue if now else ""),
                 priority=settings.priority,
                 retry_count=settings.retries,

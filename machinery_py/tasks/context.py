@@ -8,7 +8,6 @@ import datetime as dt
 import math
 import numbers
 import time
-from collections import Counter
 from collections.abc import (
     AsyncIterator,
     Callable,
@@ -21,14 +20,12 @@ from collections.abc import (
 )
 from decimal import Decimal
 from typing import Any, Final, ParamSpec, Protocol, TypeVar, overload
-from uuid import NAMESPACE_OID, uuid5
 
 import msgspec
 
 from machinery_py.clock import Seconds, seconds_of, timeout_of
 from machinery_py.errors import ArgumentError, MachineryError, TimeLimitExceeded, Unsupported
 from machinery_py.fences import Fence, local_fence
-from machinery_py.tasks.checkpoints import digest_of
 from machinery_py.tasks.signature import HEADER_FAILED, Signature, Step
 from machinery_py.texts import quoted
 from machinery_py.values.json_values import Failure, NeedsTags, pack, shown
@@ -392,10 +389,10 @@ class Context:
         Raises:
             MachineryError: called outside of a step.
         """
-        step = STEP.get()
-        if step is None:
+        key = STEP.get()
+        if not key:
             raise MachineryError("step_key was asked for outside of a step")
-        return step.key
+        return key
 
     def _steps(self) -> StepCaller:
         if self._run is None:
@@ -499,31 +496,7 @@ RUNNING: contextvars.ContextVar[Context | None] = contextvars.ContextVar(
 
 
 #: The key of the step that runs here; "" outside of one.
-class OpenStep:
-    """A step of a task while its function runs.
-
-    Attributes:
-        key: the same in every try.
-        may_repeat: an earlier run may have made it, and was cut off.
-    """
-
-    __slots__ = ("_sent", "key", "may_repeat")
-
-    def __init__(self, key: str, *, may_repeat: bool) -> None:
-        self.key: str = key
-        self.may_repeat: bool = may_repeat
-        self._sent: Counter[str] = Counter()
-
-    def uuid_of(self, signature: Signature[Any]) -> str:
-        """Return a UUID for a task that the step sends: in every try the same for the same call."""
-        call = f"{signature.name} {digest_of([arg.value for arg in signature.args], {})}"
-        self._sent[call] += 1
-        return f"task_{uuid5(NAMESPACE_OID, f'{self.key} {call} {self._sent[call]}')}"
-
-
-STEP: contextvars.ContextVar[OpenStep | None] = contextvars.ContextVar(
-    "machinery_step", default=None
-)
+STEP: contextvars.ContextVar[str] = contextvars.ContextVar("machinery_step", default="")
 
 #: The connection of the step that runs here, if it has a transaction.
 STEP_CONNECTION: contextvars.ContextVar[object] = contextvars.ContextVar(

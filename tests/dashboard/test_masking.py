@@ -121,3 +121,11 @@ def test_moment_is_shown_as_text(masking: Masking) -> None:
     moment = {"$": "datetime", "v": "2026-11-29T15:00:00+00:00"}
     assert masking.text([moment, 1]) == '["2026-11-29T15:00:00+00:00", 1]'
     assert masking.text({"$": "set", "v": [1]}) == '{"$": "set", "v": [1]}'
+
+
+def test_pairs_of_a_dict_are_masked_by_their_keys(masking: Masking) -> None:
+    value = {"$": "dict", "v": [["password", "hunter2"], [1, {"api_key": "k"}], "odd"]}
+    assert masking.masked(value) == {
+        "$": "dict",
+        "v": [["password", "•••"], [1, {"api_key": "•••"}], "odd"],
+    }

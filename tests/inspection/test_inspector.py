@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
 import re
+import secrets
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import SecretStr
 
 from machinery_py import (
     MachineryError,
@@ -21,6 +25,7 @@ from machinery_py import (
 )
 from machinery_py.brokers.base import DeadLetter, Message
 from machinery_py.brokers.sqlite.broker import SQLiteBroker
+from machinery_py.inspection.calls import calls_of
 from machinery_py.rows.contract import Facts, Key, Write
 from machinery_py.rows.messages import MessageStep
 from machinery_py.tasks.signature import HEADER_ATTEMPT, HEADER_LOST, HEADER_LOST_HOW, UNLIMITED
@@ -339,18 +344,16 @@ def test_inspection_works_beside_a_running_worker() -> None:
 # What tasks were called with
 
 
-def test_arguments_of_tasks_that_wait_and_have_failed_are_known(bench: Bench) -> None:
+def test_arguments_of_tasks_that_wait_or_have_failed_are_known(bench: Bench) -> None:
     failed, done = bench.fail.send("x"), bench.add.send(1, 2)
     bench.drain()
     waits, later = bench.add.send(3, 4), bench.add.options(delay=60).send(5, 6)
     inspect = bench.server.inspect
 
-    calls = inspect.calls(inspect.tasks())
-
-    found = {uuid: [one.value for one in args] for uuid, args in calls.items()}
-    assert found == {failed.uuid: ["x"], waits.uuid: [3, 4], later.uuid: [5, 6]}
+    assert calls_of(inspect.tasks()).keys() == {failed.uuid}
     assert inspect.task(done.uuid).args is None
-    assert [one.value for one in inspect.task(waits.uuid).args or ()] == [3, 4]
+    for result, values in ((failed, ["x"]), (waits, [3, 4]), (later, [5, 6])):
+        assert [one.value for one in inspect.task(result.uuid).args or ()] == values
 
 
 def test_calls_that_are_kept_are_found(bench: Bench) -> None:
@@ -361,12 +364,18 @@ def test_calls_that_are_kept_are_found(bench: Bench) -> None:
 
     assert [one.value for one in inspect.task(done.uuid).args or ()] == [1, 217]
     assert [one.task_uuid for one in inspect.tasks(text="217")] == [done.uuid]
-    assert inspect.calls(inspect.tasks()).keys() == {done.uuid, other.uuid}
+    assert calls_of(inspect.tasks()).keys() == {done.uuid, other.uuid}
     assert not inspect.retry([done.uuid])
 
 
-def test_worker_is_asked_for_the_arguments_of_what_it_runs() -> None:
+@pytest.fixture
+def server() -> Iterator[Server]:
     server = Server("memory://")
+    yield server
+    server.close()
+
+
+def test_worker_is_asked_for_the_arguments_of_what_it_runs(server: Server) -> None:
     begun, gate = threading.Event(), threading.Event()
 
     @server.task
@@ -386,3 +395,35 @@ def test_worker_is_asked_for_the_arguments_of_what_it_runs() -> None:
         assert [one.value for one in args or ()] == [7, "short"]
         assert server.inspect.task(large.uuid, ask=True).args is None
         gate.set()
+
+
+def test_worker_of_many_tasks_says_as_many_arguments_as_an_answer_holds(server: Server) -> None:
+    gate = asyncio.Event()
+
+    @server.task
+    async def slow(text: str) -> None:
+        await gate.wait()
+
+    with server.new_worker(concurrency=60):
+        sent = [slow.send(secrets.token_hex(700)) for _ in range(60)]
+        wait_until(
+            lambda: {one.get_state().state for one in sent} == {State.STARTED}, what="all of them"
+        )
+        [active] = server.control.workers().active().values()
+        for one in sent:
+            server.revoke(one.uuid)
+        server.control.workers().terminate([one.uuid for one in sent])
+    assert len(active) == 60
+    assert 15 <= sum(one.args is not None for one in active) < 25
+
+
+def test_secrets_are_not_kept(server: Server) -> None:
+    server.app.publisher.enable()
+
+    @server.task
+    def login(user: str, password: SecretStr) -> None: ...
+
+    with server.new_worker():
+        result = login.send("ann", SecretStr("hunter2"))
+        result.get(timeout=HANG)
+    assert result.get_state().message == b""

@@ -33,6 +33,7 @@ function lines(from, to, x) {
  *   it) and perhaps `href`.
  */
 export function Graph({ label, columns }) {
+  if (!columns.length) return null;
   const rows = Math.max(...columns.map((one) => one.length));
   const height = rows * (HEIGHT + HIGH) - HIGH;
   const left = (at) => at * (WIDTH + WIDE);

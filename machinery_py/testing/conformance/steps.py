@@ -22,6 +22,7 @@ from machinery_py import (
     TaskFailed,
     current_task,
 )
+from machinery_py.backends.base import SETTLED
 from machinery_py.bounds import CHECKPOINT_BYTES
 from machinery_py.brokers.base import Delivery, Fate, Message
 from machinery_py.errors import StepFailed, StepLost, StepRefused
@@ -150,22 +151,43 @@ class StepConformance(LostWorkerCase):
         assert flow.send().get(timeout=HANG) == "paid"
         assert len(app.calls) == 3
 
-    def test_step_that_is_made_again_sends_each_task_once(self, app: App) -> None:
-        def spread() -> list[str]:
-            sent = [app.note.send(name, "sent") for name in ("a", "a", "b")]
-            for one in sent:
-                one.get(timeout=HANG)
-            if current_task().attempt < 3:
-                raise OSError("again")
-            return [one.uuid for one in sent]
+    def test_step_that_sends_and_is_made_again_sends_once(
+        self, idle: App, lost: LostWorker
+    ) -> None:
+        @idle.server.task
+        def flow(how: str) -> None:
+            current_task().step("notify", idle.note.send, how, "sent")
+            idle.calls.append((how, "kept"))
 
-        @app.server.task(retries=3, backoff=[0.0])
-        def flow() -> list[str]:
-            return current_task().step("spread", spread)
+        for how in ("queued", "run"):
+            result = flow.send(how)
+            execution = lost.claim()
+            key = f"{result.uuid}:0:notify"
+            first = idle.note.send_once(key, how, "sent")  # before the checkpoint
+            if how == "run":
+                lost.lose()
+            else:
+                lost.run(execution)
+                assert execution.settlement is not None
+                assert lost.session.settle([execution.settlement]) == [SETTLED]
+            with idle.running():
+                first.get(timeout=HANG)
+                result.get(timeout=HANG)
+                idle.wait_until_idle()
+        assert sorted(idle.calls) == sorted(
+            (how, word) for how in ("queued", "run") for word in ("kept", "sent")
+        )
 
-        uuids = flow.send().get(timeout=HANG)
-        assert len(set(uuids)) == 3
-        assert sorted(app.wait_for("sent")) == [("a", "sent"), ("a", "sent"), ("b", "sent")]
+    def test_another_call_is_no_repeat(self, idle: App) -> None:
+        sent = [
+            idle.note.send_once("key", 1),
+            idle.note.send_once("key", 2),
+            idle.note.send_once("other", 1),
+            idle.note.options(queue="other").send_once("key", 1),
+            idle.note.send_once("key", 1),
+        ]
+        assert len({one.uuid for one in sent}) == 4
+        assert sent[0].uuid == sent[-1].uuid
 
     def test_sending_is_a_step(self, app: App) -> None:
         @app.server.task(retries=3, backoff=[0.0])

@@ -48,6 +48,7 @@ PACKAGE = "machinery_py"  # the logger of all our modules
 MAX_STACK = 16_000  # bytes of one thread's stack
 MAX_STACKS = 200  # threads
 MAX_CALL = 2_048  # bytes of a message whose arguments are told
+MAX_CALLS = 32_768  # bytes of all of them: an answer has 65,536
 MAX_TOLD = 50  # tasks that the keeper knows of
 
 logger = get_logger(__name__)
@@ -155,6 +156,19 @@ class Steering:
 
     def _active(self, _: object) -> list[ActiveTask]:
         threads = {one.ident: one.name for one in threading.enumerate()}
+        left = MAX_CALLS
+
+        def args_of(one: Execution) -> list[Arg] | None:
+            nonlocal left
+            size = len(one.delivery.body)
+            if size > min(left, MAX_CALL):
+                return None
+            left -= size
+            # Its own are of the wire, and encoded as Go has them.
+            return [
+                Arg(type=arg.type, value=arg.value, name=arg.name) for arg in one.signature.args
+            ]
+
         return [
             ActiveTask(
                 **_task_of(one),
@@ -162,7 +176,7 @@ class Steering:
                 seconds=time.perf_counter() - run.first.call_started,
                 place=self._executors.place_of(run) or threads.get(run.thread_id, "?"),
                 cancelled=run.context is not None and run.context.cancelled,
-                args=_args_of(one),
+                args=args_of(one),
             )
             for run in self._executors.running()
             for one in run.calls
@@ -240,14 +254,6 @@ class Steering:
     def _find(self, given: Find) -> list[str]:
         signatures = [one.signature for one in self._receiver.held()]
         return [one.uuid for one in signatures if contains(one.headers, given.headers)]
-
-
-def _args_of(execution: Execution) -> list[Arg] | None:
-    """Return the arguments of a task, if its message is small."""
-    if len(execution.delivery.body) > MAX_CALL:
-        return None
-    # Its own are of the wire, and encoded as Go has them.
-    return [Arg(type=one.type, value=one.value, name=one.name) for one in execution.signature.args]
 
 
 def _task_of(execution: Execution) -> dict[str, Any]:

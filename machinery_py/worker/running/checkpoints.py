@@ -49,10 +49,10 @@ from machinery_py.errors import (
     WorkflowError,
     for_good,
 )
-from machinery_py.names import check_step
+from machinery_py.names import check_step, is_made
 from machinery_py.registry.task import Task
 from machinery_py.tasks.checkpoints import Checkpoint, digest_of, generation_of
-from machinery_py.tasks.context import STEP, Context, OpenStep
+from machinery_py.tasks.context import STEP, Context
 from machinery_py.tasks.mailboxes import (
     CHILD,
     DEADLINE,
@@ -63,7 +63,7 @@ from machinery_py.tasks.mailboxes import (
     waits_for,
 )
 from machinery_py.tasks.plans import group_label
-from machinery_py.tasks.signature import FIRST_RUN, Step
+from machinery_py.tasks.signature import Step
 from machinery_py.tasks.workflow import result_value
 from machinery_py.texts import cut, get_logger
 from machinery_py.wire.states import decode_results, encode_results
@@ -71,6 +71,7 @@ from machinery_py.wire.steps import pack_step, task_names
 from machinery_py.worker.running.hooks import text_of, type_name_of
 from machinery_py.worker.running.keeping import StepKeeper, StoreKeeper
 from machinery_py.worker.running.step_calls import (
+    SendCall,
     StepCall,
     WorkflowCall,
     arguments_of,
@@ -212,7 +213,7 @@ class Checkpoints:
 
     def _make(self, step: _StepCall, transaction: StepTransaction | None = None) -> Checkpoint:
         """Call the function, and keep what it returned."""
-        token = STEP.set(self._open(step))
+        token = STEP.set(self._key(step))
         try:
             with contextlib.nullcontext() if transaction is None else transaction.entered():
                 value = step.function(*step.args, **step.kwargs)
@@ -285,7 +286,7 @@ class Checkpoints:
         kept = self._found(step, await in_thread(self._read) if rows is None else rows)
         if kept is None:
             self._check_room(step)
-            token = STEP.set(self._open(step))
+            token = STEP.set(self._key(step))
             try:
                 value = await step.function(*step.args, **step.kwargs)
             except Exception as error:
@@ -487,7 +488,7 @@ class Checkpoints:
         if self.broken is not None:
             raise self.broken
         self._context.check_time()
-        if STEP.get() is not None:
+        if STEP.get():
             raise self._break(f"step {name!r} inside of another step (make one after the other)")
         try:
             check_step(name)
@@ -505,9 +506,19 @@ class Checkpoints:
             if its_caller is caller:  # which has caught it, and goes on
                 self._caught[failed] = row
                 del self._failed[failed]
-        return _StepCall(
+        step = _StepCall(
             name if number == 1 else f"{name}#{number}", function, args, kwargs, caller
         )
+        if isinstance(step.value_of, SendCall):
+            if not step.value_of.is_known:
+                raise self._break(
+                    f"step {name!r}: what {step.value_of.name} returns cannot be kept (send it in "
+                    "a function that returns its UUID, or wait_for it)"
+                )
+            # A UUID that its user has chosen may be that of several tasks.
+            if is_made(self._context.uuid):
+                step.function = step.value_of.once(self._key(step))
+        return step
 
     def _read(self) -> dict[str, Checkpoint]:
         rows = self._kept
@@ -543,11 +554,6 @@ class Checkpoints:
                 f"step {step.name!r}: the task has {CHECKPOINTS:,} checkpoints, the most that one "
                 "may have (raise Replace with its next part)"
             )
-
-    def _open(self, step: _StepCall) -> OpenStep:
-        context = self._context
-        is_first = context.signature.run == FIRST_RUN and not context.is_redelivery
-        return OpenStep(self._key(step), may_repeat=not is_first)
 
     def _key(self, step: _StepCall) -> str:
         return f"{self._context.uuid}:{generation_of(self._context.signature)}:{step.name}"

@@ -245,9 +245,9 @@ class Execution:
 
     @property
     def kept_call(self) -> bytes:
-        """The message, if it is small enough for its states to keep it."""
-        body = self.delivery.body
-        return body if len(body) <= self.app.largest_call else b""
+        """The message, if its states are to keep it: it is small, and holds no secret."""
+        body, limit = self.delivery.body, self.app.largest_call
+        return body if len(body) <= limit and b'"secret"' not in body else b""
 
     @property
     def is_over(self) -> bool:

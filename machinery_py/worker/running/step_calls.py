@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from types import CodeType, FunctionType, MethodType
 from typing import Any, Protocol
 
+from machinery_py.call_threads import in_thread
 from machinery_py.registry.calls import Call
 from machinery_py.registry.task import Task
 from machinery_py.tasks.signature import HEADER_UNIQUE, Arg, Chain, Signature, Step
@@ -78,17 +80,35 @@ def steps_in(step: Step[Any]) -> Sequence[Step[Any]]:
 
 
 class SendCall:
-    """`send` of a task, as the function of a step: kept is the UUID of the task that it sends."""
+    """A `send` as the function of a step: kept is the UUID of the task that it sends.
 
-    def __init__(self, task: Task[..., Any], *, is_async: bool) -> None:
-        self.name: str = f"{task.name}.send"
+    Attributes:
+        is_known: it is that of a task, whose results can be made of a UUID.
+    """
+
+    def __init__(self, name: str, task: Task[..., Any] | None, *, is_async: bool) -> None:
+        self.name: str = name
         self.is_async: bool = is_async
+        self.is_known: bool = task is not None
         self._task = task
+
+    def once(self, key: str) -> Callable[..., Any]:
+        """Return it as a function that sends nothing in a repeat with the same key."""
+        assert self._task is not None
+        send = functools.partial(self._task.send_once, key)
+        if not self.is_async:
+            return send
+
+        async def send_async(*args: Any, **kwargs: Any) -> Any:
+            return await in_thread(functools.partial(send, *args, **kwargs))
+
+        return send_async
 
     def results(self, value: Any) -> Sequence[Arg]:
         return (Arg(type="string", value=value.uuid),)
 
     def result(self, value: Any) -> Any:
+        assert self._task is not None
         return self._task.result(str(value))
 
 
@@ -100,10 +120,12 @@ def call_of(function: Callable[..., Any]) -> StepCall:
     """Return how the results of a function are stored and read: by its annotations."""
     if isinstance(function, Task):
         return function.call
-    if isinstance(function, MethodType) and isinstance(function.__self__, Task):
-        is_async = _SENDS.get(function.__func__)
-        if is_async is not None:
-            return SendCall(function.__self__, is_async=is_async)
+    if isinstance(function, MethodType):
+        of, name = function.__self__, function.__name__
+        if isinstance(of, Task) and (is_async := _SENDS.get(function.__func__)) is not None:
+            return SendCall(f"{of.name}.{name}", of, is_async=is_async)
+        if isinstance(of, Step) and name.startswith("send"):
+            return SendCall(f"{of!r}.{name}", None, is_async=name.endswith("async"))
     # Not of a closure: it would live on with all that it holds.
     lasts = isinstance(function, FunctionType) and function.__closure__ is None
     call = _calls.get(function.__code__) if lasts else None

@@ -180,7 +180,7 @@ const endOf = (step) =>
 /** Return the last steps of a task as boxes, and what it does now. */
 function boxesOf(task) {
   const steps = task.steps.slice(-BOXES).map((one) => ({
-    key: one.name,
+    key: `step ${one.name}`,
     title: one.name,
     note: one.error_type ? one.error : clock(moment(one.at) / 1000),
     state: one.error_type ? "FAILURE" : "SUCCESS",

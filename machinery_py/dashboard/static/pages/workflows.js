@@ -104,6 +104,7 @@ function Step({ step }) {
   </section>`;
 }
 
+const COLUMNS = 40; // steps that are drawn
 const BOXES = 6; // of the members of a group
 
 /** Return a step's boxes: of a group the first members, those that failed first. */
@@ -120,6 +121,14 @@ function boxesOf(step) {
   const note = boxes.length ? "" : "not sent";
   const title = step.total > 1 ? `${number(others)} ${boxes.length ? "more" : step.name}` : step.name;
   return [...boxes, { key: step.uuid, title, note, state: "" }];
+}
+
+/** Return the first steps as columns, and how many more there are. */
+function columnsOf(steps) {
+  const columns = steps.slice(0, COLUMNS).map(boxesOf).filter((one) => one.length);
+  const more = steps.length - COLUMNS;
+  if (more <= 0) return columns;
+  return [...columns, [{ key: "more", title: `${number(more)} more`, note: "", state: "" }]];
 }
 
 export function Workflow({ query }) {
@@ -139,6 +148,6 @@ export function Workflow({ query }) {
         ["Tasks", progress(flow)],
         ["Sent", html`<${Time} at=${flow.created_at} />`],
       ]} />
-      <${Graph} label="Steps" columns=${flow.steps.map(boxesOf).filter((one) => one.length)} />
+      <${Graph} label="Steps" columns=${columnsOf(flow.steps)} />
       ${flow.steps.map((one) => html`<${Step} key=${one.uuid} step=${one} />`)}`}`;
 }
