@@ -139,6 +139,7 @@ def test_running_task_is_revoked(shop: Shop, browser: Browser) -> None:
 def test_selected_tasks_are_retried(shop: Shop, browser: Browser) -> None:
     browser.open("#/tasks?state=FAILURE&name=mail.lost")
     browser.see("3 tasks: all of them")
+    browser.see("mail.lost", css="tbody")  # rows come a moment later
     browser.run("document.querySelector('tbody input').click()")
     browser.see("1 selected:")
     browser.press("Retry …")

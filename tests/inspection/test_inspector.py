@@ -412,7 +412,7 @@ def test_worker_of_many_tasks_says_as_many_arguments_as_an_answer_holds(server: 
         [active] = server.control.workers().active().values()
         for one in sent:
             server.revoke(one.uuid)
-        server.control.workers().terminate([one.uuid for one in sent])
+        server.control.workers().terminate(*(one.uuid for one in sent))
     assert len(active) == 60
     assert 15 <= sum(one.args is not None for one in active) < 25
 
