@@ -21,6 +21,7 @@ from machinery_py import (
     State,
     TaskFailed,
     current_task,
+    group,
 )
 from machinery_py.backends.base import SETTLED
 from machinery_py.bounds import CHECKPOINT_BYTES
@@ -201,6 +202,21 @@ class StepConformance(LostWorkerCase):
 
         uuid, value = flow.send().get(timeout=HANG)
         assert (value, app.calls) == (7, [(uuid,)] * 2)
+
+    def test_sending_whose_result_cannot_be_kept_sends_nothing(self, app: App) -> None:
+        @app.server.task
+        def flow(how: str) -> None:
+            one = app.note.signature("sent")
+            sends = {"signature": one.send, "group": group([one]).send, "chain": (one | one).send}
+            current_task().step("send", sends[how])
+
+        for how in ("signature", "group", "chain"):
+            with pytest.raises(
+                TaskFailed, match="StepRefused: step 'send': what .* cannot be kept"
+            ):
+                flow.send(how).get(timeout=HANG)
+        app.wait_until_idle()
+        assert app.calls == []
 
     def test_sending_is_a_step_of_a_coroutine(self, app: App) -> None:
         @app.server.task
