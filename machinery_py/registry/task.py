@@ -173,10 +173,6 @@ class Task(Generic[P, R]):
         signature = self._signature(args, kwargs, now=True)
         return cast("AsyncResult[R]", await self._sender.send_async(signature))
 
-    def is_sent_by(self, sender: object) -> bool:
-        """Return whether this Server sends it."""
-        return sender is self._sender
-
     def send_once(self, key: str, *args: P.args, **kwargs: P.kwargs) -> AsyncResult[R]:
         """`send`, and nothing if the same call was sent with this key before.
 

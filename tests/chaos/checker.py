@@ -358,9 +358,11 @@ class _Checker:
             runs = self.runs.get(call.uuid)
             if not runs or self._is_given_up(call.uuid):
                 continue
-            noted, most = {one.run for one in runs}, call.retries
-            unseen = self.repeated.lost_unseen(call.uuid) - noted
-            found, most = sorted(noted | unseen), most + len(unseen)
+            noted = {(one.run, one.worker) for one in runs}
+            # Of a run that began on another worker before, its process may be lost unseen as well.
+            unseen = {run for run, _ in self.repeated.lost_runs(call.uuid) - noted}
+            found = sorted({run for run, _ in noted} | unseen)
+            most = call.retries + len(unseen)
             if len(found) > most + 1:
                 most += self.repeated.lost_processes(runs)
             if found != list(range(len(found))) or not call.retries < len(found) <= most + 1:

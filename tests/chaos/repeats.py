@@ -86,13 +86,13 @@ class Repeats:
             for one in runs
         )
 
-    def lost_unseen(self, uuid: str) -> set[int]:
+    def lost_runs(self, uuid: str) -> set[tuple[int, str]]:
         """Return the runs that a worker ended for a lost process, which noted them or not.
 
         While its connections are broken it cannot settle what has ended.
         """
         return {
-            one.run
+            (one.run, one.worker)
             for one in self._history.settled
             if one.uuid == uuid
             and any(

@@ -313,8 +313,6 @@ def test_task_waits_for_no_sent_task(server: Server) -> None:
     def add(a: int) -> int:
         return a
 
-    foreign = Server(Config(broker="memory://other")).task("add")(lambda a: a)
-
     @server.task(retries=0)
     def flow(how: str) -> None:
         if how == "sent":
@@ -323,8 +321,6 @@ def test_task_waits_for_no_sent_task(server: Server) -> None:
             current_task().wait_for(add.options(uuid="mine").signature(1))
         elif how == "inside":
             current_task().wait_for(group(add.options(uuid="mine").signature(1)) | add.partial())
-        elif how == "foreign":
-            current_task().wait_for(foreign.signature(1))
         else:
             current_task().wait_for(add.options(unique=True).signature(1))
 
@@ -334,7 +330,6 @@ def test_task_waits_for_no_sent_task(server: Server) -> None:
             ("named", "add has a UUID, mine"),
             ("unique", "add has options"),
             ("inside", "add has a UUID, mine"),
-            ("foreign", "add is a task of another Server"),
         ):
             with pytest.raises(TaskFailed, match=text):
                 flow.send(how).get(timeout=HANG)

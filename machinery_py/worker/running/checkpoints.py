@@ -394,7 +394,7 @@ class Checkpoints:
 
     def _begin_result(self, workflow: Step[Any], end: Callable[[], dt.datetime] | None) -> _Wait:
         name = group_label(task_names(workflow))
-        if text := problem_of(workflow, self._find(self._context.name)):
+        if text := problem_of(workflow):
             raise self._break(f"wait_for({name!r}): {text}")
         label = cut(name.replace("#", "-"), MAX_LABEL)
         step = self._begin(f"{CHILD}{label}", _any, arguments_of(workflow), {})

@@ -58,10 +58,10 @@ def arguments_of(step: Step[Any]) -> Sequence[Any]:
     return [arguments_of(one) for one in steps_in(step)]
 
 
-def problem_of(step: Step[Any], own: Task[..., Any] | None) -> str:
-    """Return why a task cannot wait for this workflow; "" if it can. `own`: that task."""
+def problem_of(step: Step[Any]) -> str:
+    """Return why a task cannot wait for this workflow; "" if it can."""
     if not isinstance(step, Signature):
-        return next((text for one in steps_in(step) if (text := problem_of(one, own))), "")
+        return next((text for one in steps_in(step) if (text := problem_of(one))), "")
     if step.uuid:
         return (
             f"{step.name} has a UUID, {step.uuid} (leave it out: it gets one that is the same in "
@@ -69,8 +69,6 @@ def problem_of(step: Step[Any], own: Task[..., Any] | None) -> str:
         )
     if step.headers.get(HEADER_UNIQUE):
         return f"{step.name} has options(unique=…), and is sent in any case (leave it out)"
-    if own is not None and step.sender is not None and not own.is_sent_by(step.sender):
-        return f"{step.name} is a task of another Server (send it, and let it give a signal)"
     return ""
 
 
