@@ -281,6 +281,8 @@ class Server(TaskRegistrar):
         queue = signature.routing_key or self.config.default_queue
         return AsyncResult(self, uuid, name=signature.name, queue=queue)
 
+    send_once_async: Final = twin(send_once)
+
     def send_chain(self, chain: Chain[R]) -> ChainResult[R]:
         """Publish the first step; each step's worker publishes the next. Raises as `send_task`."""
         return self._send_workflow(chain)

@@ -87,7 +87,8 @@ OFFLINE: dict[type, set[str]] = {
         "worker_hint",  # for results, which ask in a thread
     },
     Task: {
-        *("limit_also", "chunks", "map", "options", "partial", "rules_of", "signature", "starmap"),
+        *("limit_also", "chunks", "map", "options", "partial", "result", "rules_of", "signature"),
+        "starmap",
     },
     Chain: {"catch", "then"},
     Group: {"catch", "replace", "then"},

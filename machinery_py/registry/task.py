@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from hashlib import sha256
 from typing import (
@@ -21,6 +22,7 @@ from uuid import NAMESPACE_OID, uuid5
 
 import msgspec
 
+from machinery_py.call_threads import in_thread
 from machinery_py.config.config import Config
 from machinery_py.errors import NameRefused
 from machinery_py.limits.base import Rule
@@ -185,6 +187,10 @@ class Task(Generic[P, R]):
         call = sha256(encode_signature(signature)).hexdigest()
         signature = signature.replace(uuid=f"task_{uuid5(NAMESPACE_OID, f'{key} {call}')}")
         return cast("AsyncResult[R]", self._sender.send_once(signature))
+
+    async def send_once_async(self, key: str, *args: P.args, **kwargs: P.kwargs) -> AsyncResult[R]:
+        """`send_once` for coroutines."""
+        return await in_thread(functools.partial(self.send_once, key, *args, **kwargs))
 
     def result(self, uuid: str) -> AsyncResult[R]:
         """Return the result of a call that any process has sent."""

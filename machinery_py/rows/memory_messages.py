@@ -33,7 +33,7 @@ from machinery_py.rows.messages import (
     queue_topic,
 )
 from machinery_py.rows.steps import StepTarget
-from machinery_py.rows.suspects import Suspects
+from machinery_py.rows.suspects import Suspects, is_silent
 
 Order = tuple[int, int, int]  # priority, turn, number; the least is the next
 
@@ -422,7 +422,7 @@ class MemoryMessages(StepTarget):
             self._suspects.look(
                 (hold.id, hold.kept.beat_at, hold.kept.lease)
                 for hold in self.all_holds.values()
-                if hold.is_stalled()
+                if is_silent(self.now() - hold.kept.beat_at, round(hold.kept.lease * 1e6))
             )
             return [hold.id for hold in self.all_holds.values() if self._is_dead(hold)]
 

@@ -379,6 +379,7 @@ class Execution:
         """
         if self.stage >= SETTLED or self.phase is None or self.transaction is not None:
             return None
+        keeps = self.app.publisher.is_on or self.app.config.keep_calls > 0  # most do not
         state = TaskState(
             task_uuid=self.signature.uuid,
             task_name=self.signature.name,
@@ -387,7 +388,7 @@ class Execution:
             queue=self.delivery.queue,
             worker=self.worker,
             started_at=self.started_at,
-            message=self.kept_call,
+            message=self.kept_call if keeps else b"",
         )
         if self.signature.headers or self.progress or self.noted:
             state = _with_details(self, state)
@@ -517,7 +518,10 @@ def _kept(execution: Execution, then: FollowUp) -> bytes:
     is_kept = then.state is FAILURE or HEADER_ATTEMPTS in execution.signature.headers
     if is_kept and execution.kept:
         return encode_signature(execution.signature)
-    return execution.delivery.body if is_kept else execution.kept_call
+    if is_kept:
+        return execution.delivery.body
+    keeps = execution.app.publisher.is_on or execution.app.config.keep_calls > 0  # most do not
+    return execution.kept_call if keeps else b""
 
 
 def _on_behalf_of(execution: Execution) -> contextlib.AbstractContextManager[object]:
