@@ -50,6 +50,7 @@ from machinery_py.wire.states import decode_results, encode_results
 logger = get_logger(__name__)
 
 TOO_LARGE = "machinery_py.errors.StepRefused"  # error type of a result that cannot be kept
+NOTHING = b"[]"  # results of a task that returned None
 
 
 def _any() -> Any: ...
@@ -137,10 +138,10 @@ def bring_result(app: Application, message: Signature[Any]) -> None:
     if message.name == FAILED:
         failure = Context(message, queue="", delivery=1, worker="", report=None).failed
         text = cut(printable(str(message.args[0].value)), MAX_ERROR)
-        failed, results = (text, failure.error_type if failure else ""), b"[]"
+        failed, results = (text, failure.error_type if failure else ""), NOTHING
     if len(results) > SIGNALS_BYTES:
         text = f"its result has {len(results):,} bytes, more than a checkpoint may have"
-        failed, results = (f"{text} ({SIGNALS_BYTES:,})", TOO_LARGE), b"[]"
+        failed, results = (f"{text} ({SIGNALS_BYTES:,})", TOO_LARGE), NOTHING
     patience = Patience()
     while True:
         body, box = _mailbox(app, uuid)
@@ -149,10 +150,11 @@ def bring_result(app: Application, message: Signature[Any]) -> None:
             return  # nobody waits for it any more, or it was told before
         if box.wait is not None and not stands(box.wait, state):
             box = without_wait(box)
-        if box.wait is None or box.wait.name != name:
-            results = UNREAD  # perhaps it came too late: so it takes no room
+        waits = box.wait is not None and box.wait.name == name
+        # Perhaps it came too late: so it takes no room.
+        value = results if waits or results == NOTHING else UNREAD
         try:
-            new, ended = delivered(box, name, results, name, failed)
+            new, ended = delivered(box, name, value, name, failed)
         except SignalRefused as error:  # it came too late, so nobody misses it
             logger.debug("task %s does not get %s: %s", uuid, name, error)
             return

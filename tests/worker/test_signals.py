@@ -18,6 +18,7 @@ from machinery_py import (
     chain,
     current_task,
     group,
+    signals,
 )
 from machinery_py.backends.base import Verdict
 from machinery_py.brokers.base import Message
@@ -404,6 +405,34 @@ def test_result_of_an_immutable_step_travels_as_any_other(server: Server) -> Non
     [child] = [one for one in sent if one.name == "add"]
     assert not child.immutable
     assert [one.name for one in sent] == ["flow", "add"]
+
+
+def test_result_that_meets_the_suspension_keeps_its_value(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The task waits between the look of what brings the result, and its change."""
+
+    @server.task(ignore_result=True)
+    def add(a: int) -> int:
+        return a
+
+    @server.task
+    def flow() -> Any:
+        return current_task().wait_for(add.signature(7))
+
+    look, hidden = signals._mailbox, [True]
+
+    def look_early(app: Any, uuid: str) -> tuple[bytes | None, mailboxes.Mailbox]:
+        body, box = look(app, uuid)
+        if hidden and box.wait is not None and box.wait.child:
+            hidden.clear()  # as it was before the task waited: its change is refused
+            return b"older", mailboxes.without_wait(box)
+        return body, box
+
+    monkeypatch.setattr(signals, "_mailbox", look_early)
+    with server.new_worker():
+        assert flow.send().get(timeout=HANG) == 7
+    assert not hidden
 
 
 def test_text_of_a_failure_is_bounded(server: Server) -> None:

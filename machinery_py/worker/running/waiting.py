@@ -56,11 +56,12 @@ def receive(execution: Execution, wanted: Wanted) -> Received:
     if wanted.child:
         # An earlier run has sent it, if it is known: one that was revoked meanwhile, say.
         state = app.patiently(lambda: backend.get_states([wanted.child])).get(wanted.child)
+        if state is not None and state.state is FAILURE:
+            return Received(b"[]", failed=(state.error, state.error_type))
+        if signal is not None and not (state is not None and state.results):
+            return Received(b"[]", failed=("its result was not kept", EXPIRED))
         if state is not None and state.is_finished:
-            failed = (state.error, state.error_type) if state.state is FAILURE else None
-            return Received(encode_results(state.results), failed=failed)
-        if signal is not None:
-            return Received(b"[]", failed=("its result has expired", EXPIRED))
+            return Received(encode_results(state.results))
     if wanted.waits:
         if state is None:
             _check_child(execution, wanted)
